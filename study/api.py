@@ -188,7 +188,7 @@ def _run(
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
-    sinks = Sinks(plan.study)
+    sinks = Sinks(plan.study, say)
     later = _DeferredStart(tracker.start, sinks.start)
     ledger.listen(later.hear)
     ledger.listen(view.listen)

@@ -89,12 +89,13 @@ class Study:
     def best(self) -> Configuration | None:
         """Finished configuration with the best first objective; None before one has finished.
 
-        It is chosen among all rows, by the validation split, see
+        It is chosen among all rows, by the validation split and the search's constraints, see
         :func:`study.results.configurations.best`.
         """
         state = self.state
-        objectives = state.config.search.objectives
-        return best(groups_of_seeds(state.trials, objectives), objectives)
+        search = state.config.search
+        groups = groups_of_seeds(state.trials, search.objectives, search.constraints)
+        return best(groups, search.objectives)
 
     @property
     def answer(self) -> str:
@@ -196,7 +197,7 @@ class Study:
         suggestion: Suggestion,
         values: float | Mapping[str, float] | None = None,
         *,
-        error: str = "",
+        error: str | Exception = "",
     ) -> None:
         """Enter a trial's results or its error, see :func:`study.execution.ask_tell.tell`."""
         tell(self.folder, suggestion, values, error=error)

@@ -30,6 +30,7 @@ RUNS = {
     "docs/howto/studies.md": 12,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
+    "docs/howto/own-network.md": 1,
     "docs/howto/own-loop.md": 2,
     "docs/howto/coming-from.md": 4,
 }

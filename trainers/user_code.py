@@ -1,6 +1,7 @@
 """Find, hash, load and call what a config names as ``package.module:name`` or ``file.py:name``.
 
-A file is loaded by its path under a private module name, so that it shadows nothing; its folder is
+A file is loaded by its path under a private module name, so that it shadows nothing; where a node
+of a Ray cluster lacks it, a copy that the study sent is taken (:data:`SENT`); its folder is
 appended to ``sys.path``, after everything else, so that it may import its neighbours. A trial loads
 files anew (:func:`forget`), so that nothing is left that an earlier one changed in them. A module
 is imported as usual. Nothing is imported before a process asks for it, and finding and hashing a
@@ -34,6 +35,8 @@ LENGTH = 300
 """Characters kept of what the user's code says in an error."""
 PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
+SENT = "lns_study_user_files"
+"""Folder on ``sys.path`` with the files that a study sent to a node of a Ray cluster."""
 _FOLDERS: list[str] = []
 """Folders of the files that are loaded, which stand at the end of ``sys.path``."""
 
@@ -68,7 +71,8 @@ def find_source(key: str, name: str) -> Path:
     """
     place, _ = split_name(key, name)
     if place.endswith(".py"):
-        if not (path := Path(place)).is_file():
+        path = Path(place)
+        if not path.is_file() and not (path := sent_copy(path)).is_file():
             raise ValueError(
                 f"{key}={name!r}: there is no file {path}; give its path relative to the study's"
                 " file, or an absolute one"
@@ -84,6 +88,17 @@ def find_source(key: str, name: str) -> Path:
             " its package here, or name a file: net.py:make_net"
         )
     return Path(spec.origin).resolve()
+
+
+def place_of_sent(folder: Path) -> str:
+    """Return the folder in :data:`SENT` of the files of a folder."""
+    return hashlib.sha256(str(folder).encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def sent_copy(path: Path) -> Path:
+    """Return where a study sent a file to, on a node of a Ray cluster; ``path`` if nowhere."""
+    inner = Path(SENT) / place_of_sent(path.parent) / path.name
+    return next((copy for entry in sys.path if (copy := Path(entry) / inner).is_file()), path)
 
 
 def digest_source(key: str, name: str) -> str:

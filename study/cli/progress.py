@@ -200,7 +200,8 @@ def render(
         )
     shown = _most_interesting(list(state.trials))
     for trial in shown:
-        table.add_row(*_cells(trial, metric), style=STYLES[trial.status])
+        cells = _cells(trial, metric, state.config.search.constraints if state.plan else {})
+        table.add_row(*cells, style=STYLES[trial.status])
     hidden = len(state.trials) - len(shown)
     lines: list[RenderableType] = [
         table,
@@ -254,12 +255,14 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
     return [trial for trial in trials if trial.id in chosen]
 
 
-def _cells(trial: TrialState, metric: Metric) -> list[str]:
+def _cells(trial: TrialState, metric: Metric, constraints: Mapping[str, str]) -> list[str]:
     values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
     last, test = (
         "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
     )
     status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
+    if trial.status in ENDED and infeasible(trial, constraints):
+        status += ", infeasible"
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 

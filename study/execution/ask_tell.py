@@ -105,7 +105,7 @@ def tell(
     suggestion: Suggestion,
     values: float | Mapping[str, float] | None = None,
     *,
-    error: str = "",
+    error: str | Exception = "",
 ) -> None:
     """Enter a trial's results, or that it failed.
 
@@ -119,7 +119,7 @@ def tell(
 
     Raises:
         UserError: the study runs or does not know the trial, the trial is not open, or the values
-            are not numbers or lack an objective.
+            are not numbers, have a name that is taken, or lack an objective.
     """
     with _opened(folder) as (ledger, state):
         trial = state.known.get(suggestion.trial)
@@ -134,7 +134,8 @@ def tell(
                 f"tell: values={values!r} and error={error!r}: one of them must be given; use for"
                 " example tell(suggestion, 0.12) or tell(suggestion, error='diverged')"
             )
-        events: list[Event] = [{"event": "failed", "trial": trial.id, "error": error}]
+        reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        events: list[Event] = [{"event": "failed", "trial": trial.id, "error": reason}]
         if values is not None:
             metrics = _metrics(values, state)
             final = {name: value for name, value in metrics.items() if name.startswith(TEST)}
@@ -201,11 +202,16 @@ def _metrics(values: float | Mapping[str, float], state: StudyState) -> dict[str
     given = values if isinstance(values, Mapping) else dict.fromkeys(wanted[:1], values)
     try:
         metrics = {str(name): float(value) for name, value in given.items()}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
             f"tell: values={values!r}: must be numbers ({error}); use for example"
             f" {{{(wanted or ['validation/error'])[0]!r}: 0.12}}"
         ) from None
+    if taken := [name for name in metrics if name in ("", "epoch", *DERIVED)]:
+        raise UserError(
+            f"tell: values={values!r}: the name {taken[0]!r} is taken by what a trial is known by"
+            " anyway; leave it out, or give it another name"
+        )
     if missing := [name for name in wanted if name not in metrics]:
         raise UserError(
             f"tell: values={values!r}: must have every objective of the search, and"

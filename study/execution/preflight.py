@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
+from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_writable
@@ -56,6 +57,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_packed(plan)
     check_gpus(plan)
     check_address(plan.study.address)
+    check_user_files(plan.study)
     check_sinks(plan.study)
     data = describe_data(plan)
     plan = check_trials(plan, data, node)

@@ -35,6 +35,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.errors import UserError
+from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
 from trainers.workers.fork_server import PR_SET_PDEATHSIG
 
@@ -210,13 +211,15 @@ class Joined(Session):
     Args:
         address: address as the user gave it.
         insecure: whether to join a cluster that requires no token.
+        files: folder that Ray sends to the nodes, onto ``sys.path`` of what runs there; or None.
 
     Raises:
         UserError: no cluster answers there, or it requires no token.
     """
 
-    def __init__(self, address: str, insecure: bool) -> None:
+    def __init__(self, address: str, insecure: bool, files: Path | None = None) -> None:
         self._given = address
+        self._environment = {"py_modules": [str(files)]} if files else None
         _keep_token(Path.home() / ".ray" / "auth_token")
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
@@ -244,7 +247,12 @@ class Joined(Session):
         """
         import ray
 
-        ray.init(address=self._given, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address=self._given,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            runtime_env=self._environment,
+        )
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
         self._nodes: list[dict[str, Any]] = ray.nodes()
@@ -337,15 +345,16 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
     if ray is not None and ray.is_initialized():
         yield Session(str(ray.get_runtime_context().gcs_address))
         return
-    session: Session = (
-        OwnRay(local_cpus(study), gpus, dashboard)
-        if study.address is None
-        else Joined(study.address, study.insecure)
-    )
-    try:
-        yield session
-    finally:
-        session.close()
+    with collected_files(study) as files:
+        session: Session = (
+            OwnRay(local_cpus(study), gpus, dashboard)
+            if study.address is None
+            else Joined(study.address, study.insecure, files)
+        )
+        try:
+            yield session
+        finally:
+            session.close()
 
 
 def asks_nobody(address: str) -> bool:

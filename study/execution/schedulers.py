@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from study.config import SearchConfig
 from study.ledger.state import ENDED, StudyState
 
@@ -50,16 +52,22 @@ class Scheduler:
         if not math.isfinite(value):
             return True
         result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
-        return str(self._tune.on_trial_result(_ALONE, self._stub(trial), result)) == "STOP"
+        with np.errstate(invalid="ignore"):
+            return str(self._tune.on_trial_result(_ALONE, self._stub(trial), result)) == "STOP"
 
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
     ) -> None:
-        """Note that a trial has ended with this epoch, early or not."""
-        if (value := metrics.get(self._metric)) is not None:
+        """Note that a trial has ended with this epoch, early or not.
+
+        NaN tells a scheduler nothing: it would only warn of it where it takes a quantile.
+        """
+        value = metrics.get(self._metric)
+        if value is not None and not math.isnan(value):
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
-            self._tune.on_trial_complete(_ALONE, self._stub(trial), result)
-            del self._stubs[trial]
+            with np.errstate(invalid="ignore"):  # quantiles between infinite values
+                self._tune.on_trial_complete(_ALONE, self._stub(trial), result)
+        self._stubs.pop(trial, None)
 
     def replay(self, state: StudyState) -> None:
         """Replay every epoch of the trials that ended in earlier runs.

@@ -162,6 +162,21 @@ class Lines:
         self.damage.append(Damage(line=self._line, number=None, text=text, hints={}))
 
 
+def encodable(event: Event) -> Event:
+    """Return an event whose texts UTF-8 can encode.
+
+    Names and errors of the user's code may hold half a surrogate pair, of undecodable bytes for
+    example, and nothing could be written of them; each becomes a question mark.
+    """
+    text = json.dumps(event, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        found: Event = json.loads(text.encode(errors="replace"))
+        return found
+    return event
+
+
 def seal(event: Event, number: int) -> bytes:
     """Return the line of an event, its line break included."""
     body = json.dumps({**event, "n": number})[:-1].encode()

@@ -60,7 +60,7 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 from study.errors import UserError
-from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, seal, unseal
+from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
 from study.program import STORAGE, lns_study
 
 FILE = "ledger.jsonl"
@@ -229,7 +229,7 @@ class Ledger:
         now = self._since + time.monotonic()
         records = [
             record
-            for event in events
+            for event in map(encodable, events)
             if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)
         ]
         if not records:

@@ -246,6 +246,13 @@ def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
     return study | {"tracking_uri": without_password(uri)} if uri else study
 
 
+def shown_study(study: dict[str, Any]) -> dict[str, Any]:
+    """Return a study's config for what others read: without the commands of its alerts, which may
+    hold the secret address of a chat's webhook."""
+    alerts = study.get("alerts")
+    return study | {"alerts": dict.fromkeys(alerts, "(a command)")} if alerts else study
+
+
 def name_of(trial: TrialState) -> str:
     """Return a trial's name for people: ``lns12 #7, seed 0``."""
     number = "" if trial.number is None else f" #{trial.number}"

@@ -6,15 +6,17 @@ runs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from study.config.metric import TEST
 from study.ledger.lines import Event
 from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.manage.checkpoints import checkpoints_of
-from study.tracking.names import sanitise
-from study.tracking.payload import KEY_TAG
+from study.tracking.names import NONFINITE, SETTING, restore, sanitise
+from study.tracking.payload import BITS, KEY_TAG, SECONDS
 from study.tracking.runs import runs_with_key
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
@@ -22,6 +24,8 @@ from study.tracking.writer import connect
 ENDS = (FINISHED, STOPPED, FAILED)
 """Events that end a trial."""
 CHECKPOINT, MLFLOW = "checkpoint", "mlflow"
+LOOP = "trainable.name"
+"""Param of a run whose trial was trained by a loop of the user's own."""
 
 
 @dataclass(kw_only=True)
@@ -76,8 +80,16 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if name != "epoch"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names of a study's metrics: of its epochs' reports, and of its trials' ends."""
+
+    reported: set[str]
+    final: set[str]
+
+
 def add_known_to_mlflow(
-    known: dict[str, Known], name: str, id_: str, uri: str, names: set[str]
+    known: dict[str, Known], name: str, id_: str, uri: str, names: Names
 ) -> None:
     """Add the evidence of an MLflow store: times, and figures where no checkpoint has them.
 
@@ -96,36 +108,96 @@ def add_known_to_mlflow(
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         return
-    plain = {sanitise(name): name for name in names}
     for run in runs_with_key(client, experiment.experiment_id, id_):
         trial = run.data.tags[KEY_TAG].partition("/")[2]
         if trial:
-            _merge(known.setdefault(trial, Known(source=MLFLOW)), _known_to_run(client, run, plain))
+            _merge(known.setdefault(trial, Known(source=MLFLOW)), _known_to_run(client, run, names))
 
 
-def _known_to_run(client: Any, run: Any, plain: dict[str, str]) -> Known:
+def _known_to_run(client: Any, run: Any, names: Names) -> Known:
     found = Known(source=MLFLOW)
-    test: dict[str, float] = {}
-    for key in set(run.data.metrics) & set(plain):
-        for metric in client.get_metric_history(run.info.run_id, key):
-            if plain[key].startswith("test/"):
-                test[plain[key]] = metric.value
-            else:
-                found.epochs.setdefault(metric.step, {})[plain[key]] = metric.value
-                # MLflow cut the ledger's time to milliseconds
-                found.times[metric.step] = (metric.timestamp + 0.5) / 1000
-    names = {name for values in found.epochs.values() for name in values}
-    # MLflow lacks infinite metrics, so an epoch with one is incomplete
-    found.epochs = {step: values for step, values in found.epochs.items() if set(values) == names}
+    histories = {
+        restore(key): client.get_metric_history(run.info.run_id, key)
+        for key in run.data.metrics
+        if not key.startswith(SETTING)
+    }
+    plain = {sanitise(name): name for name in names.reported | names.final}
+    ends = histories.pop(SECONDS, [])
+    histories.pop(BITS, None)
+    ended = max(ends, key=lambda point: int(point.timestamp), default=None)
+    end = (ended.step, ended.timestamp) if ended else None
+    last, ambiguous = dict[str, float](), False
+    for restored, points in histories.items():
+        name = plain.get(sanitise(restored), restored)
+        reports, final, unclear = _split(name, points, end, names)
+        ambiguous |= unclear
+        if final is not None:
+            last[name] = final
+        for metric in reports:
+            found.epochs.setdefault(metric.step, {})[name] = metric.value
+            # MLflow cut the ledger's time to milliseconds
+            found.times[metric.step] = (metric.timestamp + 0.5) / 1000
     status = run.data.tags.get("status", "")
-    if status in ENDS and run.info.end_time:
-        found.end, found.ended = _end(status, test, run.data.tags), (run.info.end_time + 0.5) / 1000
+    if ambiguous and end is not None:
+        found.epochs.pop(end[0], None)
+    _drop_incomplete(found, run.data.tags, status)
+    if status in ENDS and run.info.end_time and not ambiguous:
+        own_epochs = max(found.epochs, default=0) if run.data.params.get(LOOP) else 0
+        found.end = _end(status, last, run.data.tags, own_epochs)
+        found.ended = (run.info.end_time + 0.5) / 1000
     return found
 
 
-def _end(status: str, test: dict[str, float], tags: dict[str, str]) -> Event | None:
+def _split(
+    name: str, points: list[Any], end: tuple[int, int] | None, names: Names
+) -> tuple[list[Any], float | None, bool]:
+    """Return the points of a metric that epochs reported, its value at the trial's end or None, and
+    whether nobody can tell these two apart.
+
+    Figures of the end have the step and time of the seconds that are sent with them. Nobody can
+    tell a metric that was reported and returned at one time: MLflow keeps no order there, and equal
+    points once.
+    """
+    points = sorted(points, key=lambda point: (point.step, point.timestamp))
+    reported = name in names.reported
+    at_end = bool(points) and (points[-1].step, points[-1].timestamp) == end
+    if name.startswith(TEST) or (not reported and (name in names.final or at_end)):
+        return [], points[-1].value if points else None, False
+    if not reported:  # somebody else's
+        return [], None, False
+    if name not in names.final or not at_end:
+        return points, None, False
+    of_end = [point for point in points if point.step == points[-1].step]
+    if len(of_end) == 2 and of_end[0].timestamp < of_end[1].timestamp:
+        return points[:-1], points[-1].value, False
+    return points[: -len(of_end)], None, True
+
+
+def _drop_incomplete(found: Known, tags: dict[str, str], status: str) -> None:
+    """Leave out epochs whose infinite metrics MLflow lacks, or that were not sent whole.
+
+    A run that has ended was sent whole, and its tags say where metrics were infinite.
+    """
+    infinite = {
+        int(epoch)
+        for name, text in tags.items()
+        if name.startswith(NONFINITE)
+        for epoch in re.findall(r"inf at (\d+)", text)
+    }
+    every = {name for values in found.epochs.values() for name in values}
+    found.epochs = {
+        step: values
+        for step, values in found.epochs.items()
+        if step not in infinite and (status in ENDS or set(values) == every)
+    }
+
+
+def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int) -> Event | None:
+    """Return the event of a trial's end; ``epochs`` are those of a loop of the user's own, which
+    may end without a figure, or early."""
     if status == FINISHED:
-        return {"event": FINISHED, "metrics": test} if test else None
+        finished = {"event": FINISHED, "metrics": last}
+        return finished | {"epochs": epochs} if epochs else finished if last else None
     return (
         {"event": STOPPED, "by": tags.get("stopped_by", "")}
         if status == STOPPED

@@ -43,7 +43,14 @@ from study.ledger.log import (
 )
 from study.ledger.state import FINISHED, fold, study_without_password
 from study.manage.checkpoints import checkpoints_of
-from study.manage.evidence import CHECKPOINT, ENDS, Known, add_known_to_mlflow, known_to_checkpoints
+from study.manage.evidence import (
+    CHECKPOINT,
+    ENDS,
+    Known,
+    Names,
+    add_known_to_mlflow,
+    known_to_checkpoints,
+)
 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 """Events that can be restored."""
@@ -121,15 +128,16 @@ def _name(folder: Path, contents: Contents) -> str:
     return str(plans[-1]["study"]["name"]) if plans else folder.name
 
 
-def _all_names(contents: Contents, known: dict[str, Known]) -> set[str]:
+def _all_names(contents: Contents, known: dict[str, Known]) -> Names:
     """Return the names of all metrics."""
-    metrics = [event["metrics"] for event in contents.events if "metrics" in event]
-    metrics += [
-        values
-        for entry in known.values()
-        for values in (*entry.epochs.values(), (entry.end or {}).get("metrics", {}))
-    ]
-    return {name for values in metrics for name in values}
+    reports = [event["metrics"] for event in contents.events if event["event"] == "report"]
+    reports += [values for entry in known.values() for values in entry.epochs.values()]
+    ends = [event["metrics"] for event in contents.events if event["event"] == FINISHED]
+    ends += [(entry.end or {}).get("metrics", {}) for entry in known.values()]
+    return Names(
+        reported={name for values in reports for name in values},
+        final={name for values in ends for name in values},
+    )
 
 
 class _Restoration:
@@ -243,7 +251,8 @@ class _Restoration:
         epoch_count = planned.epochs if planned else int(known.config.get("epochs", 0))
         told = [event.get("epochs") for _, event in self._events_of[trial]]
         epoch_count = next(filter(None, [*told, (known.end or {}).get("epochs")]), epoch_count)
-        missing = [epoch for epoch in range(1, epoch_count + 1) if epoch not in epochs]
+        first = epoch_count if self._was_told(trial) else 1
+        missing = [epoch for epoch in range(first, epoch_count + 1) if epoch not in epochs]
         if not ends and known.end and not (known.end["event"] == FINISHED and missing):
             self._insert(
                 {"trial": trial, **known.end},
@@ -266,6 +275,12 @@ class _Restoration:
                 f"epochs {', '.join(map(str, missing))}" if epoch_count else "some epochs, perhaps,"
             )
             self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
+
+    def _was_told(self, trial: str) -> bool:
+        """Tell whether a loop of the user's own asked for a trial last, which tells its last epoch
+        alone (:mod:`study.execution.ask_tell`)."""
+        begun = [event for _, event in self._events_of[trial] if event["event"] == "started"]
+        return bool(begun) and "pid" in begun[-1]
 
     def _insert(
         self, event: Event, after: float, before: float, source: str, when: float | None = None

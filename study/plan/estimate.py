@@ -25,6 +25,8 @@ from study.text import duration
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
 TRIALS_SHOWN = 12
+ARGUMENTS = "trainable.args."
+"""Begins the keys of what a loop of the user's own is called with."""
 
 
 def of_storage(storage: str) -> dict[str, float]:
@@ -59,6 +61,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         )
     for loop in dict.fromkeys(_describe_loop(trial) for trial in plan.trials):
         yield from loop
+    yield from _describe_unnamed(plan)
     if study.search.constraints:
         bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
         yield f"  a configuration can be the best only with {bounds}"
@@ -76,6 +79,21 @@ def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
     """Return a line on the user's loop that trains a trial, if one does."""
     loop = trial.config.trainable
     return (f"Loop: {loop.name} (code {loop.code})",) if loop.name else ()
+
+
+def _describe_unnamed(plan: Plan) -> Iterator[str]:
+    """Yield a line on each searched argument of the user's loop that the base trial does not have.
+
+    Nobody but the loop knows which arguments it reads, so a misspelt one is searched in vain.
+    """
+    args = plan.study.trial.trainable.args
+    for key in plan.study.space:
+        name = key.removeprefix(ARGUMENTS)
+        if args and name != key and name.partition(".")[0] not in args:
+            yield (
+                f"  {key} is searched, and trial.trainable.args has no {name}, but"
+                f" {', '.join(args)}: is it what the loop reads?"
+            )
 
 
 def _describe_processes(plan: Plan) -> Iterator[str]:

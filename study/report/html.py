@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from study.claims.record import interval_of
 from study.config import Metric
 from study.config.space import describe, show
-from study.ledger.state import StudyState, TrialState
+from study.ledger.state import StudyState, TrialState, shown_study
 from study.report.claims import HEADINGS as CLAIM_HEADINGS
 from study.report.claims import claim_cells
 from study.report.pictures import Links, Parts
@@ -43,7 +43,9 @@ def render_html(
         rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
-        config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
+        config=yaml.safe_dump(
+            shown_study(state.plan["study"]), sort_keys=False, allow_unicode=True
+        ),
         trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore, claim_headings=CLAIM_HEADINGS,
         claims=[(claim_cells(claim), claim["outcome"]) for claim in claims],

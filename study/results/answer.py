@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from study.config import Metric
 from study.ledger.state import ENDED, StudyState
+from study.results.configurations import configurations
 from study.results.contrasts import Contrast, paired
 from study.results.objectives import lacking
 from study.results.summary import Row, Summary, figures_by_seed
@@ -41,9 +42,7 @@ def answer(state: StudyState, summary: Summary) -> str:
     metric = summary.metric
     whole = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
     if not whole:
-        ended = sum(trial.status in ENDED for trial in state.trials)
-        none = f"No answer yet: {ended} of {len(state.trials)} trials have ended."
-        return " ".join([none, *lacking(state)])
+        return " ".join([_none(state), *lacking(state)])
     base = next((row for row in whole if row.label == state.config.baseline), None)
     others = [row for row in whole if row is not base]
     if base is None or not others:
@@ -60,6 +59,17 @@ def answer(state: StudyState, summary: Summary) -> str:
         f"{capital(metric.test_words)} beside {base.label} ({_mean(base, metric)}):"
         f" {said}.{_resolution(found, metric)}"
     )
+
+
+def _none(state: StudyState) -> str:
+    """Say why there is no answer: trials are left, or nothing that finished keeps the bounds."""
+    constraints = state.config.search.constraints
+    ended = sum(trial.status in ENDED for trial in state.trials)
+    found = [each for each in configurations(state.trials, [], constraints) if each.finished]
+    if ended < len(state.trials) or not found or any(each.eligible for each in found):
+        return f"No answer yet: {ended} of {len(state.trials)} trials have ended."
+    bounds = ", ".join(f"{metric} {bound}" for metric, bound in constraints.items())
+    return f"No answer: none of the {len(found)} configurations that finished keeps {bounds}."
 
 
 def capital(text: str) -> str:

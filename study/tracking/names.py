@@ -4,14 +4,16 @@ before anything runs.
 Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths,
 at most 250 characters. Any other character becomes its code point in hex between colons, ``dp=2``
 is ``dp:3d:2``, and so does a colon itself; so :func:`restore` gives back exactly the original name
-and no two names collide. MLflow stores an infinite metric as 1.8e308, which is false: such points
-are left out and a tag says where they were (:func:`nonfinite_tags`). NaN is stored as NaN.
+and no two names collide. A name that would be longer is cut, and ends with a digest of it. MLflow
+stores an infinite metric as 1.8e308, which is false: such points are left out and a tag says where
+they were (:func:`nonfinite_tags`). NaN is stored as NaN.
 
 Source of the limits: ``mlflow/utils/validation.py`` of MLflow 3.17.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import posixpath
 import re
@@ -23,6 +25,8 @@ from study.config.keys import flatten
 from study.plan.plan import Plan
 
 NAME_LENGTH = 250
+DIGEST_LENGTH = 12
+"""Hex digits of a name's sha256 at the end of one that was cut."""
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 EXPERIMENT_LENGTH = 500
@@ -39,7 +43,19 @@ _ESCAPED = re.compile(r":([0-9a-f]+):")
 
 
 def sanitise(name: str) -> str:
-    """Return a legal metric, param or tag name that :func:`restore` turns back into ``name``."""
+    """Return a legal metric, param or tag name that :func:`restore` turns back into ``name``.
+
+    One of more than :data:`NAME_LENGTH` characters is cut, and cannot be turned back.
+    """
+    legal = escaped(name)
+    if len(legal) <= NAME_LENGTH:
+        return legal
+    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:DIGEST_LENGTH]
+    return f"{legal[: NAME_LENGTH - DIGEST_LENGTH - 1]}-{digest}"
+
+
+def escaped(name: str) -> str:
+    """Return ``name`` with the characters that MLflow does not take escaped, however long."""
     legal = re.sub(r"[^\w\-. /]|[^\x00-\x7f]", lambda match: _escape(match[0]), name)
     if posixpath.normpath(legal) != legal or legal.startswith(("/", "..")) or legal in (".", ""):
         legal = re.sub(r"[./]", lambda match: _escape(match[0]), legal)
@@ -98,7 +114,7 @@ def check_loggable(plan: Plan) -> None:
     _check("name", plan.study.name, EXPERIMENT_LENGTH)
     suffix = of_row(plan.study.primary_metric)
     for row in plan.rows:
-        _check(f"row {row.label[:40]!r}...: label", sanitise(f"{row.label}{suffix}"), NAME_LENGTH)
+        _check(f"row {row.label[:40]!r}...: label", escaped(f"{row.label}{suffix}"), NAME_LENGTH)
     for trial in plan.trials:
         for key, value in flatten(trial.config.to_dict()).items():
             _check(f"row {trial.row!r}: {key}", str(value), PARAM_LENGTH)

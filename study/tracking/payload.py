@@ -20,6 +20,7 @@ from study.ledger.state import (
     STOPPED,
     StudyState,
     TrialState,
+    shown_study,
 )
 from study.results.objectives import bits_of
 from study.results.summary import summarise
@@ -227,7 +228,7 @@ def documents_of(plan: Event) -> dict[str, str]:
     ]
     environment = {**plan["provenance"], "hardware": plan.get("hardware", {}), "data": plan["data"]}
     return {
-        "config.yaml": dump(plan["study"]),
+        "config.yaml": dump(shown_study(plan["study"])),
         "plan.yaml": dump(trials),
         "environment.yaml": dump(environment),
     }

@@ -229,11 +229,12 @@ def _compare(
 
 
 def _metric_names(state: StudyState) -> set[str]:
-    """Return the names of the metrics that trials of the study report."""
-    reports = (
-        trial.reports[trial.epoch]["metrics"] for trial in state.known.values() if trial.reports
-    )
-    return {sanitise(name) for metrics in reports for name in metrics}
+    """Return the names of the metrics that trials of the study report, at their end too."""
+    trials = state.known.values()
+    names = {name for trial in trials for name in trial.test}
+    for trial in trials:
+        names.update(*(event["metrics"] for event in trial.reports.values()))
+    return {sanitise(name) for name in names}
 
 
 def _is_ours(name: str, reported: set[str]) -> bool:

@@ -3,7 +3,7 @@ study.tracking.sinks``, started by the driver if the study asks for either.
 
 Like the writer of MLflow (:mod:`study.tracking.writer`) it reads the ledger's new lines, so that
 training waits for nothing here, and goes on by itself where the driver ends or dies. What it cannot
-do fails here alone; the study goes on.
+do fails here alone; the study goes on, and where the process dies the driver starts it again.
 
 TensorBoard: ``tensorboard/`` in the study's folder has a run per trial, with a scalar per metric
 and epoch and the trial's config as hyperparameters. The files are made from the ledger and written
@@ -30,8 +30,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,17 @@ from study.ledger.lines import Event
 from study.ledger.log import Follower
 from study.ledger.state import StudyState, TrialState, name_of
 from study.results.configurations import best, groups_of_seeds, signed
+from study.tracking.supervisor import MOST_STARTS
 from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
 
 LOCK = "sinks.lock"
 TENSORBOARD = "tensorboard"
 """Folder of the event files in the study's folder, and the package that writes them."""
 NOTES, LOG = "alerts.jsonl", "alerts.log"
+FOLDER_LENGTH = 200
+"""Most characters of a trial's name in the name of its folder."""
+FACT_LENGTH = 5000
+"""Most characters of a variable in a command's environment; the system takes 128 KiB."""
 ALERT_SECONDS = 60.0
 """Seconds after which an alert's command is killed, with its children."""
 WAIT_SECONDS = 10.0
@@ -68,31 +74,74 @@ def check_sinks(study: StudyConfig) -> None:
 
 
 class Sinks:
-    """The supervisor of the process; it does nothing for a study without sinks."""
+    """The supervisor of the process; it does nothing for a study without sinks.
 
-    def __init__(self, study: StudyConfig) -> None:
+    Args:
+        study: the study.
+        warn: called with a sentence if the process dies again and again.
+    """
+
+    def __init__(self, study: StudyConfig, warn: Callable[[str], None] = lambda line: None) -> None:
         self._wanted = study.tensorboard or bool(study.alerts)
-        self._folder = study.folder
+        self._folder, self._warn = study.folder, warn
         self._process: subprocess.Popen[str] | None = None
+        self._finish = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="sinks", daemon=True)
 
     def start(self) -> None:
-        """Start the process, in a session of its own; the ledger holds the plan by now."""
+        """Start the process; the ledger holds the plan by now."""
         if self._wanted:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "study.tracking.sinks", "--folder", str(self._folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-            )
+            self._spawn()
+            self._thread.start()
 
     def close(self) -> None:
         """Ask the process to catch up and end; wait :data:`WAIT_SECONDS` at most."""
         if self._process is None:
             return
-        with suppress(OSError, subprocess.TimeoutExpired):
-            self._process.communicate("finish\n", timeout=WAIT_SECONDS)
+        with self._lock:
+            self._finish = True
+            self._ask_to_finish()
+        self._thread.join(WAIT_SECONDS)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the process."""
+        return self._process.pid if self._process else None
+
+    def _spawn(self) -> None:
+        """Start a process, in a session of its own, out of reach of Ctrl-C."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "study.tracking.sinks", "--folder", str(self._folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _ask_to_finish(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it died; the waiting thread starts another and asks it
+            self._process.stdin.write("finish\n")
+            self._process.stdin.close()
+
+    def _run(self) -> None:
+        """Wait for the process, and start it again where it died."""
+        for start in range(MOST_STARTS):
+            with self._lock:
+                if start:
+                    self._spawn()
+                    if self._finish:
+                        self._ask_to_finish()
+            assert self._process is not None
+            if self._process.wait() == 0:
+                return
+        self._warn(
+            f"the process that writes TensorBoard's files and runs alerts died {MOST_STARTS} times;"
+            " training goes on, and the study's next run starts it again"
+        )
 
 
 class TensorBoard:
@@ -137,8 +186,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams
 
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{name_of(trial)} {trial.id}")
-            folder = self._folder / name
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(trial))[:FOLDER_LENGTH]
+            folder = self._folder / f"{name}-{trial.id}"
             new = not folder.exists()
             self._writers[trial.id] = SummaryWriter(str(folder))
             values = {
@@ -206,7 +255,10 @@ class Alerts:
         if quiet or not command:
             return
         facts = {"EVENT": kind, "STUDY": self._study.name, "FOLDER": str(self._folder), **facts}
-        variables = {f"LNS_STUDY_{name}": value for name, value in facts.items()}
+        variables = {
+            f"LNS_STUDY_{name}": value.replace("\0", " ")[:FACT_LENGTH]
+            for name, value in facts.items()
+        }
         with (self._folder / LOG).open("a", encoding="utf-8") as log:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             log.write(f"{when} UTC {key}\n")
@@ -232,15 +284,18 @@ def _facts(trial: TrialState) -> dict[str, str]:
 
 def _outcome(command: str, environment: Mapping[str, str], log: Any) -> str:
     """Run a command in a shell, with its output to ``log``; describe how it ended."""
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return f"could not be run: {error}"
     try:
         return f"exit code {process.wait(ALERT_SECONDS)}"
     except subprocess.TimeoutExpired:
@@ -273,10 +328,12 @@ class Feed:
         """Pass on the rest, and close all files."""
         self.poll()
         if self._board is not None:
-            self._board.close()
+            self._to_board(self._board.close)
 
     def _open(self, study: StudyConfig) -> None:
-        self._metrics = list(dict.fromkeys([*study.search.objectives, "test/error"]))
+        metric = study.primary_metric
+        named = [*study.search.objectives, metric.name, metric.test_name]
+        self._metrics = list(dict.fromkeys(named))
         if study.tensorboard and self._board is None:
             self._board = TensorBoard(self._folder / TENSORBOARD)
         if study.alerts and self._alerts is None:
@@ -287,11 +344,20 @@ class Feed:
             self._state.apply(event)
             trial = self._state.known.get(event.get("trial", ""))
             if self._board is not None and trial is not None:
-                self._board.hear(event, trial, self._metrics)
+                self._to_board(partial(self._board.hear, event, trial, self._metrics))
         if self._board is not None:
-            self._board.flush()
+            self._to_board(self._board.flush)
         if self._alerts is not None and events:
             self._alerts.hear(self._state, events, quiet)
+
+    def _to_board(self, write: Callable[[], None]) -> None:
+        """Write to TensorBoard's files; where that fails, alerts go on without them."""
+        try:
+            write()
+        except Exception as error:
+            self._board = None
+            with suppress(OSError), (self._folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"no more TensorBoard files in this run: {error}\n")
 
 
 def main() -> int:

@@ -22,8 +22,9 @@ from study.cli import main
 from study.config import StudyConfig
 from study.config.compose import load
 from study.errors import UserError
-from study.ledger.log import Ledger, read_ledger
+from study.ledger.log import FILE, Ledger, read_ledger
 from study.ledger.state import FINISHED, fold
+from study.manage.repair import repair
 
 Tiny = Callable[..., StudyConfig]
 SEARCH = ("space={optimizer.lr: {loguniform: [0.01, 1.0]}}", "rows=[]", "baseline=null")
@@ -364,6 +365,8 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
         (None, "one of them must be given"),
         ("low", "must be numbers"),
         ({"train/error": 0.1}, "validation/error is missing"),
+        (10**400, "must be numbers"),
+        ({"validation/error": 0.1, "epoch": 3}, "the name 'epoch' is taken"),
     ]:
         with pytest.raises(UserError, match=message):
             found.tell(suggestion, values)  # type: ignore[arg-type]
@@ -372,10 +375,30 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
     with pytest.raises(UserError, match="is not in its plan"):
         found.tell(dataclasses.replace(suggestion, trial="0" * 12), 0.1)
     found.tell(suggestion, np.float32(0.25))
+    other = found.ask()
+    assert other is not None
+    found.tell(other, error=OSError("undecodable \udcff"))
+    assert found.state.known[other.trial].error == "OSError: undecodable ?"
+    assert "OSError: undecodable ?" in found.report().read_text()
     with pytest.raises(UserError, match="is finished, and only a trial that was asked for"):
         found.tell(suggestion, 0.1)
     with pytest.raises(UserError, match="no such study"):
         study.load("nothing", str(found.folder.parent))
+
+
+def test_trials_that_were_told_stay_finished_in_a_repaired_ledger(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Of each the ledger has the last epoch alone."""
+    found = study.create(tiny("told-repaired", f"storage={tmp_path / 'told'}"))
+    while (suggestion := found.ask()) is not None:
+        found.tell(suggestion, 0.25)
+    before = [(trial.id, trial.reports) for trial in found.state.trials]
+    lines = (found.folder / FILE).read_bytes().splitlines(keepends=True)
+    (found.folder / FILE).write_bytes(b"".join([*lines[:-1], lines[-1][:-9] + b"0" * 8 + b"\n"]))
+    assert repair(found.folder, None).lost
+    assert found.state.counts() == {FINISHED: 2}
+    assert [(trial.id, trial.reports) for trial in found.state.trials] == before
 
 
 def test_a_study_that_runs_is_not_asked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

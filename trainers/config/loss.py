@@ -79,7 +79,7 @@ class MetricConfig:
     code: str = ""
 
     def __post_init__(self) -> None:
-        check_named("metrics.name", self.name, ())
+        check_named("metrics.NAME", self.name, ())
 
 
 def check_metrics(metrics: dict[str, MetricConfig]) -> None:

@@ -141,9 +141,16 @@ def fetch(name: str) -> Path:
     """Download the files of a data set into its cache, checked, and return the folder.
 
     Raises:
-        DownloadError: the mirror does not answer, or sends something else.
+        DownloadError: the mirror does not answer, or sends something else, or the cache cannot be
+            written.
     """
-    return _download() if name == "mnist" else download(name)
+    try:
+        return _download() if name == "mnist" else download(name)
+    except OSError as error:
+        raise DownloadError(
+            f"{cache_folder(name)}: cannot be written ({error}); free some space, or set"
+            " XDG_CACHE_HOME to another folder"
+        ) from None
 
 
 def describe_place(name: str) -> str:

@@ -14,6 +14,7 @@ sources publish none, the SHA-256 of the files there.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import tarfile
 import tempfile
@@ -21,9 +22,12 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 DATA_VARIABLE = "LNS_STUDY_DATA"
 DOWNLOAD_TIMEOUT_S = 20
+LEGAL = "%/:?#[]@!$&'()*+,;=~"
+"""Characters that an address may have beside letters, digits and ``_.-``; others are quoted."""
 
 
 class DownloadError(ValueError):
@@ -182,9 +186,10 @@ def read_url(url: str, remedy: str) -> bytes:
         DownloadError: it does not answer; the message ends with ``remedy``.
     """
     try:
-        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(quote(url, safe=LEGAL), timeout=DOWNLOAD_TIMEOUT_S) as reply:
             content: bytes = reply.read()
-    except (urllib.error.URLError, OSError) as error:
+    # a connection that breaks off, or an address that is none, is neither of the others
+    except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
         raise DownloadError(f"{url}: cannot be downloaded ({error}); {remedy}") from None
     return content
 
@@ -202,6 +207,8 @@ def download(name: str) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     for file, checksum in remote.files.items():
+        if _is_whole(folder / file, checksum):
+            continue
         url = f"{mirror_of(name, remote.mirror)}/{file}"
         other = f"name another mirror with LNS_STUDY_{name.upper()}_URL, or set data.root"
         content = read_url(url, other)
@@ -218,6 +225,12 @@ def download(name: str) -> Path:
             else:
                 part.replace(folder / file)
     return folder
+
+
+def _is_whole(path: Path, checksum: str) -> bool:
+    """Tell whether a file is there, from a download that was interrupted after it."""
+    kind, _, expected = checksum.partition(":")
+    return path.is_file() and hashlib.new(kind, path.read_bytes()).hexdigest() == expected
 
 
 def _unpack(archive: Path, folder: Path, names: tuple[str, ...]) -> None:

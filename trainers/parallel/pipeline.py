@@ -120,7 +120,10 @@ class Stage(nn.Module):
         if self.fmt is not None and not self.first:
             x = _Unpack.apply(x, self.fmt)  # type: ignore[no-untyped-call]
         y: Tensor = self.layers(x)
-        return y if self.fmt is None or self.last else _Pack.apply(y)  # type: ignore[no-untyped-call]
+        if self.last:
+            return y
+        # an LSTM's are not contiguous, as what is sent must be
+        return y.contiguous() if self.fmt is None else _Pack.apply(y)  # type: ignore[no-untyped-call]
 
 
 class _TimedStage(PipelineStage):

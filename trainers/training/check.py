@@ -6,18 +6,19 @@ evaluate, and go on with the same bits after an interruption.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.config import LossConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Dataset, DatasetInfo, Split
-from trainers.models.loss import Loss
+from trainers.models.loss import Loss, plain
 from trainers.models.precision import apply_precision
 from trainers.training.build import (
     CHECKED,
@@ -32,6 +33,9 @@ from trainers.training.evaluate import Metrics, evaluate
 from trainers.training.step import train_step
 from trainers.user_code import describe_error, find_source, forget, names_code, seeded
 
+SUM_TOLERANCE = 1e-3
+"""Relative error with which a loss of twice as many examples is twice as large: float32 sums of a
+few values are a thousand times more exact."""
 _answers: dict[str, int] = {}
 """Answers of an example, by what has been checked in this process of trials of the user's code."""
 
@@ -84,6 +88,8 @@ def _check_task(config: TrialConfig) -> int:
     with _explained(config):
         outputs = apply_precision(model, config.precision)(some.x)
     _check_outputs(config, outputs, some, data.outputs)
+    if config.loss.own:
+        _check_mean(config, loss, outputs.detach(), some.y)
     with _explained(config):
         loss(outputs, some.y).backward()
         evaluate(model, data.validation.head(CHECKED), loss, metrics)
@@ -131,6 +137,27 @@ def _check_resumes(config: TrialConfig, data: Dataset, loss: Loss) -> None:
         )
 
 
+def _check_mean(config: TrialConfig, loss: Loss, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse a loss of the user's that is a sum: the same examples twice have the same mean.
+
+    With a sum a step would grow with the batch, and shrink with the number of micro-batches.
+
+    Raises:
+        ValueError: with both values and the remedy.
+    """
+    answers = plain(outputs)
+    with _explained(config), seeded(0):
+        once = float(loss(answers, targets)) / len(targets)
+    with _explained(config), seeded(0):
+        twice = float(loss(answers.repeat(2, *[1] * (answers.dim() - 1)), torch.cat([targets] * 2)))
+    twice /= 2 * len(targets)
+    if once and math.isclose(twice, 2 * once, rel_tol=SUM_TOLERANCE):
+        raise ValueError(
+            f"loss.name={config.loss.name!r}: is {once:g} on some examples and {twice:g} on the"
+            " same examples twice, so it is a sum over them; return their mean, or a loss of each"
+        )
+
+
 @contextmanager
 def _explained(config: TrialConfig) -> Iterator[None]:
     """Raise what the user's code raises as a ``ValueError`` that says where.
@@ -169,7 +196,7 @@ def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -
     if config.loss.name == "cross_entropy":
         size, *rest = some.y.shape
         wanted = {(size, *rest, count), (size, count, *rest)}
-    elif outputs.numel() == some.y.numel():
+    elif _is_as_many(outputs.shape, some.y.shape):
         return
     if not config.loss.own and tuple(outputs.shape) not in wanted:
         shapes = " or ".join(str(("batch", *shape[1:])).replace("'", "") for shape in wanted)
@@ -177,3 +204,17 @@ def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -
             f"{where}: turns two examples of shape {tuple(some.x.shape[1:])} into"
             f" {tuple(outputs.shape)}; return outputs of shape {shapes}"
         )
+
+
+def _is_as_many(outputs: Sequence[int], targets: Sequence[int]) -> bool:
+    """Tell whether outputs are those of the targets one by one, laid flat or not.
+
+    Dimensions of length 1 do not count. ``(B, 3, 2)`` for ``(B, 2, 3)`` are not: as many, and in
+    another order.
+    """
+    longer, shorter = ([size for size in shape if size > 1] for shape in (outputs, targets))
+    if len(longer) < len(shorter):
+        longer, shorter = shorter, longer
+    return longer == shorter or (
+        len(shorter) < len(longer) and math.prod(longer) == math.prod(shorter)
+    )

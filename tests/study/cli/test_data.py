@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import http.server
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from study.cli import main
 from trainers.config.data import DATA
 from trainers.data import cache_folder
+from trainers.data.download import REMOTES, Remote
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +57,85 @@ def test_wrong_names_are_refused(
 ) -> None:
     assert main(["data", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+CONTENT = {"one": b"1" * 1000, "two": b"2" * 1000}
+"""The files of a small data set."""
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """A mirror whose connections break off in the middle of the files in ``torn``."""
+
+    torn: ClassVar[set[str]] = set()
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        content = CONTENT[self.path.rpartition("/")[2]]
+        self.asked.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        torn = self.path.rpartition("/")[2] in self.torn
+        self.wfile.write(content[: len(content) // 2 if torn else None])
+
+    def log_message(self, *arguments: object) -> None:
+        """Keep the test output clean."""
+
+
+@pytest.fixture
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mirror]]:
+    """A real HTTP server on loopback, from which ``text`` is a data set of two files."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    digests = {name: f"sha256:{hashlib.sha256(text).hexdigest()}" for name, text in CONTENT.items()}
+    remote = Remote(mirror="http://127.0.0.1", files=digests, needs=(tuple(CONTENT),))
+    monkeypatch.setitem(REMOTES, "text", remote)
+    monkeypatch.setenv("LNS_STUDY_TEXT_URL", f"http://127.0.0.1:{server.server_port}/a folder/é")
+    monkeypatch.setattr(Mirror, "torn", set())
+    monkeypatch.setattr(Mirror, "asked", [])
+    yield Mirror
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_download_that_breaks_off_is_said_and_goes_on(
+    mirror: type[Mirror], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror.torn.add("two")
+    assert main(["data", "fetch", "text"]) == 2
+    said = capsys.readouterr().err
+    assert "IncompleteRead(500 bytes read, 500 more expected)" in said
+    assert "LNS_STUDY_TEXT_URL" in said
+    assert [path.name for path in cache_folder("text").iterdir()] == ["one"]
+    mirror.torn.clear()
+    mirror.asked.clear()
+    assert main(["data", "fetch", "text"]) == 0
+    assert mirror.asked == ["/a%20folder/%C3%A9/two"]
+    assert {path.name: path.read_bytes() for path in cache_folder("text").iterdir()} == CONTENT
+
+
+@pytest.mark.parametrize("url", ["no address", "http://127.0.0.1:port", "http://[", "ftp2://x"])
+def test_an_address_that_is_none_is_refused(
+    url: str,
+    mirror: type[Mirror],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("LNS_STUDY_TEXT_URL", url)
+    assert main(["data", "fetch", "text"]) == 2
+    assert "name another mirror with LNS_STUDY_TEXT_URL" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    mirror: type[Mirror],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for name in ("text", "mnist"):
+        assert main(["data", "fetch", name]) == 2
+        assert "set XDG_CACHE_HOME to another folder" in capsys.readouterr().err

@@ -244,3 +244,79 @@ def test_a_gang_spans_nodes_and_outlives_one(cluster: Any, tmp_path: Path) -> No
         for trial in trials
     ]
     assert untimed[0] == untimed[1]
+
+
+MINE = """
+import pathlib
+
+import torch
+from neighbour import layers
+from sklearn.datasets import load_digits
+
+
+def digits(train):
+    bunch = load_digits()
+    x, y = torch.tensor(bunch.images).float().flatten(1), torch.tensor(bunch.target)
+    x = x / float((pathlib.Path(__file__).parent / "parts" / "scale.txt").read_text())
+    return (x[:300], y[:300]) if train else (x[300:400], y[300:400])
+
+
+def make_net(inputs, classes):
+    return layers(64, classes)
+"""
+NEIGHBOUR = """
+from torch import nn
+
+
+def layers(inputs, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, classes))
+"""
+MINE_STUDY = """
+name: sent
+trial:
+  {model: {name: "mine.py:make_net"}, data: {name: "mine.py:digits"}, epochs: 2, batch_size: 30}
+seeds: [0, 1, 2]
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Any]:
+    """A head without CPUs, and a raylet of one CPU that was started in another folder."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    (tmp_path / "elsewhere").mkdir()
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--block"]
+    raylet = subprocess.Popen(
+        [*start, f"--address={cluster.address}"],
+        cwd=tmp_path / "elsewhere",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield cluster
+    raylet.terminate()
+    raylet.wait()
+    cluster.shutdown()
+
+
+def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
+    elsewhere: Any, tmp_path: Path
+) -> None:
+    """All nodes of the test see one file system: the files are taken away once they were sent."""
+    code = tmp_path / "code"
+    (code / "parts").mkdir(parents=True)
+    (code / "mine.py").write_text(MINE)
+    (code / "neighbour.py").write_text(NEIGHBOUR)
+    (code / "parts" / "scale.txt").write_text("16")
+    (tmp_path / "code" / "tiny.yaml").write_text(MINE_STUDY)
+    folder = tmp_path / "studies" / "sent"
+    process = command(code, elsewhere.address, f"storage={tmp_path / 'studies'}")
+    wait_until(process, folder, lambda events: any(each["event"] == "report" for each in events))
+    code.rename(tmp_path / "gone")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    events = read_ledger(folder)
+    assert [trial.status for trial in fold(events).trials] == [FINISHED] * 3
+    assert len([each for each in events if each["event"] == "started"]) == 3

@@ -149,3 +149,25 @@ def test_a_job_runs_a_study_and_a_stopped_one_is_continued(
 def test_ray_client_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"address='ray://head:10001': .* use `ray job submit"):
         StudyConfig(address="ray://head:10001")
+
+
+LOOP = """
+from trainers import report
+
+
+def train(config):
+    report({"validation/error": 0.5})
+"""
+
+
+def test_a_job_brings_a_loop_of_the_users_own(
+    head: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "loop.py").write_text(LOOP)
+    study = "{name: own, trainable: 'loop.py:train', trial: {epochs: 1}}"
+    (tmp_path / "code" / "tiny.yaml").write_text(study)
+    done = submit(head, tmp_path / "code", f"storage={tmp_path}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (trial,) = fold(read_ledger(tmp_path / "own")).trials
+    assert trial.status == FINISHED

@@ -88,6 +88,16 @@ def test_a_study_runs_to_its_table_without_anybody_else_s_data(loops: Loops) -> 
     assert list(broken_checkpoints(study.folder)) == [kept]
 
 
+def test_a_plan_says_which_searched_arguments_are_new(loops: Loops) -> None:
+    space = "{trainable.args.facter: {uniform: [0, 1]}, trainable.args.factor: {uniform: [0, 1]}}"
+    study = loops(f"space={space}", "search={num_samples: 1}", "rows=[]", "baseline=null")
+    said = [line for line in describe_plan(make_plan(study)) if "is searched" in line]
+    assert said == [
+        "  trainable.args.facter is searched, and trial.trainable.args has no facter, but factor:"
+        " is it what the loop reads?"
+    ]
+
+
 def test_a_killed_loop_continues_and_no_epoch_is_counted_twice(loops: Loops) -> None:
     study, killed = loops("trainable.args.seconds=0.1"), list[str]()
 

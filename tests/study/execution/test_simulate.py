@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from study.cli import main
-from study.config import StudyConfig
+from study.config import SearchConfig, StudyConfig
 from study.config.compose import load
+from study.execution.schedulers import Scheduler
 from study.execution.simulate import recorded_errors, recorded_seconds, simulate, synthetic
 from study.ledger.state import fold
 from study.plan.plan import make_plan
@@ -142,3 +144,21 @@ def test_the_command_tells_the_utilisation(
     heading, told = capsys.readouterr().out.splitlines()[1:]
     assert heading.split()[:3] == ["slots", "makespan", "utilisation"]
     assert told.split()[:5] == ["30", "3", "min", "67", "%"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("name", ["asha", "median"])
+def test_trials_that_diverged_neither_warn_nor_save_a_bad_one(name: str, mode: str) -> None:
+    sign = 1.0 if mode == "min" else -1.0
+    scheduler = Scheduler(SearchConfig(scheduler=name, objectives={"figure": mode}), 9)
+    values = {"a": math.nan, "b": math.inf, "c": math.inf, "d": 0.1, "e": 0.2, "f": 0.15, "g": 5.0}
+    ends: dict[str, int] = {}
+    for trial, value in values.items():
+        for epoch in range(1, 10):
+            if scheduler.ends(trial, epoch, {"figure": sign * value}):
+                break
+        ends[trial] = epoch
+        scheduler.note_end(trial, epoch, {"figure": sign * value})
+    assert {trial for trial, epoch in ends.items() if epoch == 1} == {"a", "b", "c", "g"}
+    assert ends["d"] == 9

@@ -441,3 +441,45 @@ def test_a_clock_that_is_set_changes_no_seconds_and_reaches_no_limit(
     state = fold(read_ledger(study.folder))
     assert [trial.status for trial in state.trials] == [FINISHED, FINISHED]
     assert all(0 < trial.seconds < 3600 for trial in state.trials)
+
+
+PLAIN = """
+from trainers import report
+
+
+def train(config):
+    for epoch in range(3):
+        report({"quality": config["x"] + epoch, "seen" if epoch else "first": 1.0})
+    return {"size": 7.0 + config["x"]}
+"""
+PLAIN_STUDY = """
+name: plain
+trainable: plain.py:train
+trial: {trainable: {args: {x: 0.5}}, epochs: 4}
+rows: [{label: a}, {label: b, overrides: {trainable.args.x: 0.25}}]
+baseline: null
+metric: quality
+mode: max
+"""
+
+
+@pytest.mark.slow
+def test_figures_of_no_split_and_of_some_epochs_are_restored_too(tmp_path: Path) -> None:
+    """Of a loop that keeps no checkpoints, from MLflow."""
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "plain.yaml").write_text(PLAIN_STUDY)
+    study = load(str(tmp_path / "plain.yaml"), [f"storage={tmp_path / 'studies'}"])
+    run(study)
+    done = Done(study, study.folder, fold(read_ledger(study.folder)))
+    lines = done.lines
+    for kind, which in (("report", 0), ("report", 3), ("finished", 0), ("finished", 1)):
+        copy, place = done.copy(tmp_path / f"{kind}-{which}"), at(lines, kind, which)
+        (copy.folder / FILE).write_bytes(
+            b"".join([*lines[:place], damage(lines[place]), *lines[place + 1 :]])
+        )
+        repaired = repair(copy.folder, copy.tracking)
+        assert [event["event"] for event in repaired.recovered] == [kind]
+        assert repaired.lost == []
+        assert_as_if_nothing_had_been(copy, done)
+        before, _ = reconcile(copy.folder, copy.tracking, tmp_path / "artifacts")
+        assert before.equal, list(before.differences())

@@ -3,7 +3,12 @@ code."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +17,12 @@ from study.api import Outcome, run_study
 from study.config.compose import load
 from study.errors import UserError
 from study.execution.preflight import preflight
-from study.ledger.state import FINISHED
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, RUNNING, StudyState, fold
 from study.manage.rerun import rerun
 from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
+from tests.study.execution.conftest import results
 from tests.trainers.user_network import NETWORK
 
 STUDY = """
@@ -185,3 +192,50 @@ def test_rerun_names_the_code_that_has_changed(folder: Path) -> None:
             outcome.state.trials[0],
             lambda study: run_study(study, SilentView(), print).state,
         )
+
+
+TWO_FORMATS = (
+    "trial.epochs=6",
+    "trial.model.args={dropout: 0.2}",
+    "trial.data.args={size: 600}",
+    "rows=[{label: float32}, {label: lns16, overrides: {precision.format: lns16,"
+    " precision.kahan_sum: true}}]",
+)
+
+
+def begin(folder: Path, storage: Path) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-m", "study", "run", "own.yaml", "--plain", f"storage={storage}"]
+    said = (folder / "said.txt").open("ab")
+    return subprocess.Popen([*words, *TWO_FORMATS], cwd=folder, stdout=said, stderr=said)
+
+
+def is_in_the_middle(state: StudyState) -> bool:
+    return any(trial.status == RUNNING and 2 <= trial.epoch <= 4 for trial in state.trials)
+
+
+def weights(state: StudyState) -> dict[str, bytes]:
+    """The tensors in every trial's last checkpoint, of weights, buffers and momenta."""
+    folders = {trial.id: Path(trial.checkpoints_left()[0]) for trial in state.trials}
+    files = {trial: list(folder.glob("*.safetensors")) for trial, folder in folders.items()}
+    return {trial: file.read_bytes() for trial, (file,) in files.items()}
+
+
+@pytest.mark.slow
+def test_a_study_that_was_killed_ends_with_the_bits_of_one_that_was_not(folder: Path) -> None:
+    """A network with dropout and batch norm over two formats; the command itself is killed."""
+    assert begin(folder, folder / "whole").wait() == 0
+    process, ledger = begin(folder, folder / "killed"), folder / "killed" / "own"
+    until = time.monotonic() + 120
+    while not ((ledger / "ledger.jsonl").exists() and is_in_the_middle(fold(read_ledger(ledger)))):
+        assert process.poll() is None, (folder / "said.txt").read_text()
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    broken_off = fold(read_ledger(ledger))
+    assert is_in_the_middle(broken_off)
+    assert begin(folder, folder / "killed").wait() == 0
+    whole, again = (fold(read_ledger(folder / name / "own")) for name in ("whole", "killed"))
+    assert [trial.status for trial in again.trials] == [FINISHED] * 2
+    assert results(again) == results(whole)
+    assert weights(again) == weights(whole)

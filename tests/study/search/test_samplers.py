@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from study.cli.progress import Clock, render
 from study.config.search import FEW, choose_sampler
+from study.handle import Study
 from study.ledger.state import fold
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
+from study.results.answer import answer
 from study.results.configurations import best, condition, configurations, pareto_front
 from study.results.importance import importance
+from study.results.summary import summarise
+from tests.study.conftest import write_ledger
 from tests.study.search.conftest import Make, Pretend, bowl, steady
 
 ONE_ROW = ("rows=[]", "baseline=null")
@@ -130,6 +137,24 @@ def test_the_best_keeps_the_constraints(searched: Make, algorithm: str) -> None:
     assert all("infeasible: bits 32 <= 20" in condition(entry) for entry in of_float)
     front = pareto_front(found, study.search.objectives)
     assert all(entry.row == "lns matmul" for entry in front)
+    write_ledger(study, pretend.events)
+    read = Study(study.folder).best
+    assert read is not None
+    assert read.trials[0].id == winner.trials[0].id
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render(pretend.state, Clock(), 1))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    marked = [line for line in lines if "finished, infeasible" in line]
+    assert any(line.startswith("float32") for line in marked)
+    assert not any(winner.trials[0].id in line for line in marked)
+
+
+def test_where_nothing_keeps_a_constraint_the_answer_says_so(searched: Make) -> None:
+    bound = "search.constraints={bits: '<= 1'}"
+    pretend = Pretend(make_plan(searched("search.num_samples=2", bound)), steady(bowl))
+    pretend.run()
+    said = answer(pretend.state, summarise(pretend.state))
+    assert said == "No answer: none of the 4 configurations that finished keeps bits <= 1."
 
 
 def test_tpe_learns_the_constraints(searched: Make) -> None:

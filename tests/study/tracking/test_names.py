@@ -33,6 +33,16 @@ def test_no_two_names_meet(first: str, second: str) -> None:
     assert (sanitise(first) == sanitise(second)) == (first == second)
 
 
+def test_names_that_are_too_long_are_cut_and_differ() -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    long = ["x" * 300 + end for end in "ab"]
+    for name in (*long, "\N{BLACK STAR}" * 100, "/" * 249 + "a"):
+        _validate_metric_name(sanitise(name))
+        assert len(sanitise(name)) <= NAME_LENGTH
+    assert len({*map(sanitise, long)}) == 2
+
+
 def test_plain_names_stay_and_others_are_readable() -> None:
     assert [sanitise(name) for name in ("validation/error", "a b-c.d_e", "dp=2")] == [
         "validation/error",

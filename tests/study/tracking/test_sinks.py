@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -19,7 +22,9 @@ from study.ledger.lines import Event
 from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
 from study.plan.plan import make_plan
+from study.report.write import write_report
 from study.tracking import sinks
+from study.tracking.payload import documents_of
 from study.tracking.sinks import Feed, Sinks
 from tests.study.conftest import SilentView, made_up_events, write_ledger
 
@@ -28,6 +33,8 @@ SAY = (
     "echo $LNS_STUDY_EVENT $LNS_STUDY_TRIAL $LNS_STUDY_VALUE$LNS_STUDY_OUTCOME"
     " >> $LNS_STUDY_FOLDER/said"
 )
+WAIT = 60.0
+"""Most seconds that a process may take to act on a busy machine."""
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
@@ -59,6 +66,13 @@ def replay(ledger: Ledger, events: list[Event]) -> None:
             event["event"],
             **{key: value for key, value in event.items() if key not in ("event", "time")},
         )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_each_event_runs_its_command_once_over_restarts(tiny: Tiny) -> None:
@@ -100,6 +114,58 @@ def test_what_happened_before_alerts_were_asked_for_runs_nothing(tiny: Tiny) -> 
     write_ledger(study, [*events, again, ended])
     Feed(study.folder).close()
     assert said(study) == [["finished", "stopped"]]
+
+
+def test_a_process_that_is_killed_is_started_again(tiny: Tiny) -> None:
+    study = alerting(tiny, "killed")
+    events, failed = with_failure(study)
+    half = len(events) // 2
+    process = Sinks(study)
+    with Ledger(study.folder) as ledger:
+        replay(ledger, events[:half])
+        process.start()
+        wait_for(lambda: bool(said(study)))
+        first = process.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: process.pid != first)
+        replay(ledger, events[half:])
+    process.close()
+    heard = said(study)
+    assert ["failed", failed] in heard
+    assert heard[-1] == ["finished", events[-1]["outcome"]]
+    assert len({tuple(words) for words in heard}) == len(heard)
+
+
+def test_what_no_environment_takes_ends_nothing(tiny: Tiny) -> None:
+    study = alerting(tiny, "odd")
+    events, failed = with_failure(study)
+    for event in events:
+        if event["event"] == "failed":
+            event["error"] = "\0" + "x" * 200_000
+    write_ledger(study, events)
+    Feed(study.folder).close()
+    assert ["failed", failed] in said(study)
+    assert said(study)[-1][0] == "finished"
+
+
+def test_alerts_go_on_where_tensorboard_fails(tiny: Tiny) -> None:
+    study = alerting(tiny, "no-board", "tensorboard=true")
+    write_ledger(study, made_up_events(study))
+    (study.folder / sinks.TENSORBOARD).write_text("in the way")
+    Feed(study.folder).close()
+    assert said(study)[-1][0] == "finished"
+    assert "no more TensorBoard files" in (study.folder / "alerts.log").read_text()
+
+
+def test_commands_of_alerts_are_in_no_report_and_not_in_mlflow(tiny: Tiny) -> None:
+    study = tiny("secret", "alerts={best: 'curl https://example.org/T0/hush'}")
+    state = fold(made_up_events(study))
+    assert state.config.alerts["best"].endswith("hush")
+    page = (write_report(state, study.folder / "report") / "report.html").read_text()
+    assert "(a command)" in page
+    assert "hush" not in page
+    assert "hush" not in documents_of(state.plan)["config.yaml"]
 
 
 def test_a_command_that_fails_or_hangs_is_logged(

@@ -85,6 +85,19 @@ def each(power=2):
     return lambda outputs, targets: (outputs[:, 0] - targets).abs().pow(power)
 
 
+def summed(power=2):
+    return lambda outputs, targets: (outputs[:, 0] - targets).abs().pow(power).sum()
+
+
+def wide(train):
+    x, y = line(train)
+    return x, torch.stack([x, x], 1) * y[:, None, None]
+
+
+def turned():
+    return nn.Sequential(nn.Linear(3, 6), nn.Unflatten(1, (3, 2)))
+
+
 def nothing():
     return 3
 
@@ -95,6 +108,7 @@ def vector():
     return MulticlassAccuracy(num_classes=11, average=None)
 """
 LNS16 = PrecisionConfig(format="lns16", scope="everywhere")
+OWN = ("mean", "each", "summed", "nothing")
 R2 = {"r2": MetricConfig(name="torchmetrics:R2Score")}
 
 
@@ -109,7 +123,7 @@ def trial(file: Path, data: str, loss: str = "mse", model: str = "", **changes: 
     return TrialConfig(
         data=DataConfig(name=f"{file}:{data}", args=changes.pop("data_args", {})),
         model=ModelConfig(name=f"{file}:{model}") if model else ModelConfig(hidden=[16]),
-        loss=LossConfig(name=f"{file}:{loss}" if loss in ("mean", "each", "nothing") else loss),
+        loss=LossConfig(name=f"{file}:{loss}" if loss in OWN else loss),
         **{"epochs": 2, "batch_size": 20, "optimizer": OptimizerConfig(lr=0.05)} | changes,
     )
 
@@ -212,6 +226,8 @@ def test_a_loss_of_ones_own_may_be_a_mean_or_one_an_example(file: Path) -> None:
         ({"loss": "nothing"}, "returned a int; return a function"),
         ({"loss": "cross_entropy"}, "its targets are float32"),
         ({"data": "tokens", "model": "words"}, r"IndexError in .*tasks.py: index out"),
+        ({"loss": "summed"}, r"on the same examples twice, so it is a sum over them; return their"),
+        ({"data": "wide", "model": "turned"}, r"into \(2, 3, 2\); return outputs .* \(batch, 2, 3"),
         ({"metrics": {"r2": MetricConfig(name="torchmetrics:Nothing")}}, "no function or class No"),
         ({"metrics": {"m": MetricConfig(name="math:floor")}}, "metrics.m.name='math:floor'"),
         ({"metrics": {"n": MetricConfig(name="decimal:Decimal")}}, "return a\n? ?torchmetrics"),
@@ -235,6 +251,8 @@ def test_a_metric_must_be_one_number(file: Path) -> None:
 def test_names_of_metrics_and_combinations_are_checked() -> None:
     with pytest.raises(ValueError, match=r"metrics.error: must be a name .*other than loss"):
         TrialConfig(metrics={"error": MetricConfig(name="torchmetrics:R2Score")})
+    with pytest.raises(ValueError, match=r"metrics.NAME.name='R2Score': must be a factory"):
+        MetricConfig(name="R2Score")
     with pytest.raises(ValueError, match="only the last stage sees answers"):
         TrialConfig(metrics=R2, workers=2, layout=Layout(pp=2, micro_batches=2))
 

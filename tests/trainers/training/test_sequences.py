@@ -82,11 +82,15 @@ def test_music_is_learnt_as_labels(tmp_path: Path) -> None:
 
 def staged(rank: int, folder: str) -> dict[str, Any]:
     """Two stages without dropout."""
-    args = GPT.args | {"dropout": 0.0}
     found = {}
-    for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
+    for name, model, precision in (
+        ("gpt, float32", GPT, PrecisionConfig()),
+        ("gpt, lns", GPT, LNS),
+        ("lstm, float32", LSTM, PrecisionConfig()),
+    ):
+        args = model.args | {"dropout": 0.0}
         config = replace(
-            COPY, model=replace(GPT, args=args), precision=precision, workers=2,
+            COPY, model=replace(model, args=args), precision=precision, workers=2,
             layout=Layout(pp=2, micro_batches=2),
         )  # fmt: skip
         training = Training(config, rank=rank, world_size=2)
@@ -100,7 +104,8 @@ def staged(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_stages_of_a_gpt_have_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_stages_have_the_bits_of_one_process(tmp_path: Path) -> None:
     for found in spawned(staged, tmp_path):
         del found["pid"]
-        assert found == {"float32": [True, True], "lns": [True, True]}
+        assert found.keys() == {"gpt, float32", "gpt, lns", "lstm, float32"}
+        assert all(same == [True, True] for same in found.values())

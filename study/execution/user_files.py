@@ -1,0 +1,108 @@
+"""The user's files on a Ray cluster, whose nodes need not have them at the same path.
+
+Ray sends them, as ``py_modules`` of the job's runtime environment: the folder of every file that
+the study names, since a file may import and read its neighbours, but for hidden files, bytecode,
+virtual environments, folders of studies and the study's storage. A node that has a file at its
+path, on a shared file system for example, takes that; :func:`trainers.user_code.find_source` finds
+the others.
+
+Limits: what lies outside of these folders is not sent, nor are modules named by
+``package.module:name``, which every node must have installed; a Ray session that exists already
+keeps its own environment, as does a job that was submitted with ``py_modules`` of its own.
+
+Source: Ray's page "Environment Dependencies", https://docs.ray.io/en/latest/ray-core/
+handling-dependencies.html.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study.config import StudyConfig
+from study.ledger.log import FILE
+from trainers.user_code import SENT, names_code, place_of_sent
+
+MOST_BYTES = 100 * 2**20
+"""Most bytes of all folders together; the control store keeps them in memory."""
+MIB = 2**20
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable with the environment of a job of Ray's, which takes no second ``py_modules``."""
+
+
+def check_user_files(study: StudyConfig) -> None:
+    """Refuse folders that are too large to be sent to a cluster's nodes.
+
+    Raises:
+        ValueError: with the sizes, the limit and the remedy.
+    """
+    total, largest = 0, (0, Path())
+    for folder in user_folders(study) if study.address is not None else ():
+        for path in _files_in(folder, study):
+            size = path.stat().st_size
+            total, largest = total + size, max(largest, (size, path))
+            if total > MOST_BYTES:
+                raise ValueError(
+                    f"address={study.address!r}: {folder} holds code of this study, so it is sent"
+                    f" to the cluster's nodes, and its files have {total / MIB:,.0f} MiB or more"
+                    f" ({largest[1]}: {largest[0] / MIB:,.0f}), of which {MOST_BYTES // MIB} are"
+                    " the limit; move the code, with what it imports and reads, to a folder of its"
+                    " own"
+                )
+
+
+@contextmanager
+def collected_files(study: StudyConfig) -> Iterator[Path | None]:
+    """Provide a folder with copies of the user's files, for Ray to send; None if there are none."""
+    folders = user_folders(study)
+    if study.address is None or not folders or "py_modules" in os.environ.get(JOB, ""):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="lns-study-") as scratch:
+        for folder in folders:
+            for path in _files_in(folder, study):
+                copy = Path(scratch) / SENT / place_of_sent(folder) / path.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+        yield Path(scratch) / SENT
+
+
+def user_folders(study: StudyConfig) -> list[Path]:
+    """Return the folders of the files that the study's config names, rows and space included."""
+    places = {
+        Path(text.rpartition(":")[0])
+        for text in _texts(study.to_dict())
+        if names_code(text) and text.rpartition(":")[0].endswith(".py")
+    }
+    return sorted({path.parent for path in places if path.is_absolute() and path.is_file()})
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a config."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _texts(entry)
+
+
+def _files_in(folder: Path, study: StudyConfig) -> Iterator[Path]:
+    """Yield the files of a folder that are sent, those of its folders included."""
+    storage = Path(study.storage).expanduser().resolve()
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith((".", "__pycache__"))
+            and not any((Path(place, name) / file).exists() for file in ("pyvenv.cfg", FILE))
+            and Path(place, name).resolve() != storage
+        )
+        for name in sorted(files):
+            path = Path(place, name)
+            if not name.startswith(".") and path.suffix != ".pyc" and path.is_file():
+                yield path

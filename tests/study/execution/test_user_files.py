@@ -1,0 +1,85 @@
+"""Which of the user's files are sent to a cluster, and how large they may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from study.config import StudyConfig
+from study.config.compose import load
+from study.execution.preflight import preflight
+from study.execution.user_files import MOST_BYTES, collected_files, user_folders
+from study.plan.plan import make_plan
+from trainers.user_code import place_of_sent
+
+STUDY = """
+name: files
+trainable: loop.py:train
+trial: {trainable: {args: {x: 1}}, epochs: 1}
+rows: [{label: a}, {label: b, overrides: {trainable.name: "more/loop.py:train"}}]
+baseline: null
+tracking_uri: none
+storage: STORAGE
+"""
+LOOP = "def train(config):\n    pass\n"
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder with two loops, and with what is not sent."""
+    code = tmp_path / "code"
+    for name in (
+        "more",
+        "parts",
+        "studies/files",
+        ".git",
+        "__pycache__",
+        "venv",
+        "more/.cache",
+        "done",
+    ):
+        (code / name).mkdir(parents=True)
+        (code / name / "thing.txt").touch()
+    (code / "venv" / "pyvenv.cfg").touch()
+    (code / "done" / "ledger.jsonl").touch()
+    (code / "loop.py").write_text(LOOP)
+    (code / "more" / "loop.py").write_text(LOOP + "\n")
+    (code / "study.yaml").write_text(STUDY.replace("STORAGE", str(code / "studies")))
+    return code
+
+
+def study_in(code: Path, *overrides: str) -> StudyConfig:
+    return load(str(code / "study.yaml"), overrides)
+
+
+def test_folders_of_named_files_are_sent_but_for_what_is_no_code(code: Path) -> None:
+    study = study_in(code, "address=127.0.0.1:1")
+    assert user_folders(study) == [code, code / "more"]
+    with collected_files(study) as folder:
+        assert folder is not None
+        sent = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.*"))
+    whole, part = place_of_sent(code), place_of_sent(code / "more")
+    names = ["loop.py", "more/loop.py", "more/thing.txt", "parts/thing.txt", "study.yaml"]
+    expected = [f"{whole}/{name}" for name in names]
+    assert sent == sorted([*expected, f"{part}/loop.py", f"{part}/thing.txt"])
+    assert not folder.exists()
+
+
+def test_nothing_is_sent_without_a_cluster_or_without_files(code: Path) -> None:
+    with collected_files(study_in(code)) as folder:
+        assert folder is None
+    with collected_files(load("quickstart", ["address=127.0.0.1:1", "data=digits"])) as folder:
+        assert folder is None
+
+
+def test_too_much_is_refused_with_its_size_before_anything_starts(
+    code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("study.execution.preflight.check_address", lambda address: None)
+    with (code / "parts" / "large.bin").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    said = r"code holds code .* have 100 MiB or more \(.*large.bin: 100\), of which 100 .* its own"
+    with pytest.raises(ValueError, match=said):
+        preflight(make_plan(study_in(code, "address=127.0.0.1:1")))
+    preflight(make_plan(study_in(code)))
