@@ -129,7 +129,7 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
         for label, each in tested.items()
     }
     rival = max(ahead, key=lambda label: ahead[label][0] - ahead[label][1])
-    centre, half, _ = ahead[rival]
+    centre, half, least = ahead[rival]
     seeds = min(len(each.row.trials) for each in found)
     if by is not None:
         outcomes = [
@@ -142,7 +142,6 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
     else:
         beaten = all(mean + width < 0 for mean, width, _ in ahead.values())
         outcome = HOLDS if beaten or seeds >= ENOUGH else UNDECIDED
-    least = max(width for *_, width in ahead.values())
     note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,

@@ -181,7 +181,7 @@ def test_data_that_do_not_fit_are_refused(
         ("lstm", {"layers": True}, "must be a whole number"),
         ("gpt", {"width": 10, "heads": 4}, "heads share the width evenly"),
         ("gpt", {"layers": 0}, "model.args.layers=0: must be a whole number of at least 1"),
-        ("cnn", {"width": 3}, "it takes no arguments"),
+        ("cnn", {"width": 3}, "there are activation=relu, beta=1.0"),
     ],
 )
 def test_arguments_are_checked(name: str, args: dict[str, Any], said: str) -> None:
