@@ -376,3 +376,11 @@ def test_layouts_cut_the_resnet(tmp_path: Path) -> None:
 def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(DIGITS, **changes)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_swish_is_x_times_sigmoid_of_beta_x(beta: float) -> None:
+    args = {"activation": "swish", "beta": beta}
+    model = build(ModelConfig(name="mlp", hidden=[8], args=args), 4, 3)
+    x = torch.linspace(-4, 4, 9)
+    torch.testing.assert_close(model[1](x), x * torch.sigmoid(beta * x))
