@@ -9,9 +9,9 @@ once, at the end, and chooses nothing.
 - ``value``: mean over seeds, Student's t.
 - ``difference``: mean over paired seeds, Student's t (:mod:`study.results.contrasts`).
 - ``no_row_beats``: the paired difference of every other row, corrected for their number. With a
-  tolerance ``by`` the intervals decide. Without one no test can prove the claim; it holds where
-  :data:`ENOUGH` seeds or more show no better row, and the smallest difference that would have shown
-  is noted.
+  tolerance ``by`` the intervals decide. Without one it holds where the row is significantly better
+  than all others, or where :data:`ENOUGH` seeds or more show no better row; the smallest difference
+  that would have shown is noted.
 - ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
 - ``check``: the study's own function.
 
@@ -129,7 +129,7 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
         for label, each in tested.items()
     }
     rival = max(ahead, key=lambda label: ahead[label][0] - ahead[label][1])
-    centre, half, _ = ahead[rival]
+    centre, half, least = ahead[rival]
     seeds = min(len(each.row.trials) for each in found)
     if by is not None:
         outcomes = [
@@ -140,9 +140,9 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
     elif centre - half > 0:
         outcome = FAILS
     else:
-        outcome = HOLDS if seeds >= ENOUGH else UNDECIDED
-    least = max(width for *_, width in ahead.values())
-    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least)} {unit}"
+        beaten = all(mean + width < 0 for mean, width, _ in ahead.values())
+        outcome = HOLDS if beaten or seeds >= ENOUGH else UNDECIDED
+    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,
         unit=unit, runs=runs, note=note.strip(),

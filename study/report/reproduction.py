@@ -115,7 +115,8 @@ def _markdown(studies: Sequence[Reproduced]) -> str:
     for study in studies:
         lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
         lines += [*markdown_table(HEADINGS, study.lines), ""]
-        lines += [f"![{study.alt}]({study.slug}.png)", ""] if study.picture else []
+        picture = fill(f"![{study.alt}]({study.slug}.png)", WIDTH, break_long_words=False)
+        lines += [picture, ""] if study.picture else []
         facts = (f"- {name}: {value}" for name, value in study.facts.items())
         lines += [*(fill(fact, WIDTH, subsequent_indent="  ") for fact in facts), ""]
     return "\n".join(lines)

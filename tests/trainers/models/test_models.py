@@ -181,7 +181,7 @@ def test_data_that_do_not_fit_are_refused(
         ("lstm", {"layers": True}, "must be a whole number"),
         ("gpt", {"width": 10, "heads": 4}, "heads share the width evenly"),
         ("gpt", {"layers": 0}, "model.args.layers=0: must be a whole number of at least 1"),
-        ("cnn", {"width": 3}, "it takes no arguments"),
+        ("cnn", {"width": 3}, "there are activation=relu, beta=1.0"),
     ],
 )
 def test_arguments_are_checked(name: str, args: dict[str, Any], said: str) -> None:
@@ -376,3 +376,11 @@ def test_layouts_cut_the_resnet(tmp_path: Path) -> None:
 def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(DIGITS, **changes)
+
+
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_swish_is_x_times_sigmoid_of_beta_x(beta: float) -> None:
+    args = {"activation": "swish", "beta": beta}
+    model = build(ModelConfig(name="mlp", hidden=[8], args=args), 4, 3)
+    x = torch.linspace(-4, 4, 9)
+    torch.testing.assert_close(model[1](x), x * torch.sigmoid(beta * x))
