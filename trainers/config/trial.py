@@ -122,8 +122,8 @@ class ModelConfig:
             ``lstm`` or ``gpt`` (:mod:`trainers.models`); or ``file.py:factory`` or
             ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
-        args: arguments of resnet (depth, width), lstm (layers, width, dropout) or gpt (layers,
-            heads, width, dropout), see :mod:`trainers.config.model`; or of the factory.
+        args: arguments of resnet (depth, width), lstm (layers, width, dropout, variant) or gpt
+            (layers, heads, width, dropout), see :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].

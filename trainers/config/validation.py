@@ -112,6 +112,14 @@ class NoArguments:
     """The arguments of what takes none."""
 
 
+_KINDS: dict[type, tuple[Any, str]] = {
+    int: (int, "whole number"),
+    float: (int | float, "number"),
+    str: (str, "name"),
+}
+"""What is taken for a field of each type, and its name in errors."""
+
+
 def make_arguments(
     part: str, name: str, kind: type[Arguments], args: Mapping[str, Any]
 ) -> Arguments:
@@ -120,7 +128,7 @@ def make_arguments(
     Args:
         part: ``model`` or ``data``.
         name: of the model or data set.
-        kind: dataclass whose fields are whole or real numbers.
+        kind: dataclass whose fields are whole numbers, real numbers or names.
         args: values by name.
 
     Raises:
@@ -137,11 +145,10 @@ def make_arguments(
             )
         if key not in hints:
             raise ValueError(f"{said}: there is no such argument; there are {listed}")
-        whole = hints[key] is int
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        wanted, what = _KINDS[hints[key]]
+        if isinstance(value, bool) or not isinstance(value, wanted):
             raise ValueError(
-                f"{said}: must be a {'whole ' if whole else ''}number; use for example"
-                f" {part}.args.{key}={getattr(kind, key)}"
+                f"{said}: must be a {what}; use for example {part}.args.{key}={getattr(kind, key)}"
             )
     return kind(**args)
 
