@@ -18,7 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from study.config import LimitsConfig, RowConfig, SearchConfig, StudyConfig
+    from study.config import ClaimConfig, LimitsConfig, RowConfig, SearchConfig, StudyConfig
     from study.execution.ask_tell import Suggestion
     from study.handle import Study, create, load, run
     from trainers.config import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ClaimConfig",
     "DataConfig",
     "LimitsConfig",
     "LossConfig",
@@ -57,7 +58,7 @@ __all__ = [
 _PLACES = {
     "study.handle": ("Study", "create", "load", "run"),
     "study.execution.ask_tell": ("Suggestion",),
-    "study.config": ("LimitsConfig", "RowConfig", "SearchConfig", "StudyConfig"),
+    "study.config": ("ClaimConfig", "LimitsConfig", "RowConfig", "SearchConfig", "StudyConfig"),
 }
 """Modules that have the names; the others are in ``trainers.config``."""
 

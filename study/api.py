@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from study.claims.stated import state_claims
 from study.config import StudyConfig
 from study.errors import UserError, refusals
 from study.execution.control import Control, Decision
@@ -162,7 +163,10 @@ def _opened(
 
 def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
-    ledger.append("planned", ledger=ledger.id, **plan.to_event(), only=only, **made_with)
+    stated = state_claims(plan.study.to_dict())
+    ledger.append(
+        "planned", ledger=ledger.id, **plan.to_event(), only=only, stated=stated, **made_with
+    )
 
 
 def _run(

@@ -32,8 +32,8 @@ ORDER = {
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
-        "results", "search", "tracking", "manage", "execution", "report.figures", "report", "serve",
-        "api", "cli", "handle", "__main__",
+        "results", "claims", "search", "tracking", "manage", "execution", "report.figures",
+        "report", "serve", "api", "cli", "handle", "__main__",
     ],
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that

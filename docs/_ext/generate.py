@@ -26,6 +26,7 @@ import python_names
 import rules
 
 from study.cli.entry import build_parser
+from study.config.claims import ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from trainers.config.validation import show
 
@@ -94,7 +95,17 @@ def configuration() -> str:
         "# Configuration\nEvery key of a study's YAML file, which a command may change by"
         " `key=value`, with its type and default."
     )
-    return "\n\n".join([head, *sections(StudyConfig), *sections(RowConfig, f"{ROWS}.")]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                head,
+                *sections(StudyConfig),
+                *sections(RowConfig, f"{ROWS}."),
+                *sections(ClaimConfig, "claims[]."),
+            ]
+        )
+        + "\n"
+    )
 
 
 def help_of(*words: str) -> str:

@@ -46,6 +46,7 @@ defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines several). After it
 Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that
 expand them: 'seeds=[0,1]'.
 
+  --small runs the study's small form: minutes on two cores, under the name NAME-small.
   --dry-run prints every key and every trial, and starts nothing.
 """
 
@@ -69,6 +70,9 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         action="store_true",
         help="one line per epoch instead of a live table (the default when piped)",
     )
+    run.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
     run.set_defaults(command=_run)
 
 
@@ -85,6 +89,9 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
     plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    plan.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
     plan.set_defaults(command=_plan)
 
 
@@ -162,13 +169,15 @@ def _run(options: argparse.Namespace) -> int:
                 options.overrides,
                 lambda line: print(line, file=sys.stderr),
                 download=not options.dry_run,
+                small=options.small,
             )
         if node is None:
             return _dry_run(study)
+        small = ["--small"] if options.small else []
         return run_config(
             study,
             options.plain,
-            again=lns_study("run", options.config, *options.overrides),
+            again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
         )
 
@@ -213,6 +222,7 @@ def _plan(options: argparse.Namespace) -> int:
             options.overrides,
             lambda line: print(line, file=sys.stderr),
             download=False,
+            small=options.small,
         )
         plan = make_plan(study, download=False)
     _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
@@ -392,10 +402,14 @@ def say_plainly(line: str) -> None:
 
 
 def _print_outcome(outcome: Outcome, storage: str) -> None:
+    from study.claims.record import read_record
+    from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open
 
     print(f"\n{render_text(outcome.state)}")
+    if claims := claims_text(read_record(outcome.report).get("claims", [])):
+        print(claims)
     print(f"\nReport:  {outcome.report / 'report.html'}")
     study = outcome.state.config
     if outcome.tracking == "none":

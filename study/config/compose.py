@@ -39,6 +39,7 @@ from study.config.explain import (
     unknown_key,
 )
 from study.config.keys import leaves, locate, spell_out
+from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
@@ -47,10 +48,8 @@ from trainers.config import DataConfig, TrialConfig
 from trainers.data import DownloadError, resolve
 
 SELF = "_self_"
-NAME_BYTES = 250
-"""Longest name of a study and label of a row, in bytes, that file systems and MLflow take."""
-RESERVED = ("artifacts",)
-"""Folder names that no study may have, beside those of MLflow's database and its companions."""
+SMALL = "-small"
+"""End of the name of a study's small form."""
 
 
 def load(
@@ -59,6 +58,7 @@ def load(
     say: Callable[[str], None] = lambda line: None,
     *,
     download: bool = True,
+    small: bool = False,
 ) -> StudyConfig:
     """Return the study of a config file and its overrides.
 
@@ -70,6 +70,8 @@ def load(
         say: prints one line for the user: why ``data.name=auto`` is not MNIST.
         download: whether MNIST may be downloaded to resolve ``data.name=auto``; if not, auto is
             taken to be MNIST.
+        small: whether it is the study's small form: its changes ``small``, before ``overrides``,
+            and a name that ends in ``-small``.
 
     Raises:
         ValueError: the file does not exist, a key is unknown or a value is bad; the message names
@@ -79,54 +81,39 @@ def load(
     if is_script(path):
         config = read_script(path)
     groups, keys = _split_overrides(overrides)
-    merged = schema()
-    for source, values in _layers(config, path, groups):
-        merged = _merge(merged, spell_out(locate(values, path.parent)), source)
+    merged = _merge_layers(config, path, groups)
+    if small:
+        groups, keys = _split_overrides([*_small_form(merged, path), *overrides])
+        merged = _merge_layers(config, path, groups)
     swapped = [
         layer
         for group, file in groups.items()
         for layer in _expand(_find_group(group, file, path), groups, set())
     ]
-    return _check_names(
+    return check_new(
         _check_trial_keys(
             _finish(_with_keys(_with_data(merged, swapped, keys, say, download), keys))
         )
     )
 
 
-def _check_names(study: StudyConfig) -> StudyConfig:
-    """Return ``study`` if a storage, a table and MLflow can take its name and labels.
+def _merge_layers(config: str | StudyConfig, path: Path, groups: dict[str, str]) -> DictConfig:
+    merged = schema()
+    for source, values in _layers(config, path, groups):
+        merged = _merge(merged, spell_out(locate(values, path.parent)), source)
+    return merged
 
-    Studies that exist already are not checked and keep theirs.
 
-    Raises:
-        ValueError: a name or label is too long, or has characters that are not allowed.
-    """
-    for key, name in [
-        ("name", study.name),
-        *((f"row {row.label!r}: label", row.label) for row in study.rows),
-    ]:
-        if not name.isprintable():
-            raise ValueError(
-                f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave"
-                " them out"
-            )
-        if (size := len(name.encode())) > NAME_BYTES:
-            raise ValueError(
-                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name;"
-                " use a shorter one"
-            )
-    if set(study.name) & set("/\\"):
+def _small_form(merged: DictConfig, path: Path) -> list[str]:
+    """Return the overrides that make a study's small form."""
+    changes = OmegaConf.to_container(merged.small, resolve=True)
+    if not isinstance(changes, dict) or not changes:
         raise ValueError(
-            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use"
-            f" for example name={study.slug}"
+            f"--small: {path} has no small form; add the changes that make it one, for example"
+            " small: {epochs: 2, seeds: [0, 1]}, or leave --small out"
         )
-    if study.slug.lower() in RESERVED or study.slug.lower().startswith("mlflow.db"):
-        raise ValueError(
-            f"name={study.name!r}: the storage has a folder or file of that name for all studies;"
-            f" use for example name=my-{study.slug}"
-        )
-    return study
+    named = {str(key): value for key, value in changes.items()}
+    return as_overrides({**named, "name": f"{merged.name}{SMALL}"})
 
 
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:

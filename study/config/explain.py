@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from study.config.claims import ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
 
@@ -22,6 +23,8 @@ EXAMPLES = {
     "seeds": "[0,1]",
     "rows": "[{label: a, overrides: {epochs: 3}}]",
     "rows[].label": "my row",
+    "claims": "[{name: a, claim: A is right., source: a talk, value: {row: a, at_most: 2.0}}]",
+    "small": "{epochs: 3}",
     "trial": "{epochs: 3}",
     "trial.model.hidden": "[512]",
     "trial.trainable": "{name: 'loop.py:train'}",
@@ -52,8 +55,9 @@ def _thaw(node: DictConfig) -> None:
 def explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
     """Return an OmegaConf error as a ``ValueError`` with value, rule and remedy."""
     key = str(getattr(error, "full_key", None) or _innermost(values))
-    if getattr(error, "object_type", None) is RowConfig and not key.startswith("rows"):
-        key = f"rows[].{key}"
+    for kind, place in ((RowConfig, "rows"), (ClaimConfig, "claims")):
+        if getattr(error, "object_type", None) is kind and not key.startswith(place):
+            key = f"{place}[].{key}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         whole = _innermost(values)
         return unknown_key(source, whole if whole.startswith(f"{key}.") else key, inside)
@@ -84,7 +88,11 @@ def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "
 
 def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
     """Return the error for an unknown key, with the nearest known key."""
-    known = [*known_keys(schema()), *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__)]
+    known = [
+        *known_keys(schema()),
+        *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__),
+        *(f"claims[].{name}" for name in ClaimConfig.__dataclass_fields__),
+    ]
     near = _nearest_key(key, known)
     near = near.replace(f"'{inside}", "'") if inside else near
     return ValueError(
@@ -121,11 +129,9 @@ def _expected(key: str, inside: str) -> str:
             f"every entry {_rule(_type_of(key))}, for example"
             f" {entry[1].removeprefix(inside)}={_example(entry[1])}"
         )
-    if key.startswith("rows[]."):
-        return (
-            f"it {_rule(_type_of(key))}, for example `{key.removeprefix('rows[].')}:"
-            f" {_example(key)}`"
-        )
+    if "[]." in key:
+        last = key.rpartition("[].")[2]
+        return f"it {_rule(_type_of(key))}, for example `{last}: {_example(key)}`"
     return f"it {_rule(_type_of(key))}, for example {shown}={_example(key)}"
 
 

@@ -30,7 +30,7 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
     if "args" in key.split("."):
         return float(values) if _NUMBER.fullmatch(values) else values
     name, equals, value = values.rpartition("=")  # of overrides as a list: model.name=net.py:make
-    named = {"name", "trainable"} & set((f"{key}.{name}" if equals else key).split("."))
+    named = {"name", "trainable", "check"} & set((f"{key}.{name}" if equals else key).split("."))
     if not named or not _FILE.fullmatch(value):
         return values
     return f"{name}{equals}{folder.resolve() / value}"

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from study.config.claims import ClaimConfig, check_claims
 from study.config.metric import MODES, VALIDATION, Metric
 from study.config.search import OBJECTIVES, SearchConfig, unique
 from study.config.space import Space, parse_space
@@ -140,6 +141,8 @@ class StudyConfig:
         comparable: dotted trial keys and the values they must have for figures to be comparable
             with the published ones.
         comparable_seeds: number of seeds that a row needs for its figures to be comparable.
+        claims: claims that the study decides (:mod:`study.config.claims`).
+        small: changes that make the study's small form, by dotted key, as on the command line.
         storage: folder of all studies: ledgers, checkpoints, reports, the default tracking
             database.
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
@@ -184,6 +187,8 @@ class StudyConfig:
     baseline: str | None = None
     comparable: dict[str, Any] = field(default_factory=dict)
     comparable_seeds: int = 1
+    claims: list[ClaimConfig] = field(default_factory=list)
+    small: dict[str, Any] = field(default_factory=dict)
     storage: str = "studies"
     tracking_uri: str | None = None
     tensorboard: bool = False
@@ -233,6 +238,7 @@ class StudyConfig:
             )
         self._check_alerts()
         self._check_baseline()
+        check_claims(self.claims, [row.label for row in self.rows] or [self.name])
         self._check_metric()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
@@ -426,6 +432,7 @@ class StudyConfig:
             "rows": [RowConfig(**row) for row in values.get("rows", [])],
             "search": SearchConfig(**values.get("search", {})),
             "limits": LimitsConfig(**values.get("limits", {})),
+            "claims": [ClaimConfig(**claim) for claim in values.get("claims", [])],
         }
         return StudyConfig(**{**values, **parts})
 

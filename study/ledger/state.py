@@ -125,6 +125,8 @@ class StudyState:
 
     Attributes:
         plan: last ``planned`` event.
+        stated: last ``planned`` event before the first trial started; the first one of all where a
+            trial's start is not known.
         known: every trial that the ledger ever planned, by id.
         limits: limits as last edited; None if they are the config's.
         outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
@@ -134,6 +136,7 @@ class StudyState:
     """
 
     plan: Event = field(default_factory=dict)
+    stated: Event = field(default_factory=dict)
     known: dict[str, TrialState] = field(default_factory=dict)
     limits: dict[str, Any] | None = None
     outcome: str = ""
@@ -155,6 +158,11 @@ class StudyState:
     def run(self) -> Run | None:
         """Last run whose capacity is known; None in ledgers written before that was noted."""
         return next((run for run in reversed(self.runs) if run.capacity), None)
+
+    @property
+    def began(self) -> int:
+        """Number of trials that have started, of all that the ledger ever planned."""
+        return sum(trial.started is not None for trial in self.known.values())
 
     def counts(self) -> dict[str, int]:
         """Return the number of trials of the last plan by status."""
@@ -209,6 +217,8 @@ class StudyState:
             "trials": list(trials.values()),
             "study": study_without_password(event["study"]),
         }
+        if not self.stated or not self.began:
+            self.stated = self.plan
         self.outcome = ""
         self.limits = None
         for trial in event["trials"]:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from study.claims.record import interval_of
 from study.config import Metric
 from study.config.space import describe, show
 from study.ledger.state import StudyState, TrialState
+from study.report.claims import HEADINGS as CLAIM_HEADINGS
+from study.report.claims import claim_cells
 from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
 from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.objectives import test_value
-from study.results.statistics import interval
-from study.results.summary import Summary, test_figures
+from study.results.summary import Summary
 
 
-def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) -> str:
-    """Return the page, with the pictures inside."""
+def render_html(
+    state: StudyState,
+    summary: Summary,
+    made: Parts,
+    where: Links,
+    claims: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """Return the page, with the pictures inside; ``claims`` as in :mod:`study.claims.record`."""
     environment = Environment(
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
     )
@@ -35,19 +45,16 @@ def render_html(state: StudyState, summary: Summary, made: Parts, where: Links) 
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
         config=yaml.safe_dump(state.plan["study"], sort_keys=False, allow_unicode=True),
         trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
-        explore=made.explore,
+        explore=made.explore, claim_headings=CLAIM_HEADINGS,
+        claims=[(claim_cells(claim), claim["outcome"]) for claim in claims],
     )  # fmt: skip
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:
     """Return the 95 % confidence intervals of the rows' means by label, from two seeds on."""
-    found, metric = {}, summary.metric
-    for row in summary.rows:
-        half = interval(test_figures(row.trials, metric))
-        if half is not None and row.mean is not None and row.finished == row.seeds:
-            ends = metric.figure(row.mean - half), metric.figure(row.mean + half)
-            found[row.label] = " to ".join(ends)
-    return found
+    metric = summary.metric
+    found = {row.label: interval_of(row, metric) for row in summary.rows}
+    return {label: " to ".join(map(metric.figure, ends)) for label, ends in found.items() if ends}
 
 
 SHOWN = 100

@@ -4,7 +4,8 @@ as CSV, and for the HTML page.
 The files of a report, written whole (a new file renamed over the old)::
 
     report.html            everything, pictures inside; light and dark; nothing fetched
-    report.md              the table and the protocol
+    report.md              the table, the claims and the protocol
+    figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
     error_per_epoch.png    the study's metric per epoch, validation error or another
     test_error.png         its final figures on the test set beside the published ones
     pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
@@ -19,10 +20,14 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from study.claims.stated import stated
 from study.config.space import describe
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
+from study.report.claims import claims_markdown, markdown_table
 from study.results.answer import answer
 from study.results.configurations import configurations, table
 from study.results.objectives import lacking
@@ -42,15 +47,16 @@ def render_text(state: StudyState) -> str:
     return "\n".join([*lines, "", *remarks(state, summary)])
 
 
-def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> str:
-    """Return the table and the remarks as Markdown.
+def render_markdown(
+    state: StudyState, summary: Summary, notes: list[str], claims: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Return the table, the claims and the remarks as Markdown.
 
     ``notes`` say how the slots were used, and which parts could not be made.
     """
     names = headings(state, summary)
     rows = [cells(row, summary) for row in summary.rows]
-    table = [names, ["---"] * len(names), *rows]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+    lines = markdown_table(names, rows)
     notices = [
         f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)
     ]
@@ -64,6 +70,7 @@ def render_markdown(state: StudyState, summary: Summary, notes: list[str]) -> st
             "",
             *lines,
             "",
+            *claims_markdown(claims),
             *notices,
             "",
         ]
@@ -124,6 +131,9 @@ def cells(row: Row, summary: Summary) -> list[str]:
 def remarks(state: StudyState, summary: Summary) -> list[str]:
     """Return what a reader must know before trusting the table, in sentences."""
     texts = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
+    said = stated(state)
+    if said and (said.changed or said.claims):
+        texts.append(said.sentence)
     if summary.departures:
         texts.append(
             "SMALL BUDGET, not comparable with the published figures, so no verdicts:"
@@ -218,7 +228,9 @@ def facts(state: StudyState) -> dict[str, str]:
     began = [trial.started for trial in state.trials if trial.started]
     restarts = sum(trial.restarts for trial in state.trials)
     seconds = sum(trial.spent for trial in state.trials)
+    said = stated(state)
     return {
+        **({"Statement": said.sentence} if said else {}),
         "Data": "; ".join(
             f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]
         ),

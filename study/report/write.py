@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from study.claims.record import record, write_record
+from study.claims.verdicts import judge
 from study.ledger.state import StudyState
 from study.report.html import render_html
 from study.report.pictures import TITLES, links, parts
@@ -18,6 +20,7 @@ def write_report(state: StudyState, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     use = sentences(state)
+    figures = record(state, summary, judge(state, folder.parent))
     made = parts(state, summary, use)
     for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
         (folder / file).unlink(missing_ok=True)  # left by an earlier report
@@ -26,10 +29,12 @@ def write_report(state: StudyState, folder: Path) -> Path:
     if state.config.space:
         write_whole(folder / "configurations.csv", render_csv(state).encode())
     write_whole(
-        folder / "report.md", render_markdown(state, summary, [*use, *made.failed]).encode()
+        folder / "report.md",
+        render_markdown(state, summary, [*use, *made.failed], figures["claims"]).encode(),
     )
     write_whole(
         folder / "report.html",
-        render_html(state, summary, made, links(state, folder.parent)).encode(),
+        render_html(state, summary, made, links(state, folder.parent), figures["claims"]).encode(),
     )
+    write_record(figures, folder)
     return folder

@@ -56,6 +56,43 @@ def importance(state: StudyState) -> Importance | None:
 
     The row is a key too. Returns None with fewer than ten configurations.
     """
+    sampled = _sampled(state)
+    single = _shares(sampled.study, sampled.observed, 0) if sampled else None
+    if sampled is None or single is None:
+        return None
+    pairs = _pairs(
+        sampled.study, [domain.key for domain in sampled.observed], list(single)[:PAIRED]
+    )
+    by_name = {domain.key: domain for domain in sampled.observed}
+    curves = _dependence(sampled.study, [by_name[name] for name in single][:4])
+    return Importance(
+        single=single,
+        pairs=pairs,
+        curves=curves,
+        configurations=len(sampled.found),
+        best=_of_the_best(state, sampled.found, sampled.domains),
+    )
+
+
+def shares(state: StudyState, seed: int) -> dict[str, float] | None:
+    """Return the share of the metric's variance by key, of a forest with this seed; None as for
+    :func:`importance`."""
+    sampled = _sampled(state)
+    return _shares(sampled.study, sampled.observed, seed) if sampled else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sampled:
+    """The configurations of a search, as Optuna's study too."""
+
+    found: list[Entry]
+    domains: dict[str, Domain]
+    observed: list[Domain]
+    study: Any
+
+
+def _sampled(state: StudyState) -> _Sampled | None:
+    """Return the configurations; None if there are fewer than ten, or all have one figure."""
     found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
     domains = {domain.key: domain for domain in state.config.parsed_space.domains}
     keys = [key for key in domains if all(key in entry.params for entry in found)]
@@ -65,24 +102,18 @@ def importance(state: StudyState) -> Importance | None:
     study = _optuna_study(found, observed, state.config.primary_metric.mode)
     if len({trial.value for trial in study.trials}) < 2:
         return None
-    names = [domain.key for domain in observed]
+    return _Sampled(found=found, domains=domains, observed=observed, study=study)
+
+
+def _shares(study: Any, observed: Sequence[Domain], seed: int) -> dict[str, float] | None:
     optuna = quiet_optuna()
     try:
         single = optuna.importance.FanovaImportanceEvaluator(
-            n_trees=TREES, max_depth=DEPTH, seed=0
-        ).evaluate(study, params=names)
+            n_trees=TREES, max_depth=DEPTH, seed=seed
+        ).evaluate(study, params=[domain.key for domain in observed])
     except RuntimeError:  # no variance in any tree
         return None
-    pairs = _pairs(study, names, list(single)[:PAIRED])
-    by_name = {domain.key: domain for domain in observed}
-    curves = _dependence(study, [by_name[name] for name in single][:4])
-    return Importance(
-        single=dict(single),
-        pairs=pairs,
-        curves=curves,
-        configurations=len(found),
-        best=_of_the_best(state, found, domains),
-    )
+    return dict(single)
 
 
 def _of_the_best(

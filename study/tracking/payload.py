@@ -115,6 +115,20 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
     }
 
 
+def claim_tags(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parent run's tags about a study's statement and the verdicts on its claims.
+
+    Args:
+        figures: figures of the report (:mod:`study.claims.record`).
+    """
+    tags = {
+        f"claim.{claim['name']}": f"{claim['outcome']}: {claim['shown']}"[:TEXT]
+        for claim in figures.get("claims", [])
+    }
+    said = figures.get("stated")
+    return tags | ({"stated.sha256": said["digest"]} if said else {})
+
+
 def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
     """Yield an epoch's metrics, and the settings that changed while the trial ran.
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from study._compat import latest_metrics
+from study.claims.record import read_record
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
 from study.tracking.models import log_models
@@ -37,6 +38,7 @@ from study.tracking.payload import (
     PROFILE,
     RESULT_TAGS,
     SECONDS,
+    claim_tags,
     datasets_of,
     documents_of,
     end_metrics,
@@ -181,10 +183,12 @@ class Runs:
             self._end(known, "KILLED", trial.last_heard or trial.started)
 
     def finish(self, state: StudyState, report: Path | None) -> None:
-        """Send the report, each row's mean and spread, and the best models; close the parent."""
+        """Send the report, each row's mean and spread, the verdicts on claims, and the best models;
+        close the parent."""
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
         self._log(self._parent, list(metrics_of(row_figures(state), 0, time_)))
         if report is not None and report.exists():
+            self._log(self._parent, [], tags=claim_tags(read_record(report)))
             self._client.log_artifacts(self._parent, str(report), "report")
         log_models(self._client, self._experiment, state, self.run_ids())
         outcome = {"finished": "FINISHED", "failed": "FAILED"}.get(state.outcome, "KILLED")

@@ -1,0 +1,145 @@
+"""Claims about a whole search: how important a key is, and which value of a key ranks best.
+
+- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator
+  (:mod:`study.results.importance`). Its interval is over the trees of the evaluator's forest, whose
+  seeds are varied: it says how sure the estimate is for these configurations, not for others.
+- Ranks: Friedman's test (Friedman 1937) over blocks such as data sets, and Nemenyi's critical
+  difference of mean ranks (J. Demsar, "Statistical Comparisons of Classifiers over Multiple Data
+  Sets", JMLR 7, 2006, section 3.2.2)::
+
+      CD = q / sqrt(2) sqrt(k (k + 1) / (6 N)),  k values, N blocks
+
+  q is the 95 % quantile of the studentized range of k groups with infinite degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from study.claims.verdict import FAILS, HOLDS, UNDECIDED, Verdict, decide
+from study.config import ClaimConfig
+from study.config.keys import lookup
+from study.ledger.state import FINISHED, StudyState, TrialState
+from study.results.contrasts import ALPHA
+from study.results.importance import shares
+from study.results.objectives import test_value
+from study.results.statistics import interval
+from study.results.summary import summarise
+
+FORESTS = 8
+"""Number of forests over which the interval of an importance is computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """Mean ranks of the values of a key over blocks; rank 1 is best, ties share.
+
+    Attributes:
+        of: name of the key.
+        means: mean rank by value, best first.
+        blocks: names of the blocks.
+        p: p of Friedman's test; NaN below three values.
+        critical: Nemenyi's critical difference of two mean ranks.
+        runs: number of trials behind the ranks.
+    """
+
+    of: str
+    means: dict[str, float]
+    blocks: list[str]
+    p: float
+    critical: float
+    runs: int
+
+
+def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
+    """Judge the share of the variance that a searched key explains."""
+    key = str(claim.arguments["key"]).removeprefix("trial.")
+    found = [shares(state, seed) for seed in range(FORESTS)]
+    values = [each[key] for each in found if each is not None and key in each]
+    runs = sum(trial.status == FINISHED for trial in state.trials)
+    half = interval(values)
+    if half is None:
+        note = f"no importance of {key}: needs ten configurations that all have it, and a variance"
+        return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
+    mean = statistics.fmean(values)
+    return Verdict(
+        claim=claim, outcome=decide(claim.bound, mean - half, mean + half), figure=mean,
+        low=mean - half, high=mean + half, unit="of the variance", runs=runs,
+        note=f"interval over {FORESTS} forests",
+    )  # fmt: skip
+
+
+def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
+    """Judge whether a value of a key ranks before all others."""
+    arguments, best = claim.arguments, str(claim.arguments["best"])
+    found = rank(state, str(arguments["of"]), [str(key) for key in arguments["blocks"]])
+    if found is None or best not in found.means:
+        note = "needs two values of the key, of which best is one, and a figure of each in a block"
+        return Verdict(claim=claim, outcome=UNDECIDED, note=note)
+    rival = next(name for name in found.means if name != best)
+    lead = found.means[rival] - found.means[best]
+    low, high = lead - found.critical, lead + found.critical
+    outcome = HOLDS if low > 0 else FAILS if high < 0 else UNDECIDED
+    p = "" if math.isnan(found.p) else f"; Friedman's p {found.p:.2g}"
+    return Verdict(
+        claim=claim, outcome=outcome, figure=lead, low=low, high=high, unit="ranks",
+        runs=found.runs,
+        note=f"lead over {rival}; {len(found.blocks)} blocks show {found.critical:.2f} ranks{p}",
+    )  # fmt: skip
+
+
+def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
+    """Return the mean ranks of the values of a trial key over blocks, by the test figure's mean
+    over seeds; None below two values or without a block that has all of them.
+
+    Args:
+        state: state of the study.
+        of: dotted trial key, or ``row``.
+        blocks: dotted trial keys whose values together name a block.
+    """
+    from scipy.stats import friedmanchisquare, rankdata, studentized_range
+
+    metric = state.config.primary_metric
+    cells: dict[str, dict[str, list[float]]] = {}
+    chosen = [trial for row in summarise(state).rows for trial in row.trials]
+    for trial in chosen:
+        value = test_value(trial, metric) if trial.status == FINISHED else None
+        if value is not None:
+            block = ", ".join(_value(trial, key) for key in blocks)
+            cells.setdefault(block, {}).setdefault(_value(trial, of), []).append(value)
+    names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+    whole = {block: cell for block, cell in cells.items() if len(cell) == len(names)}
+    if len(names) < 2 or not whole:
+        return None
+    figures = np.array(
+        [[statistics.fmean(cell[name]) for name in names] for cell in whole.values()]
+    )
+    means = rankdata(metric.sign * figures, axis=1).mean(axis=0)
+    k, n = len(names), len(whole)
+    p = float(friedmanchisquare(*figures.T).pvalue) if k > 2 and n > 1 else math.nan
+    q = float(studentized_range.isf(ALPHA, k, math.inf))
+    return Ranks(
+        of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=_second)),
+        blocks=list(whole), p=p, critical=q / math.sqrt(2) * math.sqrt(k * (k + 1) / (6 * n)),
+        runs=sum(len(values) for cell in whole.values() for values in cell.values()),
+    )  # fmt: skip
+
+
+def _second(item: tuple[str, float]) -> float:
+    return item[1]
+
+
+def _value(trial: TrialState, key: str) -> str:
+    if key == "row":
+        return trial.row
+    found = lookup(trial.config, key.removeprefix("trial."))
+    return (
+        ", ".join(f"{k} {v}" for k, v in found.items())
+        if isinstance(found, Mapping)
+        else str(found)
+    )

@@ -1,0 +1,74 @@
+"""The figures of a report as data: ``figures.json`` beside the page, which other pages, MLflow and
+``lns-study report --verify`` read.
+
+It has the statement's digest, each row's mean, spread and interval as numbers and as printed, and
+each claim's verdict.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from study.claims.stated import stated
+from study.claims.verdict import Verdict
+from study.config import Metric
+from study.ledger.state import StudyState
+from study.results.statistics import interval
+from study.results.summary import Row, Summary, test_figures
+from trainers.files import write_whole
+
+FILE = "figures.json"
+SAME = "before the first trial"
+
+
+def record(state: StudyState, summary: Summary, verdicts: list[Verdict]) -> dict[str, Any]:
+    """Return the figures of a report as JSON values."""
+    said = stated(state)
+    changed = said.claims if said else {}
+    return {
+        "study": state.config.name,
+        "metric": summary.metric.test_name,
+        "stated": said and {"digest": said.digest, "time": said.time, "changed": said.changed},
+        "rows": [_row(row, summary.metric) for row in summary.rows],
+        "claims": [
+            verdict.to_dict() | {"stated": changed.get(verdict.claim.name, SAME)}
+            for verdict in verdicts
+        ],
+    }
+
+
+def write_record(values: dict[str, Any], folder: Path) -> None:
+    """Write the figures of a report into its folder."""
+    text = json.dumps(values, indent=1, ensure_ascii=False)
+    write_whole(folder / FILE, f"{text}\n".encode())
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the figures of the report in ``folder``; empty if it has none."""
+    with suppress(FileNotFoundError):
+        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        return found
+    return {}
+
+
+def interval_of(row: Row, metric: Metric) -> tuple[float, float] | None:
+    """Return the 95 % interval of a whole row's mean, by Student's t over seeds."""
+    half = interval(test_figures(row.trials, metric))
+    if half is None or row.mean is None or row.finished < row.seeds:
+        return None
+    return row.mean - half, row.mean + half
+
+
+def _row(row: Row, metric: Metric) -> dict[str, Any]:
+    ends = interval_of(row, metric)
+    return {
+        "label": row.label, "trials": [trial.id for trial in row.trials],
+        "finished": row.finished, "mean": row.mean, "sd": row.sd, "interval": ends,
+        "printed": {
+            "mean": "-" if row.mean is None else metric.mean(row.mean, row.sd),
+            "interval": " to ".join(map(metric.figure, ends)) if ends else "-",
+        },
+    }  # fmt: skip

@@ -1,0 +1,103 @@
+"""What a study stated before its first trial, and what was changed afterwards.
+
+The plan that the ledger has from before the first trial is the statement that counts; every later
+plan is compared with it, key by key and claim by claim. Limits: a folder that is deleted takes its
+statement with it; MLflow's parent run keeps the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from study.config.claims import digest, statement
+from study.ledger.lines import Event
+from study.ledger.state import StudyState
+from study.text import when
+from trainers.user_code import find_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """The statement of a study beside what it says now.
+
+    Attributes:
+        digest: SHA-256 of what was stated before the first trial, 64 hex digits.
+        time: time of the plan that stated it, in seconds since 1970.
+        changed: keys of the statement that have changed since, the claims apart.
+        claims: what happened to a claim since, by its name; only those to which something did.
+    """
+
+    digest: str
+    time: float
+    changed: list[str]
+    claims: dict[str, str]
+
+    @property
+    def sentence(self) -> str:
+        """The statement in words, with its digest."""
+        said = f"Stated before the first trial, {when(self.time)}: sha256 {self.digest}."
+        if self.changed:
+            said += f" CHANGED since: {', '.join(self.changed)}."
+        if self.claims:
+            listed = "; ".join(f"{name} ({what})" for name, what in self.claims.items())
+            said += f" CLAIMS CHANGED after the first trial: {listed}."
+        return said
+
+
+def state_claims(study: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a ``planned`` event notes of a study's statement: its digest, and the SHA-256 of
+    the code of claims, by their name.
+
+    Args:
+        study: ``StudyConfig.to_dict()``.
+    """
+    code = {claim["name"]: _hash(claim["check"]) for claim in study["claims"] if claim["check"]}
+    return {"digest": digest(statement(study, code)), "code": code}
+
+
+def stated(state: StudyState) -> Stated | None:
+    """Return the statement of a study; None for a ledger of a version without statements."""
+    first, now = state.stated, state.plan
+    if "stated" not in first:
+        return None
+    then, today = _statement(first), _statement(now)
+    keys = (then.keys() | today.keys()) - {"claims"}
+    return Stated(
+        digest=first["stated"]["digest"],
+        time=float(first["time"]),
+        changed=sorted(key for key in keys if then.get(key) != today.get(key)),
+        claims=_changed_claims(then.get("claims", []), today.get("claims", [])),
+    )
+
+
+def _statement(plan: Event) -> dict[str, Any]:
+    return statement(plan["study"], plan.get("stated", {}).get("code", {}))
+
+
+def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, str]:
+    before = {claim["name"]: claim for claim in then}
+    after = {claim["name"]: claim for claim in now}
+    found = {name: "dropped" for name in before if name not in after}
+    for name, claim in after.items():
+        if name not in before:
+            found[name] = "added"
+        elif claim != before[name]:
+            keys = sorted(
+                key
+                for key in claim.keys() | before[name].keys()
+                if claim.get(key) != before[name].get(key)
+            )
+            was = ", ".join(f"{key} was {before[name].get(key)}" for key in keys)
+            found[name] = f"changed: {was}"
+    return found
+
+
+def _hash(name: str) -> str:
+    """Return the SHA-256 of the file in which code is; "" where it is gone."""
+    with suppress(ValueError):
+        return hashlib.sha256(find_source("check", name).read_bytes()).hexdigest()
+    return ""

@@ -1,0 +1,122 @@
+"""A verdict on one claim, and the rule by which an interval decides it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from study.config import ClaimConfig
+from study.results.contrasts import paired
+from study.results.statistics import interval
+
+HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
+OUTCOMES = (HOLDS, FAILS, UNDECIDED)
+ENOUGH = 5
+"""Number of seeds from which figures without any spread count, and from which a row that no test
+shows to be better counts as none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A claim beside what its study found.
+
+    Attributes:
+        claim: the claim.
+        outcome: ``holds``, ``fails`` or ``undecided``.
+        figure: our figure in ``unit``; None if there is none yet.
+        low, high: ends of its 95 % interval; None without one.
+        unit: unit of the figure: ``%``, ``points``, ``of the variance``; "" if it has none.
+        runs: number of finished trials behind the figure.
+        note: reason for which the claim is undecided, or what else a reader must know.
+    """
+
+    claim: ClaimConfig
+    outcome: str
+    figure: float | None = None
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""
+    runs: int = 0
+    note: str = ""
+
+    @property
+    def shown(self) -> str:
+        """Our figure with its interval and unit: ``1.33 (1.12 to 1.54) points``."""
+        if self.figure is None:
+            return "-"
+        ends = [value for value in (self.low, self.high) if value is not None]
+        around = f" ({' to '.join(map(show, ends))})" if len(ends) == 2 else ""
+        return f"{show(self.figure)}{around}{f' {self.unit}' if self.unit else ''}"
+
+    @property
+    def published(self) -> str:
+        """Published figure as it is shown; "-" without one."""
+        return "-" if self.claim.published is None else show(self.claim.published)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as JSON values; figures that are no finite numbers are None."""
+        claim = self.claim
+        numbers = {"figure": self.figure, "low": self.low, "high": self.high}
+        return {
+            "name": claim.name, "claim": claim.claim, "source": claim.source, "kind": claim.kind,
+            "published": claim.published, "arguments": claim.arguments, "outcome": self.outcome,
+            **{key: _finite(value) for key, value in numbers.items()}, "unit": self.unit,
+            "runs": self.runs, "note": self.note, "shown": self.shown,
+        }  # fmt: skip
+
+
+def show(figure: float) -> str:
+    """Return a figure of a claim: two decimals, or four significant digits below 0.1."""
+    return f"{figure:.2f}" if abs(figure) >= 0.1 or figure == 0 else f"{figure:.4g}"
+
+
+def decide(bound: tuple[float, float], low: float, high: float) -> str:
+    """Return the outcome that the interval ``low`` to ``high`` has beside a claim's bounds."""
+    least, most = bound
+    if least <= low and high <= most:
+        return HOLDS
+    return FAILS if high < least or low > most else UNDECIDED
+
+
+def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: str) -> Verdict:
+    """Return the verdict on the mean of ``figures``, by its interval.
+
+    Args:
+        claim: a claim with a bound.
+        figures: one figure per replicate.
+        unit: of the figures.
+        over: kind of the replicates, in the plural: ``seeds``.
+    """
+    mean = math.fsum(figures) / len(figures)
+    half, runs = interval(figures), len(figures)
+    if not math.isfinite(mean):
+        note = f"the mean over {runs} {over} is {mean}: training diverged"
+        return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
+    if half is None:
+        note = "one seed has no interval; run at least five"
+        return Verdict(claim=claim, outcome=UNDECIDED, figure=mean, unit=unit, runs=runs, note=note)
+    low, high = mean - half, mean + half
+    if high == low and runs < ENOUGH:
+        note = f"the same at all {runs} {over}, which shows no spread; run at least five"
+        return Verdict(claim=claim, outcome=UNDECIDED, figure=mean, unit=unit, runs=runs, note=note)
+    outcome = decide(claim.bound, low, high)
+    return Verdict(
+        claim=claim, outcome=outcome, figure=mean, low=low, high=high, unit=unit, runs=runs,
+        note=_resolution(figures, unit, over) if outcome == UNDECIDED else "",
+    )  # fmt: skip
+
+
+def _resolution(figures: Sequence[float], unit: str, over: str) -> str:
+    """Say how far from the bound a mean must lie to be seen as beyond it."""
+    contrast = paired(figures, over)
+    if contrast is None:
+        return ""
+    return (
+        f"{contrast.over} show a distance from the bound of {show(contrast.least)} {unit}".strip()
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,197 @@
+"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with its figure and 95 %
+interval.
+
+The interval decides: a claim holds if all of it lies within the claim's bounds, fails if none of it
+does, and is undecided otherwise. Figures are the final test figures that the table has (a searched
+row's are those of the configuration that the validation split chose), so the test set is looked at
+once, at the end, and chooses nothing.
+
+- ``value``: mean over seeds, Student's t.
+- ``difference``: mean over paired seeds, Student's t (:mod:`study.results.contrasts`).
+- ``no_row_beats``: the paired difference of every other row, corrected for their number. With a
+  tolerance ``by`` the intervals decide. Without one no test can prove the claim; it holds where
+  :data:`ENOUGH` seeds or more show no better row, and the smallest difference that would have shown
+  is noted.
+- ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
+- ``check``: the study's own function.
+
+A claim is undecided while the trials behind it have not all finished; one with a published figure
+also where the study departs from the published recipe.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from study.claims.analyses import judge_importance, judge_ranks
+from study.claims.verdict import (
+    ENOUGH,
+    FAILS,
+    HOLDS,
+    OUTCOMES,
+    UNDECIDED,
+    Verdict,
+    decide,
+    judge_mean,
+    show,
+)
+from study.config import ClaimConfig
+from study.ledger.state import ENDED, FINISHED, StudyState
+from study.results.answer import compare
+from study.results.summary import Row, Summary, figures_by_seed, summarise
+from trainers.user_code import describe_error, find_source, load_code
+
+
+def judge(state: StudyState, folder: Path) -> list[Verdict]:
+    """Return the verdict on every claim of a study.
+
+    Args:
+        state: state of the study.
+        folder: folder of the study, for the functions of claims with ``check``.
+    """
+    summary = summarise(state)
+    return [_judge(claim, state, summary, folder) for claim in state.config.claims]
+
+
+def judge_rows(state: StudyState, summary: Summary) -> list[Verdict]:
+    """Return the verdicts on the claims that name rows."""
+    return [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+
+
+def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
+    if claim.rows:
+        return _judge_rows(claim, summary)
+    ended = sum(trial.status in ENDED for trial in state.trials)
+    if ended < len(state.trials) or not ended:
+        return _undecided(claim, f"{ended} of {len(state.trials)} trials have ended")
+    if claim.kind == "importance":
+        verdict = judge_importance(claim, state)
+    elif claim.kind == "ranks":
+        verdict = judge_ranks(claim, state)
+    else:
+        verdict = _check(claim, state, folder)
+    return _comparable(verdict, summary)
+
+
+def _judge_rows(claim: ClaimConfig, summary: Summary) -> Verdict:
+    rows = {row.label: row for row in summary.rows}
+    named = [rows[label] for label in claim.rows]
+    others = [row for row in summary.rows if row not in named]
+    needed = summary.rows if claim.kind == "no_row_beats" else named
+    for row in needed:
+        if row.finished < row.seeds or not row.seeds:
+            done = f"{row.finished} of {row.seeds} seeds of {row.label} have finished"
+            return _undecided(claim, done)
+    if claim.kind == "no_row_beats":
+        verdict = _judge_best(claim, named[0], others, summary)
+    else:
+        verdict = _judge_mean(claim, named, summary)
+    return _comparable(verdict, summary)
+
+
+def _judge_mean(claim: ClaimConfig, rows: list[Row], summary: Summary) -> Verdict:
+    """Judge a row's mean, or the mean difference of two rows over the seeds that both have."""
+    metric = summary.metric
+    first, *second = [figures_by_seed(row.trials, metric) for row in rows]
+    if not second:
+        return judge_mean(claim, list(first.values()), metric.unit.strip(), "seeds")
+    shared = sorted(first.keys() & second[0].keys())
+    if not shared:
+        return _undecided(claim, "the rows share no seed")
+    differences = [first[seed] - second[0][seed] for seed in shared]
+    verdict = judge_mean(claim, differences, metric.points.strip(), "seeds")
+    return replace(verdict, runs=2 * len(shared))
+
+
+def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summary) -> Verdict:
+    """Judge whether no other row is better; the figure is the largest advantage of another."""
+    metric, by = summary.metric, claim.arguments.get("by")
+    runs = row.seeds + sum(other.seeds for other in others)
+    unit, found = metric.points.strip(), compare(row, others, metric)
+    tested = {each.row.label: each.contrast for each in found if each.contrast is not None}
+    if not tested:
+        note = "no other row can be tested: one seed, or no spread; run at least five"
+        return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
+    ahead = {
+        label: (-metric.sign * each.difference, each.half, each.least)
+        for label, each in tested.items()
+    }
+    rival = max(ahead, key=lambda label: ahead[label][0] - ahead[label][1])
+    centre, half, _ = ahead[rival]
+    seeds = min(len(each.row.trials) for each in found)
+    if by is not None:
+        outcomes = [
+            decide((-float("inf"), float(by)), mean - width, mean + width)
+            for mean, width, _ in ahead.values()
+        ]
+        outcome = next((each for each in (FAILS, UNDECIDED) if each in outcomes), HOLDS)
+    elif centre - half > 0:
+        outcome = FAILS
+    else:
+        outcome = HOLDS if seeds >= ENOUGH else UNDECIDED
+    least = max(width for *_, width in ahead.values())
+    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least)} {unit}"
+    return Verdict(
+        claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,
+        unit=unit, runs=runs, note=note.strip(),
+    )  # fmt: skip
+
+
+def _check(claim: ClaimConfig, state: StudyState, folder: Path) -> Verdict:
+    """Judge by the study's own function, which gets what ``study.load`` returns."""
+    key, name = f"claim {claim.name}: check", str(claim.check)
+    try:
+        function, path = load_code(key, name), find_source(key, name)
+    except ValueError as error:
+        return _undecided(claim, str(error))
+    handle = importlib.import_module("study").Study(folder)  # what users see, above this room
+    try:
+        found = function(handle)
+    except Exception as error:
+        return _undecided(claim, f"{name} raised {describe_error(error, path)}")
+    return _verdict_of(claim, found, name, sum(t.status == FINISHED for t in state.trials))
+
+
+def _verdict_of(claim: ClaimConfig, found: Any, name: str, finished: int) -> Verdict:
+    """Return what a claim's function found as a verdict; undecided if it is not as it should be."""
+    known = {"figure", "low", "high", "unit", "verdict", "note", "runs"}
+    if not isinstance(found, Mapping) or "figure" not in found or found.keys() - known:
+        return _undecided(
+            claim,
+            f"{name} returned {found!r}: must be a mapping with figure, low, high and unit, or with"
+            " figure and verdict, and may have note and runs",
+        )
+    low, high = (None if found.get(end) is None else float(found[end]) for end in ("low", "high"))
+    outcome = found.get("verdict")
+    if outcome is None and low is not None and high is not None:
+        if claim.arguments:
+            outcome = decide(claim.bound, low, high)
+        elif claim.published is not None:
+            outcome = HOLDS if low <= claim.published <= high else FAILS
+    if outcome not in OUTCOMES:
+        return _undecided(
+            claim,
+            f"{name} returned {dict(found)!r}: needs a verdict ({', '.join(OUTCOMES)}), or low and"
+            " high beside a claim with a bound or a published figure",
+        )
+    return Verdict(
+        claim=claim, outcome=str(outcome), figure=float(found["figure"]), low=low, high=high,
+        unit=str(found.get("unit", "")), runs=int(found.get("runs", finished)),
+        note=str(found.get("note", "")),
+    )  # fmt: skip
+
+
+def _comparable(verdict: Verdict, summary: Summary) -> Verdict:
+    """Leave a claim with a published figure undecided in a study of another recipe."""
+    if verdict.claim.published is None or summary.comparable:
+        return verdict
+    note = f"not comparable with the published figure: {'; '.join(summary.departures)}"
+    return replace(verdict, outcome=UNDECIDED, note=note)
+
+
+def _undecided(claim: ClaimConfig, note: str) -> Verdict:
+    return Verdict(claim=claim, outcome=UNDECIDED, note=note)

@@ -1,0 +1,264 @@
+"""Claims of a study: sentences with a figure that a run decides, and the digest of what was stated.
+
+A claim has exactly one check. Its bounds are in the unit in which the study's metric is shown,
+errors in per cent and their differences in percentage points::
+
+    claims:
+      - name: kahan_wins_back
+        claim: Kahan summation wins back at least one percentage point.
+        source: the talk's table, 3.62 % without and 2.29 % with it
+        difference: {rows: [lns everywhere, lns everywhere + kahan], at_least: 1.0}
+
+The statement of a study is what decides its figures and verdicts: question, claims, trials, rows,
+seeds, space, search, metric, limits and statistics. Its SHA-256 enters the ledger with the plan, so
+that a report can tell what was stated before the first trial from what was changed afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainers.config.validation import finite
+from trainers.user_code import split_name
+
+BOUNDS = ("at_most", "at_least", "within")
+"""Tolerances of a check, exactly one of them."""
+KINDS: dict[str, tuple[str, ...]] = {
+    "value": ("row",),
+    "difference": ("rows",),
+    "no_row_beats": ("row",),
+    "importance": ("key",),
+    "ranks": ("of", "blocks", "best"),
+}
+"""Checks beside ``check``, each with the keys that it needs beside its bound."""
+OPTIONAL: dict[str, tuple[str, ...]] = {"no_row_beats": ("by",)}
+"""Keys that a check may have."""
+EXAMPLES = {
+    "value": "value: {row: lns12, at_most: 2.5}",
+    "difference": "difference: {rows: [nearest, kahan], at_least: 1.0}",
+    "no_row_beats": "no_row_beats: {row: kahan}",
+    "importance": "importance: {key: trial.optimizer.lr, at_least: 0.5}",
+    "ranks": "ranks: {of: model.activation, blocks: [data.name], best: swish}",
+}
+STATED = (
+    "question", "trial", "rows", "seeds", "space", "search", "metric", "mode", "limits", "digits",
+    "baseline", "comparable", "comparable_seeds", "claims",
+)  # fmt: skip
+"""Keys of a study that belong to its statement."""
+STATISTIC = (
+    "final test figures, every seed; 95 % intervals by Student's t; differences paired by seed,"
+    " corrected by Bonferroni where several are compared"
+)
+"""Statistic of every claim, which is stated with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimConfig:
+    """One claim of a study.
+
+    Attributes:
+        name: identifier of the claim, in tags of MLflow and in tables.
+        claim: what is claimed, one sentence.
+        source: paper or talk that claims it, with the published figure in words.
+        published: published figure in the unit of ours; None if there is none.
+        value: ``{row: LABEL, at_most: X}`` (or ``at_least: X``, ``within: [LOW, HIGH]``): bound of
+            a row's mean test figure.
+        difference: ``{rows: [A, B], at_least: X}``: bound of the mean of A - B, paired by seed.
+        no_row_beats: ``{row: LABEL}``: no other row is significantly better; with ``by: X`` none is
+            better by more than X.
+        importance: ``{key: trial.optimizer.lr, at_least: 0.5}``: bound of the share of the metric's
+            variance that a searched key explains, by fANOVA.
+        ranks: ``{of: KEY, blocks: [KEY, ...], best: VALUE}``: of the values of a trial key, the one
+            with the best mean rank over blocks, by Friedman's test with Nemenyi's. The key ``row``
+            is the row's label.
+        check: ``file.py:function``, of a function that takes the study and returns a mapping with
+            ``figure``, ``low``, ``high`` and ``unit``, or with ``figure`` and ``verdict``.
+        at_most, at_least, within: bound of the interval that ``check`` returns.
+    """
+
+    name: str = ""
+    claim: str = ""
+    source: str = ""
+    published: float | None = None
+    value: dict[str, Any] = field(default_factory=dict)
+    difference: dict[str, Any] = field(default_factory=dict)
+    no_row_beats: dict[str, Any] = field(default_factory=dict)
+    importance: dict[str, Any] = field(default_factory=dict)
+    ranks: dict[str, Any] = field(default_factory=dict)
+    check: str | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    within: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(
+                f"claims: name={self.name!r}: must be an identifier; use for example"
+                " name: kahan_wins_back"
+            )
+        for key in ("claim", "source"):
+            if not getattr(self, key).strip():
+                raise ValueError(
+                    f"claim {self.name}: {key} is empty: a claim needs a sentence and its source;"
+                    f" add `{key}: ...`"
+                )
+        finite(f"claim {self.name}: published", self.published, -math.inf, "leave it out for none")
+        given = [kind for kind in (*KINDS, "check") if getattr(self, kind)]
+        if len(given) != 1:
+            raise ValueError(
+                f"claim {self.name}: has {' and '.join(given) or 'no check'}: exactly one of"
+                f" {', '.join((*KINDS, 'check'))} decides it; use for example {EXAMPLES['value']}"
+            )
+        if self.check:
+            split_name(f"claim {self.name}: check", self.check)
+        else:
+            self._check_keys()
+        self._check_bound()
+
+    @property
+    def kind(self) -> str:
+        """Name of the claim's check."""
+        return "check" if self.check else next(kind for kind in KINDS if getattr(self, kind))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the check is given, its bound included."""
+        if self.check:
+            bounds = {key: getattr(self, key) for key in BOUNDS}
+            return {key: value for key, value in bounds.items() if value is not None}
+        found: dict[str, Any] = getattr(self, self.kind)
+        return found
+
+    @property
+    def rows(self) -> list[str]:
+        """Labels of the rows that the claim names."""
+        arguments = self.arguments
+        if self.kind == "difference":
+            return [str(label) for label in arguments["rows"]]
+        return [str(arguments["row"])] if self.kind in ("value", "no_row_beats") else []
+
+    @property
+    def bound(self) -> tuple[float, float]:
+        """Lowest and highest figure with which the claim holds; infinite where there is none."""
+        arguments = self.arguments
+        low, high = arguments.get("within") or (
+            arguments.get("at_least", -math.inf),
+            arguments.get("at_most", math.inf),
+        )
+        return float(low), float(high)
+
+    def _check_keys(self) -> None:
+        kind, arguments = self.kind, self.arguments
+        bounds = BOUNDS if kind in ("value", "difference", "importance") else ()
+        known = (*KINDS[kind], *OPTIONAL.get(kind, ()), *bounds)
+        missing = [key for key in KINDS[kind] if key not in arguments]
+        unknown = [key for key in arguments if key not in known]
+        if missing or unknown:
+            wrong = f"lacks {missing[0]}" if missing else f"has an unknown key {unknown[0]}"
+            raise ValueError(
+                f"claim {self.name}: {kind}={arguments}: {wrong}; its keys are {', '.join(known)},"
+                f" for example {EXAMPLES[kind]}"
+            )
+        rows, blocks = arguments.get("rows", ["", ""]), arguments.get("blocks", [""])
+        if not isinstance(rows, list) or len(rows) != 2 or not isinstance(blocks, list):
+            raise ValueError(
+                f"claim {self.name}: {kind}={arguments}: takes two rows, or a list of keys; use"
+                f" for example {EXAMPLES[kind]}"
+            )
+        if any(getattr(self, key) is not None for key in BOUNDS):
+            raise ValueError(
+                f"claim {self.name}: a bound stands beside {kind}, in which it belongs; use for"
+                f" example {EXAMPLES[kind]}"
+            )
+
+    def _check_bound(self) -> None:
+        arguments, kind = self.arguments, self.kind
+        given = [key for key in BOUNDS if arguments.get(key) is not None]
+        needs = kind in ("value", "difference", "importance")
+        if len(given) > 1 or (needs and not given):
+            raise ValueError(
+                f"claim {self.name}: {kind}: has {' and '.join(given) or 'no bound'}: takes"
+                f" {'exactly' if needs else 'at most'} one of {', '.join(BOUNDS)}; use for example"
+                f" {EXAMPLES.get(kind, 'at_most: 1.0')}"
+            )
+        values = [arguments[key] for key in given] + [arguments.get("by", 0.0)]
+        flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
+        pair = arguments.get("within")
+        ordered = pair is None or (isinstance(pair, list) and len(pair) == 2)
+        if not ordered or not all(_is_number(x) for x in flat) or (pair and pair[0] > pair[1]):
+            raise ValueError(
+                f"claim {self.name}: {kind}={arguments}: bounds are numbers, within is [LOW, HIGH];"
+                " use for example at_least: 1.0, or within: [2.0, 2.3]"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> None:
+    """Refuse claims of one name, and claims about rows that the study does not have.
+
+    Args:
+        claims: of a study.
+        labels: of its rows.
+
+    Raises:
+        ValueError: with value, rule and remedy.
+    """
+    names = [claim.name for claim in claims]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"claims: two have the name {twice[0]}; give every claim a name of its own"
+        )
+    for claim in claims:
+        for label in claim.rows:
+            if label not in labels:
+                raise ValueError(
+                    f"claim {claim.name}: {claim.kind} names the row {label!r}, which the study"
+                    f" does not have; its rows are {', '.join(labels)}"
+                )
+
+
+def statement(study: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a study states: its keys that decide figures and verdicts, and its statistic.
+
+    Keys without a value are left out, so that a key that a later version adds changes nothing.
+
+    Args:
+        study: ``StudyConfig.to_dict()``.
+        code: SHA-256 of the file of each claim's ``check``, by the claim's name.
+    """
+    stated = {key: _sparse(study.get(key)) for key in STATED}
+    trial = stated.get("trial") or {}
+    trial.pop("gpus", None)
+    trial.get("data", {}).pop("root", None)
+    for claim in stated.get("claims") or []:
+        if "check" in claim:
+            claim["check"] = f"{claim['check'].rpartition('/')[2]} {code.get(claim['name'], '')}"
+    return {key: value for key, value in stated.items() if not _empty(value)} | {
+        "statistic": STATISTIC
+    }
+
+
+def digest(stated: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a statement as canonical JSON, 64 hex digits."""
+    text = json.dumps(stated, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sparse(value: Any) -> Any:
+    """Copy nested values without keys that have none."""
+    if isinstance(value, Mapping):
+        found = {key: _sparse(entry) for key, entry in value.items()}
+        return {key: entry for key, entry in found.items() if not _empty(entry)}
+    return [_sparse(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value == "" or (isinstance(value, list | dict) and not value)

@@ -1,0 +1,51 @@
+"""What is refused of a new study, and kept by those that exist already."""
+
+from __future__ import annotations
+
+from study.config.study import StudyConfig
+from trainers.user_code import find_source
+
+NAME_BYTES = 250
+"""Longest name of a study and label of a row, in bytes, that file systems and MLflow take."""
+RESERVED = ("artifacts",)
+"""Folder names that no study may have, beside those of MLflow's database and its companions."""
+
+
+def check_new(study: StudyConfig) -> StudyConfig:
+    """Return ``study`` if a storage, a table and MLflow can take its name and labels, and its
+    claims' code is there.
+
+    Studies that exist already are not checked and keep theirs.
+
+    Raises:
+        ValueError: a name or label is too long, or has characters that are not allowed, or a
+            claim's ``check`` names no file.
+    """
+    for claim in study.claims:
+        if claim.check:
+            find_source(f"claim {claim.name}: check", claim.check)
+    for key, name in [
+        ("name", study.name),
+        *((f"row {row.label!r}: label", row.label) for row in study.rows),
+    ]:
+        if not name.isprintable():
+            raise ValueError(
+                f"{key}={name!r}: must not hold control characters, it is shown on terminals; leave"
+                " them out"
+            )
+        if (size := len(name.encode())) > NAME_BYTES:
+            raise ValueError(
+                f"{key}={name[:40]!r}...: has {size} bytes, at most {NAME_BYTES} fit a file's name;"
+                " use a shorter one"
+            )
+    if set(study.name) & set("/\\"):
+        raise ValueError(
+            f"name={study.name!r}: must not hold / or \\, it names one folder in the storage; use"
+            f" for example name={study.slug}"
+        )
+    if study.slug.lower() in RESERVED or study.slug.lower().startswith("mlflow.db"):
+        raise ValueError(
+            f"name={study.name!r}: the storage has a folder or file of that name for all studies;"
+            f" use for example name=my-{study.slug}"
+        )
+    return study

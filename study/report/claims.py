@@ -1,0 +1,53 @@
+"""Claims and verdicts as tables, from the figures of a report (:mod:`study.claims.record`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from study.claims.record import SAME
+
+HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "remark")
+
+
+def claim_cells(claim: Mapping[str, Any]) -> list[str]:
+    """Return one line of the table of claims."""
+    published = "-" if claim["published"] is None else f"{claim['published']:g}"
+    late = "" if claim["stated"] == SAME else f"NOT AS STATED: {claim['stated']}"
+    remark = "; ".join(part for part in (late, claim["note"]) if part)
+    return [
+        f"{claim['name']}: {claim['claim']}",
+        claim["outcome"],
+        claim["shown"],
+        published,
+        str(claim["runs"]),
+        claim["source"],
+        remark or "-",
+    ]
+
+
+def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Return the verdicts for a terminal, a line each; "" without claims."""
+    if not claims:
+        return ""
+    name = max(len(claim["name"]) for claim in claims)
+    lines = ["Claims"]
+    for claim in claims:
+        _, outcome, ours, published, *_, remark = claim_cells(claim)
+        beside = f"; published {published}" if published != "-" else ""
+        why = f" ({remark})" if remark != "-" else ""
+        lines.append(f"  {outcome:<9}  {claim['name']:<{name}}  {ours}{beside}{why}")
+    return "\n".join(lines)
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table's lines in Markdown."""
+    table = [list(headings), ["---"] * len(headings), *map(list, lines)]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+
+
+def claims_markdown(claims: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of claims in Markdown, with a heading; empty without claims."""
+    if not claims:
+        return []
+    return ["## Claims", "", *markdown_table(HEADINGS, [claim_cells(each) for each in claims]), ""]
