@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.api import Outcome, create_study, report_study, run_study
+from study.claims.record import record
+from study.claims.verdicts import by_row, judge
 from study.cli.run import make_view
 from study.config import StudyConfig
 from study.config.compose import as_overrides
@@ -105,12 +107,23 @@ class Study:
         return asked(self.folder)
 
     def summary(self) -> pd.DataFrame:
-        """Return the first table of the report, a line per row of the study, in words."""
+        """Return the first table of the report, a line per row of the study, in words.
+
+        Where claims name rows, a column has their verdicts.
+        """
         import pandas as pd
 
         table = summarise(self.state)
         lines = [cells(row, table) for row in table.rows]
-        return pd.DataFrame(lines, columns=headings(self.state, table)).set_index("row")
+        frame = pd.DataFrame(lines, columns=headings(self.state, table)).set_index("row")
+        verdicts = by_row(self.state, table)
+        return frame.assign(claims=verdicts) if any(verdicts.values()) else frame
+
+    @property
+    def claims(self) -> pd.DataFrame:
+        """One row per claim: figure, interval, verdict, what it says and where it is from."""
+        lines = record(self.state, summarise(self.state), judge(self.state, self.folder))["claims"]
+        return _frame(lines).set_index("name") if lines else _frame([])
 
     def figure(self, name: str, *, dark: bool = False) -> Figure:
         """Return a picture of the report as a figure of matplotlib.
@@ -211,7 +224,7 @@ def run(
         config: a config, the path of a YAML or Python file, or a name in ``conf/study``.
         overrides: changes by dotted key: ``{"trial.epochs": 3}``.
         keys: changes as keyword arguments: ``seeds=[0, 1]``, ``trial={"epochs": 3}``,
-            ``data="digits"``.
+            ``data="digits"``; ``small=True`` runs the study's small form.
 
     Raises:
         UserError: a change or the config is bad, or the study cannot start; nothing was done.
@@ -248,8 +261,12 @@ def _compose(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None, keys: dict[str, Any]
 ) -> StudyConfig:
     source = config if isinstance(config, StudyConfig) else str(config)
+    small = keys.get("small") is True
+    changes = {**(overrides or {}), **keys}
+    if small:
+        del changes["small"]
     with refusals():
-        return load_config(source, as_overrides({**(overrides or {}), **keys}), print)
+        return load_config(source, as_overrides(changes), print, small=small)
 
 
 def _run(config: StudyConfig, only: str) -> Study:

@@ -38,7 +38,9 @@ ORDER = {
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that
 only pass names on."""
-PARSERS = {f"study.cli.{name}" for name in ("data", "manage", "run", "serve", "tracking")}
+PARSERS = {
+    f"study.cli.{name}" for name in ("data", "manage", "reproduce", "run", "serve", "tracking")
+}
 """Modules whose commands import what they need when they are called, as completion and ``--help``
 wait for the others: 0.1 s of CPU time, 2.6 s with torch."""
 LAZY = {

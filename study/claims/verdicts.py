@@ -1,4 +1,4 @@
-"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with its figure and 95 %
+"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with figure and 95 %
 interval.
 
 The interval decides: a claim holds if all of it lies within the claim's bounds, fails if none of it
@@ -9,9 +9,9 @@ once, at the end, and chooses nothing.
 - ``value``: mean over seeds, Student's t.
 - ``difference``: mean over paired seeds, Student's t (:mod:`study.results.contrasts`).
 - ``no_row_beats``: the paired difference of every other row, corrected for their number. With a
-  tolerance ``by`` the intervals decide. Without one no test can prove the claim; it holds where
-  :data:`ENOUGH` seeds or more show no better row, and the smallest difference that would have shown
-  is noted.
+  tolerance ``by`` the intervals decide. Without one it holds where the row is significantly better
+  than all others, or where :data:`ENOUGH` seeds or more show no better row; the smallest difference
+  that would have shown is noted.
 - ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
 - ``check``: the study's own function.
 
@@ -57,9 +57,17 @@ def judge(state: StudyState, folder: Path) -> list[Verdict]:
     return [_judge(claim, state, summary, folder) for claim in state.config.claims]
 
 
-def judge_rows(state: StudyState, summary: Summary) -> list[Verdict]:
-    """Return the verdicts on the claims that name rows."""
-    return [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
+    """Return the verdicts on the claims that name a row, by the row's label: ``loses holds``."""
+    found = [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+    return {
+        row.label: ", ".join(
+            f"{verdict.claim.name} {verdict.outcome}"
+            for verdict in found
+            if row.label in verdict.claim.rows
+        )
+        for row in summary.rows
+    }
 
 
 def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
@@ -132,9 +140,10 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
     elif centre - half > 0:
         outcome = FAILS
     else:
-        outcome = HOLDS if seeds >= ENOUGH else UNDECIDED
+        beaten = all(mean + width < 0 for mean, width, _ in ahead.values())
+        outcome = HOLDS if beaten or seeds >= ENOUGH else UNDECIDED
     least = max(width for *_, width in ahead.values())
-    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least)} {unit}"
+    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,
         unit=unit, runs=runs, note=note.strip(),

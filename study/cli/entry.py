@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from study.cli.data import add_data
 from study.cli.manage import add_commands, add_doctor
+from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_run(commands)
     add_plan(commands)
     add_report(commands)
+    add_reproduce(commands)
     add_ui(commands)
     add_commands(commands, run_config)
     add_tracking_commands(commands)

@@ -25,8 +25,8 @@ LEFT = 3
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile), doctor found a
-       fault; or a mistake of ours (traceback)
+  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile, report --verify),
+       doctor found a fault; or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same command goes on
   130  interrupted (Ctrl-C, SIGTERM); the same command goes on
@@ -150,6 +150,12 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
     report.add_argument(
         "--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms
+    )
+    report.add_argument(
+        "--verify",
+        action="store_true",
+        help="write nothing; compute the report's figures again from ledger and MLflow, and print"
+        " what differs",
     )
     report.set_defaults(command=_report)
 
@@ -387,6 +393,8 @@ def _report(options: argparse.Namespace) -> int:
             if (direct / "ledger.jsonl").exists()
             else StudyConfig(name=options.study, storage=options.storage).folder
         )
+        if options.verify:
+            return _verify(folder, options.tracking_uri)
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, str(folder.parent))
     if options.format != "html":
@@ -394,6 +402,18 @@ def _report(options: argparse.Namespace) -> int:
 
         print(f"{options.format}: {write_format(outcome.state, outcome.report, options.format)}")
     return 1 if outcome.tracking_error else 0
+
+
+def _verify(folder: Path, tracking_uri: str | None) -> int:
+    from study.report.verify import verify
+
+    differences = list(verify(folder, tracking_uri))
+    for line in differences:
+        print(line)
+    count = len(differences)
+    verified = "every figure is as computed again" if not count else f"{count} differences"
+    print(f"{folder.name}: {verified}")
+    return int(bool(count))
 
 
 def say_plainly(line: str) -> None:

@@ -226,6 +226,12 @@ def find_study(config: str) -> Path:
     )
 
 
+def studies_with(key: str) -> list[str]:
+    """Return the names of the studies in conf/study whose own file has a top-level key, sorted."""
+    files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}
+    return sorted(name for name, path in files.items() if _read(path).get(key))
+
+
 def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides") -> dict[str, Any]:
     """Merge a row's overrides into a trial's dict.
 

@@ -107,17 +107,17 @@ def show(value: object) -> str:
     return str(value) or "''"
 
 
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str, "a text"),
+}
+"""Types of arguments, each with what a value may be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoArguments:
     """The arguments of what takes none."""
-
-
-_KINDS: dict[type, tuple[Any, str]] = {
-    int: (int, "whole number"),
-    float: (int | float, "number"),
-    str: (str, "name"),
-}
-"""What is taken for a field of each type, and its name in errors."""
 
 
 def make_arguments(
@@ -128,7 +128,7 @@ def make_arguments(
     Args:
         part: ``model`` or ``data``.
         name: of the model or data set.
-        kind: dataclass whose fields are whole numbers, real numbers or names.
+        kind: dataclass whose fields are of :data:`KINDS`.
         args: values by name.
 
     Raises:
@@ -145,10 +145,10 @@ def make_arguments(
             )
         if key not in hints:
             raise ValueError(f"{said}: there is no such argument; there are {listed}")
-        wanted, what = _KINDS[hints[key]]
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        types, words = KINDS[hints[key]]
+        if isinstance(value, bool) or not isinstance(value, types):
             raise ValueError(
-                f"{said}: must be a {what}; use for example {part}.args.{key}={getattr(kind, key)}"
+                f"{said}: must be {words}; use for example {part}.args.{key}={getattr(kind, key)}"
             )
     return kind(**args)
 

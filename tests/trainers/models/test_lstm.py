@@ -155,5 +155,5 @@ def test_an_unknown_variant_is_refused() -> None:
         ValueError, match=r"model.args.variant='gru': must be one of torch, vanilla"
     ):
         ModelConfig(name="lstm", args={"variant": "gru"})
-    with pytest.raises(ValueError, match=r"must be a name; use for example model.args.variant=tor"):
+    with pytest.raises(ValueError, match=r"must be a text; use for example model.args.variant=tor"):
         ModelConfig(name="lstm", args={"variant": 3})

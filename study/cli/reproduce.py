@@ -1,0 +1,132 @@
+"""The command that runs the studies with claims and writes one page of their verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.errors import UserError, refusals
+from study.program import NAME, STORAGE, lns_study
+
+if TYPE_CHECKING:
+    from study.config import StudyConfig
+
+DESCRIPTION = """\
+Run, or continue, the studies of conf/study that have claims, one after the other, and write one
+page of their claims: source, published figure, ours with its interval, verdict, runs. The page is
+written anew after every study; after an interruption the same command goes on.
+
+NAME is a study file, or the name of one in conf/study; without one, --all takes every study there
+that states claims. key=value changes all of them: trial.device=cuda, address=auto (one Ray for
+all), tracking_uri=none.
+"""
+
+
+def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``reproduce`` to argparse's subparsers."""
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run the studies that have claims and write a page of their verdicts",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    reproduce.add_argument("overrides", metavar="NAME", nargs="*", help="studies, and key=value")
+    reproduce.add_argument("--all", action="store_true", help="all studies that have claims")
+    reproduce.add_argument("--small", action="store_true", help="their small forms")
+    reproduce.add_argument(
+        "--page-only", action="store_true", help="run nothing; write the page from the storage"
+    )
+    reproduce.add_argument("--storage", default=STORAGE, help="folder of all studies")
+    reproduce.add_argument(
+        "--output", metavar="FOLDER", help="folder of the page (default: STORAGE/claims)"
+    )
+    reproduce.set_defaults(command=_reproduce)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    changes = [word for word in options.overrides if "=" in word]
+    names = [word for word in options.overrides if "=" not in word]
+    small = ["--small"] if options.small else []
+    with refusals():
+        studies = _load(_names(names, every=options.all), changes, options)
+    again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
+    words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
+    commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}
+    output = Path(options.output or Path(options.storage) / "claims")
+    worst = 0
+    for place, (name, study) in enumerate(studies.items(), 1):
+        if options.page_only:
+            break
+        print(f"\n{study.name} ({place} of {len(studies)})", flush=True)
+        code = _run(name, study, again)
+        if code == 130:
+            return code
+        worst = max(worst, code)
+        _write(studies, commands, output)
+    done = _write(studies, commands, output)
+    missing = [study.name for study in studies.values() if study.name not in done]
+    print(f"\nClaims:  {output / 'claims.html'}")
+    if missing:
+        print(f"lns-study: not run yet: {', '.join(missing)}; run: {again}", file=sys.stderr)
+    return worst or int(bool(missing))
+
+
+def _names(names: list[str], *, every: bool) -> list[str]:
+    """Return the studies that were named, or all that state claims."""
+    from study.config.compose import studies_with
+
+    if names and every:
+        raise ValueError(f"reproduce {' '.join(names)} --all: name studies or use --all, not both")
+    if not names and not every:
+        known = ", ".join(studies_with("claims"))
+        raise ValueError(f"reproduce: needs names of studies, or --all; those with claims: {known}")
+    return names or studies_with("claims")
+
+
+def _load(
+    names: list[str], changes: list[str], options: argparse.Namespace
+) -> dict[str, StudyConfig]:
+    """Return the configs of the studies; refuse one without claims before anything runs."""
+    from study.config.compose import load
+
+    found = {}
+    for name in names:
+        study = load(
+            name,
+            [f"storage={options.storage}", *changes],
+            lambda line: print(line, file=sys.stderr),
+            download=not options.page_only,
+            small=options.small,
+        )
+        if not study.claims:
+            raise ValueError(f"reproduce {name}: the study states no claims; add `claims: [...]`")
+        found[name] = study
+    return found
+
+
+def _run(name: str, study: StudyConfig, again: str) -> int:
+    """Run a study, or what is left of it; what cannot start is told, and the others go on."""
+    from study.cli.run import run_config
+    from trainers.workers.node import Node
+
+    try:
+        with Node() as node:
+            return run_config(study, plain=True, again=again, node=node)
+    except UserError as error:
+        print(f"lns-study: {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _write(studies: dict[str, StudyConfig], commands: dict[str, str], output: Path) -> set[str]:
+    """Write the page of the studies that the storage has; return their names."""
+    from study.ledger.log import FILE
+    from study.report.reproduction import reproduced, write_page
+
+    there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
+    with refusals():
+        parts = [reproduced(study.folder, commands[name]) for name, study in there.items()]
+    write_page(parts, output)
+    return {study.name for study in there.values()}

@@ -1,0 +1,164 @@
+"""One page of the claims of several studies, with the verdicts that runs of them gave, as Markdown
+and as HTML: claim, source, published figure, ours with its interval, verdict, runs, and of each
+study its picture, statement, machine, date, commit and command.
+
+It is made from the studies' ledgers, so it can be written again at any time.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from study.claims.record import record
+from study.claims.verdict import OUTCOMES
+from study.claims.verdicts import judge
+from study.ledger.state import StudyState
+from study.manage.studies import read
+from study.report.claims import HEADINGS, claim_cells, markdown_table
+from study.report.figures.style import LIGHT, png
+from study.report.pictures import TITLES, drawings
+from study.report.tables import facts, remarks
+from study.results.answer import capital
+from study.results.summary import Summary, summarise
+from trainers.files import write_whole
+
+PAGE = "claims"
+RULE = (
+    "A claim holds if all of the 95 % interval of its figure lies within its bounds, fails if none"
+    " of it does, and is undecided otherwise. What was stated, and when, is in each study's list."
+)
+PICTURES = ("law_of_bits", "ranks", "importance", "test_error")
+"""Pictures of a report by what they say about claims; the page has the first that there is."""
+SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
+WIDTH = 100
+"""Longest line of the Markdown page's prose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduced:
+    """A study on the page of claims.
+
+    Attributes:
+        name, slug, question: of the study.
+        claims: its claims as :mod:`study.claims.record` has them.
+        facts: statement, data, machine, time and command, by heading.
+        picture: PNG; empty if it has none.
+        alt: description of the picture.
+    """
+
+    name: str
+    slug: str
+    question: str
+    claims: list[dict[str, Any]]
+    facts: dict[str, str]
+    picture: bytes
+    alt: str
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """Cells of its table of claims."""
+        return [claim_cells(claim) for claim in self.claims]
+
+    @property
+    def encoded(self) -> str:
+        """Picture as base64."""
+        return base64.b64encode(self.picture).decode()
+
+
+def reproduced(folder: Path, command: str) -> Reproduced:
+    """Return a study's part of the page, from its ledger.
+
+    Args:
+        folder: folder of the study.
+        command: command that runs it.
+
+    Raises:
+        ValueError: the folder holds no study.
+    """
+    state = read(folder)
+    summary = summarise(state)
+    picture, alt = _picture(state, summary)
+    return Reproduced(
+        name=state.config.name, slug=state.config.slug, question=state.config.question,
+        claims=record(state, summary, judge(state, folder))["claims"],
+        facts=_facts(state, summary, command), picture=picture, alt=alt,
+    )  # fmt: skip
+
+
+def write_page(studies: Sequence[Reproduced], folder: Path) -> Path:
+    """Write ``claims.md``, ``claims.html`` and the pictures; return the Markdown page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for study in studies:
+        if study.picture:
+            write_whole(folder / f"{study.slug}.png", study.picture)
+    write_whole(folder / f"{PAGE}.md", _markdown(studies).encode())
+    environment = Environment(
+        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
+    )
+    page = environment.get_template("claims.html.j2").render(
+        studies=studies, headings=HEADINGS, answer=_answer(studies), rule=RULE
+    )
+    write_whole(folder / f"{PAGE}.html", page.encode())
+    return folder / f"{PAGE}.md"
+
+
+def _markdown(studies: Sequence[Reproduced]) -> str:
+    lines = ["# Claims", "", f"**{_answer(studies)}**", "", fill(RULE, WIDTH), ""]
+    for study in studies:
+        lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
+        lines += [*markdown_table(HEADINGS, study.lines), ""]
+        picture = fill(f"![{study.alt}]({study.slug}.png)", WIDTH, break_long_words=False)
+        lines += [picture, ""] if study.picture else []
+        facts = (f"- {name}: {value}" for name, value in study.facts.items())
+        lines += [*(fill(fact, WIDTH, subsequent_indent="  ") for fact in facts), ""]
+    return "\n".join(lines)
+
+
+def _answer(studies: Sequence[Reproduced]) -> str:
+    found = Counter(claim["outcome"] for study in studies for claim in study.claims)
+    verbs = {name: name.removesuffix("s") for name in OUTCOMES}  # one holds, two hold
+    listed = ", ".join(
+        f"{found[name]} {name if found[name] == 1 else verbs[name]}"
+        for name in OUTCOMES
+        if found[name]
+    )
+    count = sum(found.values())
+    return f"{count} {'claim' if count == 1 else 'claims'}: {listed or 'none'}."
+
+
+def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
+    known, machine = facts(state), state.plan.get("hardware", {})
+    gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
+    found = {name: known[name] for name in SHOWN_FACTS if name in known}
+    found["Data"] = "; ".join(
+        f"{entry['name']}, {entry['train']:,} train, {entry['validation']:,} validation,"
+        f" {entry['test']:,} test, sha256 {entry['digest'][:16]}"
+        for entry in state.plan["data"]
+    )
+    if machine:
+        found["Machine"] = f"{machine['processor']}, {machine['cores']} cores, {gpus}"
+    counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
+    notes = {"Remarks": " ".join(remarks(state, summary))} if remarks(state, summary) else {}
+    return {**found, "Trials": counts, **notes, "Command": command}
+
+
+def _picture(state: StudyState, summary: Summary) -> tuple[bytes, str]:
+    """Return the picture that says most about the claims, and its description."""
+    draw, metric = drawings(state, summary), summary.metric
+    for name in PICTURES:
+        figure = draw[name](LIGHT) if name in draw else None
+        if figure is not None:
+            alt = TITLES[name][1].format(
+                words=metric.words, test=metric.test_words, short=metric.short,
+                Short=capital(metric.short), best=metric.best_word,
+            )  # fmt: skip
+            return png(figure), alt
+    return b"", ""

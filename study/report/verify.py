@@ -1,0 +1,299 @@
+"""Verification of a report: every figure computed again and compared to the last printed digit.
+
+The figures are those of ``figures.json`` and of the printed page. They are computed from two
+sources, by SciPy and not by what made the report: from the events of the ledger, and from MLflow's
+metrics. What differs is told in a sentence each:
+
+- the statement's digest, from the first plan;
+- which trials a row's figures are of (of a searched row, by the first objective);
+- each row's mean, spread and interval, as numbers and as printed;
+- figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
+  judged again as the report did;
+- in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims.
+
+Limits: a loss that diverged is compared by what is printed; the pictures are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from study.claims.record import FILE, read_record
+from study.claims.verdicts import judge
+from study.config import StudyConfig
+from study.config.claims import BOUNDS, digest, statement
+from study.ledger.log import read_ledger
+from study.ledger.state import fold
+from study.tracking.names import sanitise
+from study.tracking.payload import KEY_TAG, claim_tags
+from study.tracking.runs import runs_with_key
+from study.tracking.supervisor import OFF
+from study.tracking.writer import connect
+
+LIKE = 1e-9
+"""Relative difference of two computations of a figure that is rounding."""
+ALPHA = 0.05
+
+
+class Source:
+    """The final figures of a study's trials, from the events of its ledger.
+
+    Args:
+        folder: folder of the study.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.events = read_ledger(folder)
+        plans = [event for event in self.events if event["event"] == "planned"]
+        self.plan = plans[-1]
+        study = StudyConfig.from_dict(self.plan["study"])
+        self.metric = study.primary_metric
+        self.objective, self.mode = next(iter(study.search.objectives.items()))
+        started = [n for n, event in enumerate(self.events) if event["event"] == "started"]
+        before = self.events[: started[0]] if started else self.events
+        self.stated = [event for event in before if event["event"] == "planned"][-1]
+        added = [event["planned"] for event in self.events if event["event"] == "added"]
+        kept = {trial["id"]: trial for trial in [*self.plan["trials"], *added]}
+        self.trials = kept
+        self.finals: dict[str, float] = {}
+        self.reports: dict[str, tuple[int, Mapping[str, float]]] = {}
+        for event in self.events:
+            self._take(event)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        trial = event.get("trial", "")
+        if event["event"] == "report":
+            last = self.reports.get(trial, (0, {}))
+            if event["epoch"] > last[0]:
+                self.reports[trial] = (event["epoch"], event["metrics"])
+        elif event["event"] == "finished":
+            values = {**self.reports.get(trial, (0, {}))[1], **event["metrics"]}
+            if self.metric.test_name in values:
+                self.finals[trial] = self.scale * float(values[self.metric.test_name])
+
+    @property
+    def scale(self) -> float:
+        """Factor from reported to printed figures."""
+        return 100.0 if self.metric.name.endswith("/error") else 1.0
+
+    def of_row(self, label: str) -> list[str]:
+        """Return the ids of the trials whose figures are a row's; of a searched row those of the
+        configuration with the best mean of the first objective."""
+        mine = [trial for trial in self.trials.values() if trial["row"] == label]
+        groups: dict[Any, list[str]] = {}
+        for trial in mine:
+            groups.setdefault(trial.get("number"), []).append(trial["id"])
+        if set(groups) <= {None}:
+            return [trial["id"] for trial in mine]
+        means = {number: self._objective(ids) for number, ids in groups.items()}
+        known = {number: mean for number, mean in means.items() if not math.isnan(mean)}
+        if not known:
+            return []
+        choose = min if self.mode == "min" else max
+        return groups[choose(known, key=lambda number: known[number])]
+
+    def _objective(self, ids: Sequence[str]) -> float:
+        whole = all(id_ in self.finals for id_ in ids)
+        values = [self.reports[id_][1].get(self.objective, math.nan) for id_ in ids if whole]
+        return float(np.mean(values)) if values else math.nan
+
+    def by_seed(self, ids: Sequence[str]) -> dict[int, float]:
+        """Return the final figures of finished trials by seed."""
+        return {self.trials[id_]["seed"]: self.finals[id_] for id_ in ids if id_ in self.finals}
+
+
+def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
+    """Yield what differs between a study's report and what it should say, a sentence each.
+
+    Args:
+        folder: folder of the study.
+        tracking_uri: MLflow store to read; None for the study's own.
+
+    Raises:
+        ValueError: the study has no report with figures.
+    """
+    figures = read_record(folder / "report")
+    if not figures:
+        raise ValueError(
+            f"{folder / 'report' / FILE}: there is no such file, so nothing can be verified; write"
+            f" the report first with `lns-study report {folder.name}`"
+        )
+    source = Source(folder)
+    page = (folder / "report" / "report.md").read_text(encoding="utf-8")
+    yield from _statement(figures, source)
+    for row in figures["rows"]:
+        yield from _row(row, source, page)
+    again = {
+        verdict.claim.name: verdict.to_dict() for verdict in judge(fold(source.events), folder)
+    }
+    for claim in figures["claims"]:
+        yield from _claim(claim, figures["rows"], source, again.get(claim["name"], {}))
+        if f"| {claim['outcome']} | {claim['shown']} |" not in page:
+            yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
+    uri = tracking_uri or StudyConfig.from_dict(source.plan["study"]).tracking
+    if uri != OFF:
+        yield from _mlflow(connect(uri), figures, source)
+
+
+def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
+    said = source.stated.get("stated")
+    if said is None:
+        return
+    found = digest(statement(source.stated["study"], said["code"]))
+    if not found == said["digest"] == figures["stated"]["digest"]:
+        yield (
+            f"statement: the first plan's sha256 is {found}, the ledger notes {said['digest']}, the"
+            f" report {figures['stated']['digest']}"
+        )
+
+
+def _row(row: Mapping[str, Any], source: Source, page: str) -> Iterator[str]:
+    place, ids = f"row {row['label']}", source.of_row(row["label"])
+    if sorted(ids) != sorted(row["trials"]):
+        yield f"{place}: the report's trials are {row['trials']}, the ledger's {ids}"
+    values = list(source.by_seed(ids).values())
+    mean = float(np.mean(values)) if values else None
+    sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    whole = len(values) == len(ids)
+    ends = _interval(values) if whole and len(values) > 1 else None
+    yield from _differ(f"{place}: mean", row["mean"], mean)
+    yield from _differ(f"{place}: standard deviation", row["sd"], sd)
+    for name, ours, theirs in zip(("low", "high"), row["interval"] or (), ends or (), strict=False):
+        yield from _differ(f"{place}: {name} end of the interval", ours, theirs)
+    if (row["interval"] is None) != (ends is None):
+        yield f"{place}: the report's interval is {row['interval']}, the ledger's {ends}"
+    printed = _printed(mean, sd, source)
+    if row["printed"]["mean"] != printed:
+        yield f"{place}: {FILE} prints {row['printed']['mean']}, the ledger gives {printed}"
+    label = row["label"].replace("|", "\\|")
+    if f"| {label} | {printed} |" not in page:
+        yield f"{place}: report.md does not print {printed}"
+
+
+def _printed(mean: float | None, sd: float | None, source: Source) -> str:
+    if mean is None:
+        return "-"
+    figure, spread = (".2f", ".2f") if source.scale == 100.0 else (".4g", ".2g")
+    return f"{mean:{figure}}" + (f" ± {sd:{spread}}" if sd is not None else "")
+
+
+def _interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
+    """Return the interval of a mean, by SciPy's t distribution; the mean itself without spread."""
+    from scipy import stats
+
+    mean, error = float(np.mean(values)), float(stats.sem(values))
+    if not error > 0:
+        return mean, mean
+    low, high = stats.t.interval(1 - alpha, len(values) - 1, loc=mean, scale=error)
+    return float(low), float(high)
+
+
+def _differ(what: str, ours: float | None, theirs: float | None) -> Iterator[str]:
+    """Say what differs where the report's figure ``ours`` is not the computed one ``theirs``."""
+    both = ours is not None and theirs is not None
+    if both and (math.isclose(ours or 0, theirs or 0, rel_tol=LIKE, abs_tol=LIKE)):
+        return
+    nothing = {None} | ({theirs} if theirs is not None and not math.isfinite(theirs) else set())
+    if (ours is None or not math.isfinite(ours)) and theirs in nothing:
+        return
+    yield f"{what}: the report has {ours}, computed again it is {theirs}"
+
+
+def _claim(
+    claim: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    source: Source,
+    again: Mapping[str, Any],
+) -> Iterator[str]:
+    place, kind, arguments = f"claim {claim['name']}", claim["kind"], claim["arguments"]
+    for key in ("outcome", "shown", "runs"):
+        if claim[key] != again.get(key):
+            yield f"{place}: the report has {key} {claim[key]}, judged again {again.get(key)}"
+    if claim["low"] is None or kind not in ("value", "difference", "no_row_beats"):
+        return
+    named = arguments.get("rows") or [arguments["row"]]
+    first, *others = [source.by_seed(source.of_row(label)) for label in named]
+    if kind == "no_row_beats":
+        low, figure, high = _rival(
+            first, [row["label"] for row in rows if row["label"] not in named], source
+        )
+    else:
+        values = [
+            value - (others[0][seed] if others else 0.0)
+            for seed, value in first.items()
+            if not others or seed in others[0]
+        ]
+        figure, (low, high) = float(np.mean(values)), _interval(values)
+    for name, value in (("figure", figure), ("low", low), ("high", high)):
+        yield from _differ(f"{place}: {name}", claim[name], value)
+    outcome = _decided(arguments, low, high) if kind != "no_row_beats" else claim["outcome"]
+    if claim["outcome"] not in (outcome, "undecided"):
+        yield f"{place}: the report says {claim['outcome']}, its interval {outcome}"
+
+
+def _decided(arguments: Mapping[str, Any], low: float, high: float) -> str:
+    bound = next(key for key in BOUNDS if arguments.get(key) is not None)
+    value = arguments[bound]
+    least, most = {
+        "at_most": (-math.inf, value), "at_least": (value, math.inf), "within": value,
+    }[bound]  # fmt: skip
+    if low >= least and high <= most:
+        return "holds"
+    return "fails" if low > most or high < least else "undecided"
+
+
+def _rival(
+    row: Mapping[int, float], others: Sequence[str], source: Source
+) -> tuple[float, float, float]:
+    """Return the largest advantage over a row of any other, with its corrected interval."""
+    sign = 1.0 if source.metric.mode == "min" else -1.0
+    gains = []
+    for label in others:
+        figures = source.by_seed(source.of_row(label))
+        gains.append([sign * (row[seed] - figures[seed]) for seed in row if seed in figures])
+    tested = [gain for gain in gains if len(gain) > 1 and np.std(gain) > 0]
+    found = [(*_interval(gain, ALPHA / len(tested)), float(np.mean(gain))) for gain in tested]
+    low, high, mean = max(found)
+    return low, mean, high
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def _mlflow(client: Any, figures: Mapping[str, Any], source: Source) -> Iterator[str]:
+    """Compare the report with MLflow's metrics and tags."""
+    experiment = client.get_experiment_by_name(figures["study"])
+    key = str(source.plan["ledger"])
+    runs = {
+        run.data.tags[KEY_TAG]: run
+        for run in (runs_with_key(client, experiment.experiment_id, key) if experiment else ())
+    }
+    if key not in runs:
+        yield f"MLflow has no parent run of {figures['study']}; `lns-study sync` sends it"
+        return
+    values: dict[str, float] = {}
+    name = sanitise(source.metric.test_name)
+    for trial in (id_ for row in figures["rows"] for id_ in row["trials"]):
+        run = runs.get(f"{key}/{trial}")
+        value = run.data.metrics.get(name) if run else None
+        if value is not None:
+            values[trial] = source.scale * value
+        yield from _differ(
+            f"MLflow, trial {trial}: {name}", source.finals.get(trial), values.get(trial)
+        )
+    for row in figures["rows"]:
+        found = [values[trial] for trial in row["trials"] if trial in values]
+        mean = float(np.mean(found)) if found else None
+        yield from _differ(f"row {row['label']}: mean of MLflow's metrics", row["mean"], mean)
+        suffix = source.metric.row_key
+        sent = runs[key].data.metrics.get(sanitise(f"{row['label']}/{suffix}"))
+        yield from _differ(f"MLflow, row {row['label']}: {suffix}", row["mean"], sent)
+    tags = runs[key].data.tags
+    for tag, text in claim_tags(figures).items():
+        if tags.get(tag) != text:
+            yield f"MLflow, tag {tag}: the report has {text!r}, MLflow {tags.get(tag)!r}"
