@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
-from study.config.compose import override_trial
+from study.config.compose import overridden, override_trial
 from study.config.keys import apply
 from study.config.space import Params, describe
 from study.plan.identity import NAMED, trial_id
@@ -78,6 +78,16 @@ def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
     return resolve(config, download=download)
 
 
+def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
+    """Return a row's data without the file of the base trial's, where the row reads another one."""
+    base = study.trial.data
+    others = data.name != base.name or data.args.get("collection") != base.args.get("collection")
+    named = "data.root" in overridden(row.overrides)
+    if not (others or named) or not (base.own_file or data.own_file):
+        return data
+    return dataclasses.replace(data, root=data.root if named else None, code="")
+
+
 class Base:
     """The common part of a row's trials: the base trial with the row's overrides.
 
@@ -90,7 +100,7 @@ class Base:
         try:
             self._values = override_trial(study.trial.to_dict(), row.overrides)
             refuse_seed("seed", self._values["seed"])
-            data = DataConfig(**self._values["data"])
+            data = _placed(DataConfig(**self._values["data"]), study, row)
         except ValueError as error:
             raise ValueError(f"row {row.label!r}: {error}") from None
         unresolved = data != study.trial.data or study.trial.own_loop

@@ -24,6 +24,7 @@ from study.claims.analyses import claimed_ranks
 from study.config import Metric
 from study.ledger.state import StudyState
 from study.report.figures.analysis import (
+    draw_best_of_k,
     draw_budget,
     draw_dependence,
     draw_front,
@@ -39,6 +40,7 @@ from study.report.figures.slots import draw_slots
 from study.report.figures.style import DARK, LIGHT, Theme, png
 from study.report.interactive import Interactive, interactive
 from study.results.answer import capital
+from study.results.budgets import best_of_k
 from study.results.contrasts import POWER, Contrast
 from study.results.importance import Importance, importance
 from study.results.statistics import (
@@ -144,6 +146,13 @@ TITLES = {
         "Lines: a configuration each, over its sampled keys and its {short}",
     ),
     "budget": ("Best of budget", "Steps: {best} {words} so far over the seconds of trials"),
+    "best_of_k": (
+        "Best of k configurations",
+        (
+            "Lines: {best} {words} of k of a row's random configurations, mean of the bootstrap,"
+            " with bands of 90 %"
+        ),
+    ),
     "slots": (
         "Slots",
         (
@@ -272,6 +281,7 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
         "budget": lambda theme: draw_budget(
             best_of_budget(state) if state.config.space else {}, metric, theme
         ),
+        "best_of_k": lambda theme: draw_best_of_k(best_of_k(state), metric, theme),
         "slots": lambda theme: draw_slots(state.run, list(state.rows()), theme),
     }
 

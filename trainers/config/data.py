@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.validation import NoArguments, at_least, finite, share_of_one
+from trainers.config.validation import NoArguments, at_least, finite, one_of, share_of_one
+
+COLLECTIONS = ("JSB_Chorales", "MuseData", "Nottingham", "Piano_midi")
+"""The four collections of Boulanger-Lewandowski et al. 2012, by the names of their .mat files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowArguments:
-    """The arguments of ``text`` and ``piano_rolls`` (:mod:`trainers.data.windows`).
+    """The arguments of cuts into windows (:mod:`trainers.data.windows`).
 
     Attributes:
         context: characters, or frames, of an example.
@@ -41,6 +44,22 @@ class TextArguments(WindowArguments):
                 f"data.args.stride={self.stride} with data.args.context={self.context}: characters"
                 " between two windows would be left out; use at most data.args.context"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PianoRollArguments(WindowArguments):
+    """The arguments of ``piano_rolls`` (:mod:`trainers.data.windows`).
+
+    Attributes:
+        collection: music that is read where ``data.root`` names no file: ``JSB_Chorales``,
+            ``MuseData``, ``Nottingham`` or ``Piano_midi``.
+    """
+
+    collection: str = COLLECTIONS[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("data.args.collection", self.collection, COLLECTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +214,7 @@ DATA: dict[str, DataInfo] = {
         varying="context",
     ),
     "piano_rolls": DataInfo(
-        about="the next 88 notes of pieces of music", arguments=WindowArguments, files=True,
+        about="the next 88 notes of pieces of music", arguments=PianoRollArguments, files=True,
         own_file=True, varying="context x 88",
     ),
     "mnist1d": DataInfo(

@@ -9,6 +9,8 @@ from typing import Any
 from trainers.config.validation import at_least, one_of, share_of_one
 
 ACTIVATIONS = ("relu", "swish")
+VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
+"""The equations of ``lstm`` (:mod:`trainers.models.lstm`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +74,21 @@ class LSTMArguments:
         layers: LSTM layers.
         width: units of each.
         dropout: share of each layer's outputs that training sets to zero.
+        variant: ``torch`` for the equations of ``torch.nn.LSTM``; or one of the nine of Greff et
+            al. 2015: ``vanilla`` with peepholes, or what differs from it, ``nig``, ``nfg``,
+            ``nog``, ``niaf``, ``noaf``, ``cifg``, ``np`` or ``fgr``.
     """
 
     layers: int = 1
     width: int = 64
     dropout: float = 0.0
+    variant: str = "torch"
 
     def __post_init__(self) -> None:
         at_least("model.args.layers", self.layers, 1, "use for example 1")
         at_least("model.args.width", self.width, 1, "use for example 64")
         share_of_one("model.args.dropout", self.dropout)
+        one_of("model.args.variant", self.variant, VARIANTS)
 
     @property
     def chain(self) -> int:

@@ -123,7 +123,7 @@ class ModelConfig:
             ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
         args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
-            width, dropout) or gpt (layers, heads, width, dropout), see
+            width, dropout, variant) or gpt (layers, heads, width, dropout), see
             :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.

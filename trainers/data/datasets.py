@@ -88,7 +88,8 @@ def _located(config: DataConfig) -> DataConfig:
     Raises:
         ValueError: they are not to be found, or the file has changed since the study was planned.
     """
-    place = find(config.name, config.root)
+    collection = getattr(config.arguments, "collection", "")
+    place = find(config.name, config.root, f"{collection}.mat" if collection else "")
     config = replace(config, root=str(place.resolve()))
     if not config.own_file:
         return config

@@ -7,7 +7,7 @@ cache only after its checksum has been found right. Only MNIST is downloaded wit
 (:mod:`trainers.data.mnist`).
 
 Checksums: of Fashion-MNIST and KMNIST the MD5 that their authors' pages and torchvision have; of
-CIFAR the MD5 of https://www.cs.toronto.edu/~kriz/cifar.html; of the text and the chorales, whose
+CIFAR the MD5 of https://www.cs.toronto.edu/~kriz/cifar.html; of the text and the music, whose
 sources publish none, the SHA-256 of the files there.
 """
 
@@ -20,9 +20,11 @@ import tarfile
 import tempfile
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
+
+from trainers.config.data import COLLECTIONS
 
 DATA_VARIABLE = "LNS_STUDY_DATA"
 DOWNLOAD_TIMEOUT_S = 20
@@ -101,9 +103,18 @@ REMOTES = {
         files={
             "JSB_Chorales.mat": (
                 "sha256:ac0e608527cc411c7e21ef7d38be47f0de7fb6b13b3ae168b8eccf1c2a9b18d4"
-            )
+            ),
+            "MuseData.mat": (
+                "sha256:e8d9eb422ec3833c25f43a9f854d4ee0b9118a20b45f2c183395cdc30ffa14ff"
+            ),
+            "Nottingham.mat": (
+                "sha256:d154f7ca2e90799dc1dc011d8fc048f2fc6ef3f7c69d974b9cf27a471634fbea"
+            ),
+            "Piano_midi.mat": (
+                "sha256:990a8a71d5764a7eaa3e78d9e5023d1470380fe2db3a1448265a97a24c8b1c34"
+            ),
         },
-        needs=(("JSB_Chorales.mat",),),
+        needs=tuple((f"{collection}.mat",) for collection in COLLECTIONS),
     ),
 }
 """The data sets that are read from files, but for MNIST."""
@@ -128,13 +139,20 @@ def usual_places(name: str) -> list[Path]:
     return [*([Path(named) / name] if named else []), Path("data") / name, cache_folder(name)]
 
 
-def find_folder(name: str, root: str | None) -> Path | None:
+def find_folder(name: str, root: str | None, file: str = "") -> Path | None:
     """Return the folder that holds a data set's files; None where none of the usual places does.
+
+    Args:
+        name: name of the data set.
+        root: folder that must hold them; None for the usual places.
+        file: name of the one file that is wanted, of a data set in which each can be read alone.
 
     Raises:
         ValueError: the folder that ``root`` names lacks some.
     """
     remote = REMOTES[name]
+    if file:
+        remote = replace(remote, needs=((file,),))
     for place in usual_places(name) if root is None else [Path(root)]:
         for folder in (place, *(place / inner for inner in remote.folders)):
             if any(all(file_in(folder, file) for file in files) for files in remote.needs):
@@ -148,8 +166,11 @@ def find_folder(name: str, root: str | None) -> Path | None:
     )
 
 
-def find(name: str, root: str | None) -> Path:
+def find(name: str, root: str | None, file: str = "") -> Path:
     """Return the folder of a data set's files, or the file itself of ``text`` and ``piano_rolls``.
+
+    Args:
+        name, root, file: as for :func:`find_folder`; without ``file`` the first one.
 
     Raises:
         DownloadError: they are in none of the usual places.
@@ -163,15 +184,16 @@ def find(name: str, root: str | None) -> Path:
                 f" {'text in UTF-8' if name == 'text' else '.mat file of piano rolls'}"
             )
         return Path(root)
-    folder = find_folder(name, root)
+    file = file or (REMOTES[name].needs[0][0] if is_file else "")
+    folder = find_folder(name, root, file)
     if folder is None:
-        files = ", or ".join(", ".join(files) for files in REMOTES[name].needs)
+        files = file or ", or ".join(", ".join(files) for files in REMOTES[name].needs)
         places = ", ".join(str(place) for place in usual_places(name))
         raise DownloadError(
             f"data.name={name}: {files} in none of {places}; download them with lns-study data"
             f" fetch {name}, or set data.root to {'a file' if is_file else 'the folder'} of yours"
         )
-    return folder / REMOTES[name].needs[0][0] if is_file else folder
+    return folder / file if is_file else folder
 
 
 def mirror_of(name: str, usual: str) -> str:
@@ -203,11 +225,10 @@ def download(name: str) -> Path:
         DownloadError: the mirror does not answer, or sends something else.
     """
     remote, folder = REMOTES[name], cache_folder(name)
-    if any(all(file_in(folder, file) for file in files) for files in remote.needs):
-        return folder
+    unpacked = any(all(file_in(folder, file) for file in files) for files in remote.needs)
     folder.mkdir(parents=True, exist_ok=True)
     for file, checksum in remote.files.items():
-        if _is_whole(folder / file, checksum):
+        if unpacked if file.endswith(".tar.gz") else _is_whole(folder / file, checksum):
             continue
         url = f"{mirror_of(name, remote.mirror)}/{file}"
         other = f"name another mirror with LNS_STUDY_{name.upper()}_URL, or set data.root"

@@ -19,7 +19,8 @@ Loss: ``binary_cross_entropy``; times 88 it is the usual figure, nats a frame.
 
 Sources: A. Karpathy 2015, "The Unreasonable Effectiveness of Recurrent Neural Networks";
 N. Boulanger-Lewandowski et al. 2012, "Modeling Temporal Dependencies in High-Dimensional Sequences"
-(arXiv:1206.6392); the .mat files are those of S. Bai et al. 2018 (arXiv:1803.01271).
+(arXiv:1206.6392), four collections; the .mat files are those of S. Bai et al. 2018
+(arXiv:1803.01271).
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from study.report.figures.style import (
     style_axes,
     value_axis,
 )
+from study.results.budgets import BestOf
 from study.results.importance import Importance
 from study.results.statistics import METRIC, Entry, Groups, front, labels
 
@@ -323,6 +324,27 @@ def draw_budget(
     axes.set_xlabel("seconds of trials, as they ended")
     axes.set_ylabel(plain(metric.heading(f"{metric.best_word} {metric.words} so far")))
     value_axis(axes, metric, (value for _, ys in curves.values() for value in ys))
+    axes.legend(frameon=False, labelcolor=theme.text)
+    return figure
+
+
+def draw_best_of_k(curves: Mapping[str, BestOf], metric: Metric, theme: Theme) -> Figure | None:
+    """Draw a figure of the best metric of k random configurations over k, with bootstrap bands."""
+    if not curves:
+        return None
+    figure, axes = canvas(theme)
+    chosen = sorted(curves, key=lambda row: metric.sign * curves[row].mean[-1])[:MOST_CURVES]
+    for number, row in enumerate(row for row in curves if row in chosen):
+        curve, colour = curves[row], COLOURS[number]
+        budgets = range(1, len(curve.mean) + 1)
+        dash = DASHES[number % len(DASHES)]
+        axes.plot(budgets, curve.mean, color=colour, linestyle=dash, linewidth=2, label=plain(row))
+        axes.fill_between(budgets, curve.low, curve.high, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("configurations tried")
+    axes.set_ylabel(plain(metric.heading(f"{metric.best_word} {metric.words}")))
+    value_axis(axes, metric, (value for curve in curves.values() for value in curve.mean))
     axes.legend(frameon=False, labelcolor=theme.text)
     return figure
 

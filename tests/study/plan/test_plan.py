@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.io import savemat
 
-from study.config import StudyConfig
+from study.config import RowConfig, StudyConfig
 from study.errors import UserError
 from study.execution.preflight import check_elastic
 from study.ledger.state import StudyState, fold
@@ -15,7 +18,7 @@ from study.plan.identity import trial_id
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
-from trainers.config import DataConfig, PrecisionConfig, TrialConfig
+from trainers.config import DataConfig, LossConfig, ModelConfig, PrecisionConfig, TrialConfig
 
 Tiny = Callable[..., StudyConfig]
 
@@ -194,6 +197,36 @@ def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:
                 "plan", "rows=[{label: bad, overrides: {precision.format: lns99}}]", "baseline=null"
             )
         )
+
+
+def test_rows_read_the_collection_of_music_that_they_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LNS_STUDY_DATA", str(tmp_path))
+    folder = tmp_path / "piano_rolls"
+    folder.mkdir()
+    for seed, name in enumerate(("JSB_Chorales", "Nottingham")):
+        pieces = np.empty((1, 1), object)
+        pieces[0, 0] = (np.random.default_rng(seed).random((20, 88)) < 0.1).astype(np.uint8)
+        parts = dict.fromkeys(("traindata", "validdata", "testdata"), pieces)
+        savemat(folder / f"{name}.mat", parts)
+    study = StudyConfig(
+        trial=TrialConfig(
+            data=DataConfig(name="piano_rolls", args={"context": 4}),
+            model=ModelConfig(name="lstm"),
+            loss=LossConfig(name="binary_cross_entropy"),
+            batch_size=2,
+        ),
+        rows=[
+            RowConfig(label="chorales"),
+            RowConfig(label="folk", overrides={"data.args.collection": "Nottingham"}),
+            RowConfig(label="own", overrides={"data.root": str(folder / "Nottingham.mat")}),
+        ],
+    )
+    chorales, folk, own = (trial.config.data for trial in make_plan(study).trials)
+    assert chorales.root == str(folder / "JSB_Chorales.mat")
+    assert folk.root == own.root == str(folder / "Nottingham.mat")
+    assert chorales.code != folk.code
 
 
 def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:

@@ -225,6 +225,13 @@ def test_piano_rolls_predict_each_frame_from_those_before_it() -> None:
     assert prepare(config).classes == 88
     with pytest.raises(ValueError, match=r"context=99 .*fewer than a window"):
         load(replace(config, args={"context": 99}))
+    Path("data/piano_rolls").mkdir(parents=True)
+    Path("music.mat").rename("data/piano_rolls/Nottingham.mat")
+    found = resolve(DataConfig(name="piano_rolls", args={"collection": "Nottingham"}))
+    assert found.root == str(Path("data/piano_rolls/Nottingham.mat").resolve())
+    assert resolve(found) == found
+    with pytest.raises(DownloadError, match=r"MuseData.mat in none of .*fetch piano_rolls"):
+        resolve(DataConfig(name="piano_rolls", args={"collection": "MuseData"}))
 
 
 @pytest.mark.parametrize(
@@ -254,6 +261,7 @@ def test_what_is_missing_is_named_and_how_to_get_it(config: dict[str, str], said
         ({"name": "text", "args": {"lines": 3}}, "no such argument; there are context=64, stride="),
         ({"name": "copy", "args": {"length": 2}}, "must be at most half of the 64"),
         ({"name": "mnist1d", "args": {"noise": -1.0}}, "data.args.noise"),
+        ({"name": "piano_rolls", "args": {"collection": "Bach"}}, "one of JSB_Chorales, MuseData"),
         ({"name": "mnist", "args": {"seed": 1}}, "it takes no arguments"),
         ({"name": "piano_rolls", "validation_size": 3}, "its file has pieces for validation"),
     ],
@@ -318,6 +326,8 @@ def test_a_text_is_downloaded(served: tuple[Path, str], monkeypatch: pytest.Monk
         download.REMOTES, "text", replace(REMOTES["text"], files={"input.txt": f"sha256:{sha}"})
     )
     fetch("text")
+    (folder / "input.txt").unlink()
+    fetch("text")  # what is there already is kept
     assert len(load(DataConfig(name="text", args={"context": 8})).train.y) > 10
     monkeypatch.setenv("LNS_STUDY_KMNIST_URL", f"{url}/nowhere")
     with pytest.raises(DownloadError, match=r"cannot be downloaded .*LNS_STUDY_KMNIST_URL"):

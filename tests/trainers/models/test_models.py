@@ -27,6 +27,7 @@ from trainers.training.trainer import Training
 
 RESNET = ModelConfig(name="resnet", args={"depth": 8, "width": 4})
 LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8})
+VANILLA = ModelConfig(name="lstm", args={"layers": 2, "width": 8, "variant": "vanilla"})
 GPT = ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 8})
 LNS = PrecisionConfig(format="lns12", kahan_sum=True)
 BFLOAT16 = PrecisionConfig(format="bfloat16")
@@ -121,7 +122,7 @@ def test_flat_and_shaped_images_are_the_same() -> None:
     assert cnn(torch.rand(2, 3 * 8 * 6)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("config", [LSTM, GPT], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [LSTM, VANILLA, GPT], ids=lambda c: repr(c.args))
 def test_a_step_sees_no_later_token(config: ModelConfig) -> None:
     model, (x, _) = made(config), examples(config)
     changed = x.clone()
@@ -251,7 +252,7 @@ def test_a_parameter_that_nobody_draws_is_refused_by_name() -> None:
         initialize_(nn.Sequential(Bare(False)), 0)
 
 
-@pytest.mark.parametrize("config", [RESNET, LSTM, GPT], ids=lambda c: c.name)
+@pytest.mark.parametrize("config", [RESNET, LSTM, VANILLA, GPT], ids=lambda c: repr(c.args))
 def test_stages_are_balanced_and_know_what_passes_between_them(config: ModelConfig) -> None:
     model, (x, _) = made(config), examples(config)
     names, shapes = split(model, 2, x[:1])

@@ -26,6 +26,7 @@ from trainers.training.trainer import Training
 
 GPT = ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 16, "dropout": 0.1})
 LSTM = ModelConfig(name="lstm", args={"width": 16, "dropout": 0.1})
+VARIANT = ModelConfig(name="lstm", args={"width": 16, "dropout": 0.1, "variant": "fgr"})
 COPY = TrialConfig(
     data=DataConfig(name="copy", args={"examples": 400, "test": 50, "length": 4}),
     model=GPT,
@@ -46,7 +47,7 @@ def figures(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if not key.startswith(left_out)}
 
 
-@pytest.mark.parametrize("model", [GPT, LSTM], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [GPT, LSTM, VARIANT], ids=["gpt", "lstm", "variant"])
 @pytest.mark.parametrize("precision", [PrecisionConfig(), LNS], ids=lambda p: p.format)
 def test_it_learns_and_resumes_with_the_same_bits(
     model: ModelConfig, precision: PrecisionConfig, tmp_path: Path

@@ -1,0 +1,166 @@
+"""Studies of ``conf/study`` whose training loops and checks are code beside them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lns_ops
+from study.config.compose import load
+from trainers.config.model import VARIANTS
+
+FOLDER = Path(__file__).parents[3] / "conf" / "study"
+GAN = {
+    "loss": "ns", "format": "float32", "kahan": False, "width": 8, "steps": 2, "critic_steps": 2,
+    "lr": 0.001, "beta1": 0.5, "penalty": 1.0, "clip": 0.05, "gamma": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gans() -> ModuleType:
+    return module("are_gans_equal")
+
+
+@pytest.fixture(scope="module")
+def evolution() -> ModuleType:
+    return module("evolution")
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"conf_{name}", FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_odyssey_has_every_variant_on_every_set() -> None:
+    study = load("search_space_odyssey")
+    assert len(study.rows) * study.search.num_samples == 5400
+    nine = [variant for variant in VARIANTS if variant != "torch"]
+    seen: dict[str, list[str]] = {}
+    for row in study.rows:
+        name, _, variant = row.label.rpartition(" ")
+        assert row.overrides["model.args.variant"] == variant
+        seen.setdefault(name, []).append(variant)
+    assert seen == dict.fromkeys(("JSB", "MuseData", "Nottingham", "Piano-midi", "copy"), nine)
+
+
+@pytest.mark.parametrize("name", ["search_space_odyssey", "are_gans_equal"])
+def test_the_study_in_lns_differs_in_its_arithmetic_alone(name: str) -> None:
+    first, second = load(name), load(f"{name}_lns")
+    assert (first.rows, first.space, first.claims) == (second.rows, second.space, second.claims)
+    formats = {str(first.trial.precision), str(second.trial.precision)}
+    formats |= {str(first.trial.trainable.args), str(second.trial.trainable.args)}
+    assert len(formats) == 3
+
+
+def test_a_triangle_is_drawn_where_it_is(gans: ModuleType) -> None:
+    image = gans.render(torch.tensor([[[0.1, 0.1], [0.9, 0.1], [0.1, 0.9]]])).reshape(16, 16)
+    inside = [image[3, 3], image[4, 8], image[8, 4]]
+    outside = [image[15, 15], image[12, 12], image[0, 8]]
+    assert min(inside) > 0.85
+    assert max(outside) < 0.15
+    turned = gans.render(torch.tensor([[[0.1, 0.9], [0.9, 0.1], [0.1, 0.1]]]))
+    torch.testing.assert_close(turned.reshape(16, 16), image)
+
+
+def test_distances_to_the_set_of_triangles(gans: ModuleType) -> None:
+    """A triangle is in the set; noise of 0.2 in 256 pixels is 3.2 away from its triangle."""
+    images = gans.triangles(8, seed=5)
+    noisy = images + 0.2 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    candidates = gans.vertices(500, torch.Generator().manual_seed(6))
+    near = gans.nearest(images, gans.render, candidates, 0.02)
+    far = gans.nearest(noisy, gans.render, candidates, 0.02)
+    assert near.max() < 0.2
+    assert far.min() > 2.5
+
+
+@pytest.mark.parametrize("fmt", ["float32", "lns16"])
+@pytest.mark.parametrize("loss", ["mm", "ns", "ls", "wgan", "wgan_gp", "dragan", "began"])
+def test_a_step_moves_both_networks(gans: ModuleType, loss: str, fmt: str) -> None:
+    torch.manual_seed(0)
+    gan = gans.Gan(GAN | {"loss": loss, "format": fmt, "kahan": fmt != "float32", "lr": 0.05})
+    nets = (gan.generator, gan.discriminator)
+    before = [gans.floats(net[0].weight.detach().clone()) for net in nets]
+    x = gans.triangles(64, seed=0)
+    gan.step([x, x])
+    for net, old in zip(nets, before, strict=True):
+        assert not torch.equal(gans.floats(net[0].weight.detach()), old)
+    if loss == "wgan":
+        weights = [gans.floats(p.detach()) for p in gan.discriminator.parameters()]
+        assert max(float(w.abs().max()) for w in weights) < 0.05 * 1.01
+    assert (gan.balance > 0) == (loss == "began")
+
+
+def test_the_gradient_penalty_has_its_gradient_in_lns(gans: ModuleType) -> None:
+    """The gradient of |D'(u)| is differentiated in lns16 as in float32: to 0.15 of its norm, as a
+    unit whose input is near zero may take the other slope; without a term of it, it is off by 1."""
+    x, found = gans.triangles(16, seed=1), {}
+    for fmt in ("float32", "lns16"):
+        torch.manual_seed(0)
+        gan = gans.Gan(GAN | {"loss": "wgan_gp", "format": fmt})
+        gan._slope(x).backward()
+        found[fmt] = gans.floats(gan.discriminator[0].weight.grad)
+    exact = found["float32"]
+    assert float((found["lns16"] - exact).norm() / exact.norm()) < 0.15
+
+
+def test_the_estimate_of_evolution_strategies_points_uphill(evolution: ModuleType) -> None:
+    """Of a linear loss, the shaped estimate has the gradient's direction."""
+    generator = torch.Generator().manual_seed(0)
+    slope = torch.randn(5, generator=generator)
+    directions = torch.randn(4000, 5, generator=generator)
+    losses = torch.stack([directions @ slope, -directions @ slope])
+    estimate = evolution.gradient(losses, directions, 0.1)
+    assert float(torch.cosine_similarity(estimate, slope, dim=0)) > 0.99
+    shifted = evolution.gradient(torch.exp(losses), directions, 0.1)
+    torch.testing.assert_close(shifted, estimate)  # ranks alone count
+
+
+def test_weights_are_tried_in_their_format(evolution: ModuleType) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    lns_ops.convert_(net, "lns12", scope="everywhere")
+    weights = torch.linspace(-1, 1, 8)
+    evolution.set_weights(net, weights)
+    held = torch.cat([evolution.floats(p.detach()).flatten() for p in net.parameters()])
+    expected: Tensor = lns_ops.LNSTensor.from_float(weights, "lns12").to_float()
+    assert torch.equal(held, expected)
+    assert not torch.equal(held, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("are_gans_equal", {"trial.trainable.args.steps": 5}),
+        ("evolution", {}),
+        ("evolution_es", {}),
+        ("evolution_pbt", {"search.perturbation_interval": 1}),
+    ],
+)
+def test_a_tiny_form_runs_to_its_verdicts(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    import study
+
+    tiny = {"trial.epochs": 2, "search.num_samples": 2, "storage": str(tmp_path)}
+    few = {} if name == "are_gans_equal" else {"seeds": [0, 1]}
+    done = study.run(name, tiny | few | changes, tracking_uri="none", cpus=2)
+    rows = {trial.row for trial in done.state.trials if trial.status == "finished"}
+    assert rows == {row.label for row in done.config.rows}
+    for claim in done.config.claims:
+        if claim.check:
+            file, _, function = Path(claim.check).name.partition(".py:")
+            found = getattr(module(file), function)(done)
+            assert found["verdict"] == "undecided"
+            assert math.isnan(found["figure"]) == (name != "are_gans_equal")

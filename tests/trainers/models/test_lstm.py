@@ -1,0 +1,159 @@
+"""The nine LSTMs of Greff et al. 2015 against their equations, written out unit by unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lns_ops import LNSTensor, convert_
+from trainers.config import ModelConfig
+from trainers.config.model import VARIANTS
+from trainers.models import make_model
+from trainers.models.lstm import VariantLayer
+
+NINE = [variant for variant in VARIANTS if variant != "torch"]
+INPUTS, WIDTH, STEPS = 3, 4, 6
+TOLERANCES = {"float32": 1e-5, "lns16": 0.02}
+"""Largest distance from float64, as a share of the norm: six steps of some forty roundings each,
+2^-24 of float32 and 2^-11 (octaves: 0.03 %) of lns16."""
+
+
+def blocks(matrix: Tensor, names: str) -> dict[str, Tensor]:
+    """The rows of each of the blocks ``names``, in float64."""
+    return dict(zip(names, matrix.detach().double().chunk(len(names)), strict=True))
+
+
+def reference(
+    layer: VariantLayer, x: Tensor, changed: str
+) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    """One sequence, float64; returns the outputs and the leaves of W, R, p and b by block."""
+    names = "z" + {"nig": "fo", "nfg": "io", "nog": "if", "cifg": "io"}.get(changed, "ifo")
+    leaves = {
+        "W": blocks(layer.from_input.weight, names),
+        "b": blocks(layer.from_input.bias, names),
+        "R": blocks(layer.from_output.weight, names),
+        "p": blocks(layer.peepholes.flatten(), names[1:]) if changed != "np" else {},
+        "G": blocks(layer.from_gates.weight, "ifo") if changed == "fgr" else {},
+    }
+    W, b, R, p, G = leaves.values()
+    for values in leaves.values():
+        for value in values.values():
+            value.requires_grad_()
+    units = range(WIDTH)
+    y = c = [torch.zeros((), dtype=torch.float64)] * WIDTH
+    before = dict.fromkeys("ifo", y)
+    one = torch.ones((), dtype=torch.float64)
+    outputs = []
+    for x_t in x.double():
+        shown = torch.stack(y)
+        recurring = torch.stack([unit for gate in "ifo" for unit in before[gate]])
+
+        def total(name: str, u: int, cell: Tensor) -> Tensor:
+            s = W[name][u] @ x_t + R[name][u] @ shown + b[name][u]  # noqa: B023
+            if name in p:
+                s = s + p[name][u] * cell
+            return s + G[name][u] @ recurring if name in G else s  # noqa: B023
+
+        def gate(name: str, u: int, cell: Tensor) -> Tensor:
+            return torch.sigmoid(total(name, u, cell)) if name in names else one
+
+        z = [total("z", u, one) for u in units]
+        z = z if changed == "niaf" else [torch.tanh(unit) for unit in z]
+        i = [gate("i", u, c[u]) for u in units]
+        f = [1 - unit for unit in i] if changed == "cifg" else [gate("f", u, c[u]) for u in units]
+        c = [z[u] * i[u] + c[u] * f[u] for u in units]
+        o = [gate("o", u, c[u]) for u in units]
+        y = [(c[u] if changed == "noaf" else torch.tanh(c[u])) * o[u] for u in units]
+        before = {"i": i, "f": f, "o": o}
+        outputs.append(torch.stack(y))
+    return torch.stack(outputs), leaves
+
+
+def made(variant: str) -> tuple[VariantLayer, Tensor]:
+    """A layer with weights large enough that every part of the equations tells, and an input."""
+    torch.manual_seed(0)
+    layer = VariantLayer(INPUTS, WIDTH, 0.0, variant)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    return layer, torch.randn(STEPS, INPUTS)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def floats(x: Tensor) -> Tensor:
+    return x.to_float() if isinstance(x, LNSTensor) else x
+
+
+@pytest.mark.parametrize("fmt", TOLERANCES)
+@pytest.mark.parametrize("variant", NINE)
+def test_a_variant_has_its_equations_and_their_gradients(variant: str, fmt: str) -> None:
+    layer, x = made(variant)
+    if fmt != "float32":
+        convert_(layer, fmt, scope="everywhere")
+        x = LNSTensor.from_float(x, fmt).to_float()
+    twin = VariantLayer(INPUTS, WIDTH, 0.0, variant)
+    twin.load_state_dict({key: floats(value) for key, value in layer.state_dict().items()})
+    expected, leaves = reference(twin, x, variant)
+    outputs = layer(x[None])[0]
+    assert distance(floats(outputs.detach()), expected.detach()) < TOLERANCES[fmt]
+    expected.square().sum().backward()
+    (outputs * outputs).sum().backward()
+    ours = {
+        "W": layer.from_input.weight,
+        "b": layer.from_input.bias,
+        "R": layer.from_output.weight,
+        "p": getattr(layer, "peepholes", None),
+        "G": layer.from_gates.weight if variant == "fgr" else None,
+    }
+    for name, parameter in ours.items():
+        if parameter is None:
+            assert not leaves[name]
+            continue
+        grads = [leaf.grad for leaf in leaves[name].values() if leaf.grad is not None]
+        found = floats(parameter.grad).reshape(-1)
+        assert distance(found, torch.cat([grad.flatten() for grad in grads])) < 2 * TOLERANCES[fmt]
+
+
+def test_without_peepholes_it_is_the_lstm_of_torch() -> None:
+    layer, x = made("np")
+    theirs = nn.LSTM(INPUTS, WIDTH, batch_first=True)
+    order = "ifzo"
+    with torch.no_grad():
+        for ours, name in ((layer.from_input, "ih"), (layer.from_output, "hh")):
+            rows = dict(zip("zifo", ours.weight.chunk(4), strict=True))
+            getattr(theirs, f"weight_{name}_l0").copy_(torch.cat([rows[each] for each in order]))
+        rows = dict(zip("zifo", layer.from_input.bias.chunk(4), strict=True))
+        theirs.bias_ih_l0.copy_(torch.cat([rows[each] for each in order]))
+        theirs.bias_hh_l0.zero_()
+    torch.testing.assert_close(layer(x[None]), theirs(x[None])[0])
+
+
+def test_parameters_are_counted_and_drawn_as_in_the_paper() -> None:
+    """Greff et al. 2015, appendix: CIFG and the variants without a gate have a block less, FGR has
+    nine matrices more, NP no peepholes."""
+    sizes = {}
+    for variant in NINE:
+        config = ModelConfig(name="lstm", args={"width": 100, "variant": variant})
+        layer = make_model(config, (7, 88), 88, seed=0, each_step=True)[0]
+        sizes[variant] = sum(p.numel() for p in layer.parameters())
+        values = torch.cat([p.detach().flatten() for p in layer.parameters()])
+        assert abs(values.std().item() - 0.1) < 0.002
+        assert abs(values.mean().item()) < 0.002
+    block = 100 * (88 + 100 + 1)
+    vanilla = 4 * block + 300
+    assert sizes["vanilla"] == sizes["niaf"] == sizes["noaf"] == vanilla
+    assert sizes["np"] == vanilla - 300
+    assert {sizes[each] for each in ("nig", "nfg", "nog", "cifg")} == {vanilla - block - 100}
+    assert sizes["fgr"] == vanilla + 9 * 100 * 100
+
+
+def test_an_unknown_variant_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"model.args.variant='gru': must be one of torch, vanilla"
+    ):
+        ModelConfig(name="lstm", args={"variant": "gru"})
+    with pytest.raises(ValueError, match=r"must be a text; use for example model.args.variant=tor"):
+        ModelConfig(name="lstm", args={"variant": 3})
