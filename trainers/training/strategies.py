@@ -48,7 +48,12 @@ def choose_step(components: Components) -> Step:
     if not config.model.feedforward or config.loss.own:
         return StatefulStep(components)
     in_memory = isinstance(components.data.train, Split)
-    captured = in_memory and not config.lr_schedule.varies and components.scaler is None
+    captured = (
+        in_memory
+        and not config.lr_schedule.varies
+        and components.scaler is None
+        and not config.layout.pairwise
+    )
     if alone and captured:
         return GraphStep(components)
     return Step(components)
