@@ -57,9 +57,9 @@ def choose_step(components: Components) -> Step:
 def _capturable(config: TrialConfig) -> bool:
     """Tell whether steps of a model can be captured.
 
-    What a user wrote is not, nor are gradients that are added in pairs; of our models with random numbers neither are those that compute
-    activations again, whose generators a graph cannot set back, nor simulated formats and autocast,
-    with which they have not been tried.
+    What a user wrote is not, nor are gradients that are added in pairs. Of our models with random
+    numbers neither are those that compute activations again, whose generators a graph cannot set
+    back, nor simulated formats and autocast, with which they have not been tried.
     """
     if config.model.own or config.loss.own or config.layout.pairwise:
         return False
