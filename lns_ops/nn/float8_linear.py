@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lns_ops._compat import scaled_mm
 from lns_ops.formats import Encoded, NumberFormat, Scaled, float8_e4m3fn, float8_e5m2
@@ -94,6 +95,7 @@ class _ScaledLinear(torch.autograd.Function):
         return scaled_product(x, Encoded(w.codes.t(), w.scale))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, x_scale, w, w_scale = ctx.saved_tensors
         grad = ctx.gradient_format.encode(grad_BO)

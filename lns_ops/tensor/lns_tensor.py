@@ -363,6 +363,8 @@ class _ToFloat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> LNSTensor:
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            return _FromFloat.apply(grad, ctx.fmt)  # type: ignore[no-untyped-call, no-any-return]
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt)
 
 

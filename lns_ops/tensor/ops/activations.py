@@ -212,7 +212,11 @@ def _prelu_backward(
 
 
 class _FromArgument(torch.autograd.Function):
-    """A function by table whose derivative is taken at the argument."""
+    """A function by table whose derivative is taken at the argument.
+
+    Where the gradient is to be differentiated in its turn, the derivative is made of operations
+    that have one: ``1 - tanh^2`` or ``s (1 - s)``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, function: str) -> LNSTensor:
@@ -222,7 +226,11 @@ class _FromArgument(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
-        return _sloped(grad, ctx.saved_tensors[0], f"d_{ctx.function}"), None
+        (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            y = _FromArgument.apply(x, ctx.function)  # type: ignore[no-untyped-call]
+            return grad * (1 - y * y if ctx.function == "tanh" else y * (1 - y)), None
+        return _sloped(grad, x, f"d_{ctx.function}"), None
 
 
 @replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)

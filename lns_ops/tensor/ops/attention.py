@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import lookup
@@ -70,6 +71,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
         return _softmax_backward(None, grad, ctx.saved_tensors[0], -1, None), None
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import power
@@ -60,7 +61,8 @@ def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
 class _Normalize(torch.autograd.Function):
     """The normalization ``y`` of the head of this file, with its gradient.
 
-    It also returns the mean (None for RMSNorm) and the variance, without gradients.
+    It also returns the mean (None for RMSNorm) and the variance, without gradients. Its gradient
+    has no gradient: asking for one raises.
     """
 
     @staticmethod
@@ -84,6 +86,7 @@ class _Normalize(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: LNSTensor, *unused: Any) -> tuple[LNSTensor, None, None, None]:
         y, scale = (saved.codes for saved in ctx.saved_tensors)
         fmt, g = grad.fmt, grad.codes
