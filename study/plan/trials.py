@@ -79,11 +79,12 @@ def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
 
 
 def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
-    """Return a row's data without the file of the base trial's, where the row reads another one."""
+    """Return a row's data without the file or folder of the base trial's, where the row reads
+    others: sets of different names may have files of the same name."""
     base = study.trial.data
     others = data.name != base.name or data.args.get("collection") != base.args.get("collection")
     named = "data.root" in overridden(row.overrides)
-    if not (others or named) or not (base.own_file or data.own_file):
+    if not (others or named):
         return data
     return dataclasses.replace(data, root=data.root if named else None, code="")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from scipy.io import savemat
 
 from study.config import RowConfig, StudyConfig
@@ -199,6 +201,11 @@ def test_a_row_with_an_impossible_format_names_the_row(tiny: Tiny) -> None:
         )
 
 
+def write_idx(path: Path, values: NDArray[np.uint8]) -> None:
+    header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(header + values.tobytes())
+
+
 def test_rows_read_the_collection_of_music_that_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +234,27 @@ def test_rows_read_the_collection_of_music_that_they_name(
     assert chorales.root == str(folder / "JSB_Chorales.mat")
     assert folk.root == own.root == str(folder / "Nottingham.mat")
     assert chorales.code != folk.code
+
+
+def test_rows_of_another_set_read_its_files_though_the_names_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LNS_STUDY_DATA", str(tmp_path))
+    images = np.random.default_rng(0).integers(0, 255, (40, 28, 28), np.uint8)
+    for name in ("fashion_mnist", "kmnist"):
+        (tmp_path / name).mkdir()
+        for part in ("train", "t10k"):
+            write_idx(tmp_path / name / f"{part}-images-idx3-ubyte", images)
+            write_idx(tmp_path / name / f"{part}-labels-idx1-ubyte", images[:, 0, 0] % 10)
+    study = StudyConfig(
+        trial=TrialConfig(data=DataConfig(name="fashion_mnist", validation_size=5), batch_size=2),
+        rows=[
+            RowConfig(label="clothes"),
+            RowConfig(label="kana", overrides={"data.name": "kmnist"}),
+        ],
+    )
+    roots = [trial.config.data.root for trial in make_plan(study).trials]
+    assert roots == [str(tmp_path / name) for name in ("fashion_mnist", "kmnist")]
 
 
 def test_a_study_without_rows_is_one_row(tiny: Tiny) -> None:
