@@ -27,9 +27,8 @@ from study.config.keys import lookup
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.contrasts import ALPHA
 from study.results.importance import shares
-from study.results.objectives import test_value
-from study.results.statistics import interval
-from study.results.summary import summarise
+from study.results.statistics import METRIC, Entry, entries, interval
+from study.results.summary import figures_by_seed
 
 FORESTS = 8
 """Number of forests over which the interval of an importance is computed."""
@@ -93,6 +92,16 @@ def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
     )  # fmt: skip
 
 
+def claimed_ranks(state: StudyState) -> list[Ranks]:
+    """Return the ranks of each claim about ranks, for which there are figures."""
+    found = [
+        rank(state, str(claim.ranks["of"]), [str(key) for key in claim.ranks["blocks"]])
+        for claim in state.config.claims
+        if claim.kind == "ranks"
+    ]
+    return [ranks for ranks in found if ranks is not None]
+
+
 def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     """Return the mean ranks of the values of a trial key over blocks, by the test figure's mean
     over seeds; None below two values or without a block that has all of them.
@@ -105,29 +114,52 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     from scipy.stats import friedmanchisquare, rankdata, studentized_range
 
     metric = state.config.primary_metric
-    cells: dict[str, dict[str, list[float]]] = {}
-    chosen = [trial for row in summarise(state).rows for trial in row.trials]
-    for trial in chosen:
-        value = test_value(trial, metric) if trial.status == FINISHED else None
-        if value is not None:
-            block = ", ".join(_value(trial, key) for key in blocks)
-            cells.setdefault(block, {}).setdefault(_value(trial, of), []).append(value)
+    cells = chosen(state, of, blocks)
     names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
-    whole = {block: cell for block, cell in cells.items() if len(cell) == len(names)}
+    whole = {
+        block: [figures_by_seed(cell[name], metric) for name in names]
+        for block, cell in cells.items()
+        if len(cell) == len(names)
+    }
     if len(names) < 2 or not whole:
         return None
-    figures = np.array(
-        [[statistics.fmean(cell[name]) for name in names] for cell in whole.values()]
-    )
-    means = rankdata(metric.sign * figures, axis=1).mean(axis=0)
+    figures = [[statistics.fmean(cell.values()) for cell in row] for row in whole.values()]
+    means = rankdata(metric.sign * np.array(figures), axis=1).mean(axis=0)
     k, n = len(names), len(whole)
-    p = float(friedmanchisquare(*figures.T).pvalue) if k > 2 and n > 1 else math.nan
+    p = (
+        float(friedmanchisquare(*zip(*figures, strict=True)).pvalue)
+        if k > 2 and n > 1
+        else math.nan
+    )
     q = float(studentized_range.isf(ALPHA, k, math.inf))
     return Ranks(
         of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=_second)),
         blocks=list(whole), p=p, critical=q / math.sqrt(2) * math.sqrt(k * (k + 1) / (6 * n)),
-        runs=sum(len(values) for cell in whole.values() for values in cell.values()),
+        runs=sum(len(cell) for row in whole.values() for cell in row),
     )  # fmt: skip
+
+
+def chosen(
+    state: StudyState, of: str, blocks: list[str]
+) -> dict[str, dict[str, tuple[TrialState, ...]]]:
+    """Return the trials of each value of a key in each block: those of the configuration that the
+    validation split chooses there, over all seeds.
+
+    Args:
+        state: state of the study.
+        of: dotted trial key, or ``row``.
+        blocks: dotted trial keys whose values together name a block.
+    """
+    metric = state.config.primary_metric
+    best: dict[str, dict[str, Entry]] = {}
+    for entry in entries(state):
+        block = ", ".join(_value(entry.trials[0], key) for key in blocks)
+        cell, name = best.setdefault(block, {}), _value(entry.trials[0], of)
+        rivals = [cell[name], entry] if name in cell else [entry]
+        cell[name] = min(rivals, key=lambda each: metric.sign * each.values[METRIC])
+    return {
+        block: {name: entry.trials for name, entry in cell.items()} for block, cell in best.items()
+    }
 
 
 def _second(item: tuple[str, float]) -> float:

@@ -47,13 +47,9 @@ class Verdict:
         if self.figure is None:
             return "-"
         ends = [value for value in (self.low, self.high) if value is not None]
-        around = f" ({' to '.join(map(show, ends))})" if len(ends) == 2 else ""
-        return f"{show(self.figure)}{around}{f' {self.unit}' if self.unit else ''}"
-
-    @property
-    def published(self) -> str:
-        """Published figure as it is shown; "-" without one."""
-        return "-" if self.claim.published is None else show(self.claim.published)
+        shown = [show(value, self.unit) for value in ends]
+        around = f" ({' to '.join(shown)})" if len(ends) == 2 else ""
+        return f"{show(self.figure, self.unit)}{around}{f' {self.unit}' if self.unit else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON values; figures that are no finite numbers are None."""
@@ -67,9 +63,11 @@ class Verdict:
         }  # fmt: skip
 
 
-def show(figure: float) -> str:
-    """Return a figure of a claim: two decimals, or four significant digits below 0.1."""
-    return f"{figure:.2f}" if abs(figure) >= 0.1 or figure == 0 else f"{figure:.4g}"
+def show(figure: float, unit: str = "") -> str:
+    """Return a figure of a claim: two decimals in per cent and points and from 0.1 on, else four
+    significant digits."""
+    two = unit in ("%", "points") or abs(figure) >= 0.1 or figure == 0
+    return f"{figure:.2f}" if two else f"{figure:.4g}"
 
 
 def decide(bound: tuple[float, float], low: float, high: float) -> str:
@@ -113,9 +111,7 @@ def _resolution(figures: Sequence[float], unit: str, over: str) -> str:
     contrast = paired(figures, over)
     if contrast is None:
         return ""
-    return (
-        f"{contrast.over} show a distance from the bound of {show(contrast.least)} {unit}".strip()
-    )
+    return f"{contrast.over} show a distance from the bound of {show(contrast.least, unit)} {unit}".strip()
 
 
 def _finite(value: float | None) -> float | None:

@@ -142,7 +142,7 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
     else:
         outcome = HOLDS if seeds >= ENOUGH else UNDECIDED
     least = max(width for *_, width in ahead.values())
-    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least)} {unit}"
+    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,
         unit=unit, runs=runs, note=note.strip(),

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
 
+from study.claims.analyses import claimed_ranks
 from study.config import Metric
 from study.ledger.state import StudyState
 from study.report.figures.analysis import (
@@ -31,6 +32,7 @@ from study.report.figures.analysis import (
     draw_importance,
     draw_parallel,
 )
+from study.report.figures.claims import draw_bits, draw_ranks
 from study.report.figures.population import draw_population
 from study.report.figures.results import draw_bars, draw_epochs, draw_slices
 from study.report.figures.slots import draw_slots
@@ -84,6 +86,15 @@ class Picture:
 
 
 TITLES = {
+    "law_of_bits": (
+        "Bits",
+        "Lines: {test} of each rule against the bits of its format's fraction, 95 % intervals",
+    ),
+    "ranks": (
+        "Ranks",
+        "Dots: mean ranks by {test} over blocks; bars join what the critical difference does not"
+        " part",
+    ),
     "test_error": (
         "",
         (
@@ -246,6 +257,8 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
         return importance(state)
 
     return {
+        "law_of_bits": lambda theme: draw_bits(summary, theme),
+        "ranks": lambda theme: draw_ranks(claimed_ranks(state), theme),
         "test_error": lambda theme: draw_bars(state, summary, theme),
         "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
         "pareto": lambda theme: draw_front(found(), spread_measures(found()), metric, theme),

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.validation import NoArguments, at_least, share_of_one
+from trainers.config.validation import at_least, one_of, share_of_one
+
+ACTIVATIONS = ("relu", "swish")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedforwardArguments:
+    """The arguments of ``mlp`` and ``cnn``.
+
+    Attributes:
+        activation: ``relu``, or ``swish``: x sigmoid(beta x) (P. Ramachandran, B. Zoph, Q. V. Le
+            2017, arXiv:1710.05941).
+        beta: constant of swish.
+    """
+
+    activation: str = "relu"
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("model.args.activation", self.activation, ACTIVATIONS)
+        if not 0 < self.beta < math.inf:
+            raise ValueError(
+                f"model.args.beta={self.beta}: must be positive and finite; use for example 1.0"
+            )
+        if self.activation == "relu" and self.beta != 1.0:
+            raise ValueError(
+                f"model.args.beta={self.beta} with model.args.activation=relu: only swish has it;"
+                " leave it out, or use model.args.activation=swish"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +128,8 @@ class GPTArguments:
 
 
 ARGUMENTS: dict[str, type[Any]] = {
-    "mlp": NoArguments,
-    "cnn": NoArguments,
+    "mlp": FeedforwardArguments,
+    "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,

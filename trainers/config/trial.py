@@ -117,13 +117,14 @@ class ModelConfig:
     """The network of a trial; the data decide the number of inputs and classes.
 
     Attributes:
-        name: ``mlp``: ``inputs - hidden... - classes`` with ReLU between; ``cnn``: before that,
-            convolutions of 3 x 3, each with ReLU and pooling to half the size; ``resnet``,
-            ``lstm`` or ``gpt`` (:mod:`trainers.models`); or ``file.py:factory`` or
+        name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
+            that, convolutions of 3 x 3, each with activation and pooling to half the size;
+            ``resnet``, ``lstm`` or ``gpt`` (:mod:`trainers.models`); or ``file.py:factory`` or
             ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
-        args: arguments of resnet (depth, width), lstm (layers, width, dropout) or gpt (layers,
-            heads, width, dropout), see :mod:`trainers.config.model`; or of the factory.
+        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
+            width, dropout) or gpt (layers, heads, width, dropout), see
+            :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].

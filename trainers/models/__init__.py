@@ -71,10 +71,10 @@ def build(
             " example; use model.name=lstm or model.name=gpt"
         )
     if config.name == "mlp":
-        return mlp(math.prod(shape), config.hidden, classes)
+        return mlp(math.prod(shape), config.hidden, classes, config.arguments)
     image = _image(config.name, shape)
     if config.name == "cnn":
-        return cnn(image, config.channels or CHANNELS, config.hidden, classes)
+        return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)
     return resnet(config.arguments, image, classes)
 
 

@@ -1,7 +1,7 @@
 """A small convolutional net.
 
-It has 3 x 3 convolutions, each with ReLU and pooling to half the size, then linear layers with ReLU
-between them.
+It has 3 x 3 convolutions, each with an activation and pooling to half the size, then linear layers
+with activations between them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from itertools import pairwise
 
 from torch import nn
 
-from trainers.models.mlp import mlp
+from trainers.config.model import FeedforwardArguments
+from trainers.models.mlp import PLAIN, make_activation, mlp
 
 
 def cnn(
-    image: tuple[int, int, int], channels: Sequence[int], hidden: Sequence[int], classes: int
+    image: tuple[int, int, int],
+    channels: Sequence[int],
+    hidden: Sequence[int],
+    classes: int,
+    arguments: FeedforwardArguments = PLAIN,
 ) -> nn.Sequential:
     """Return convolutions of ``channels``, then linear layers ``features - hidden... - classes``.
 
@@ -26,6 +31,7 @@ def cnn(
         channels: of the convolutions.
         hidden: widths of linear layers before the last one.
         classes: of the data.
+        arguments: with the activation function.
 
     Raises:
         ValueError: the image is too small to be halved so often.
@@ -39,5 +45,7 @@ def cnn(
         )
     layers: list[nn.Module] = [nn.Unflatten(1, image)]
     for fan_in, fan_out in pairwise([inputs, *channels]):
-        layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.Flatten(), *mlp(channels[-1] * halved, hidden, classes))
+        activation = make_activation(arguments)
+        layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), activation, nn.MaxPool2d(2)]
+    end = mlp(channels[-1] * halved, hidden, classes, arguments)
+    return nn.Sequential(*layers, nn.Flatten(), *end)

@@ -1,19 +1,51 @@
-"""A feed-forward net: linear layers with ReLU between them."""
+"""A feed-forward net: linear layers with an activation function between them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
+
+from trainers.config.model import FeedforwardArguments
+
+PLAIN = FeedforwardArguments()
 
 
-def mlp(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:
-    """Return the linear layers ``inputs - hidden[0] - ... - classes`` with ReLU between them.
+class Swish(nn.Module):
+    """The activation x sigmoid(beta x), which is silu(beta x) / beta.
+
+    P. Ramachandran, B. Zoph, Q. V. Le 2017, "Searching for Activation Functions"
+    (arXiv:1710.05941); with beta 1 also called SiLU. In LNS silu is one table, rounded once.
+
+    Args:
+        beta: positive constant; ReLU is the limit of large ones.
+    """
+
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of ``x``, elementwise."""
+        if self.beta == 1.0:
+            return nn.functional.silu(x)
+        return nn.functional.silu(x * self.beta) / self.beta
+
+
+def make_activation(arguments: FeedforwardArguments) -> nn.Module:
+    """Return a module of the activation function that a model's arguments name."""
+    return nn.ReLU() if arguments.activation == "relu" else Swish(arguments.beta)
+
+
+def mlp(
+    inputs: int, hidden: Sequence[int], classes: int, arguments: FeedforwardArguments = PLAIN
+) -> nn.Sequential:
+    """Return the linear layers ``inputs - hidden[0] - ... - classes`` with activations between.
 
     The input is ``[B, inputs]``, the output is logits ``[B, classes]``.
     """
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise([inputs, *hidden, classes]):
-        layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+        layers += [nn.Linear(fan_in, fan_out), make_activation(arguments)]
     return nn.Sequential(*layers[:-1])

@@ -1,0 +1,270 @@
+"""Verdicts from made-up ledgers, what was stated, and what a config refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.claims.record import FILE, record, write_record
+from study.claims.stated import state_claims, stated
+from study.claims.verdict import decide
+from study.claims.verdicts import judge
+from study.config import ClaimConfig, StudyConfig
+from study.config.compose import load
+from study.config.study import RowConfig
+from study.ledger.lines import Event
+from study.ledger.state import fold
+from study.results.summary import summarise
+from study.tracking.payload import claim_tags
+from tests.study.conftest import made_up_events
+from tests.study.results.test_answer import with_errors
+
+Tiny = Callable[..., StudyConfig]
+FIVE = "seeds=[0,1,2,3,4]"
+BETTER = [2.0, 2.1, 2.2, 2.0, 2.2]
+WORSE = [3.0, 3.2, 3.1, 2.9, 3.3]
+
+
+def claim(name: str = "c", **check: Any) -> dict[str, Any]:
+    return {"name": name, "claim": "It is so.", "source": "a talk", **check}
+
+
+def verdict(
+    tiny: Tiny, check: dict[str, Any], float32: list[float], lns: list[float]
+) -> dict[str, Any]:
+    seeds = f"seeds={list(range(len(float32)))}"
+    study = tiny("claims", seeds, f"claims={json.dumps([claim(**check)])}")
+    state = fold(with_errors(study, {"float32": float32, "lns matmul": lns}))
+    return record(state, summarise(state), judge(state, study.folder))["claims"][0]
+
+
+@pytest.mark.parametrize(
+    ("bound", "outcome"),
+    [
+        ({"at_most": 2.5}, "holds"),
+        ({"at_most": 2.1}, "undecided"),
+        ({"at_least": 2.5}, "fails"),
+        ({"within": [1.9, 2.3]}, "holds"),
+        ({"within": [2.15, 2.3]}, "undecided"),
+        ({"within": [2.5, 2.7]}, "fails"),
+    ],
+)
+def test_the_interval_of_a_mean_decides(tiny: Tiny, bound: dict[str, Any], outcome: str) -> None:
+    found = verdict(tiny, {"value": {"row": "float32", **bound}}, BETTER, WORSE)
+    # mean 2.1, sd 0.1, t(4, 0.975) = 2.776
+    assert found["outcome"] == outcome
+    assert found["shown"] == "2.10 (1.98 to 2.22) %"
+    assert found["runs"] == 5
+
+
+def test_a_difference_is_paired_by_seed_and_has_the_sign_of_its_rows(tiny: Tiny) -> None:
+    rows = ["lns matmul", "float32"]
+    found = verdict(tiny, {"difference": {"rows": rows, "at_least": 0.5}}, BETTER, WORSE)
+    assert found["outcome"] == "holds"
+    assert found["figure"] == pytest.approx(1.0)
+    found = verdict(tiny, {"difference": {"rows": rows[::-1], "at_least": 0.5}}, BETTER, WORSE)
+    assert (found["outcome"], round(found["figure"], 9)) == ("fails", -1.0)
+
+
+def test_one_seed_decides_nothing_and_two_say_what_they_could_show(tiny: Tiny) -> None:
+    check = {"difference": {"rows": ["lns matmul", "float32"], "at_least": 1.5}}
+    one = verdict(tiny, check, [2.0], [3.0])
+    assert (one["outcome"], one["low"]) == ("undecided", None)
+    assert "one seed has no interval" in one["note"]
+    two = verdict(tiny, check, [2.0, 2.2], [3.0, 3.4])
+    assert two["outcome"] == "undecided"
+    assert "2 seeds show a distance from the bound of" in two["note"]
+
+
+def test_seeds_without_spread_need_to_be_enough(tiny: Tiny) -> None:
+    check = {"value": {"row": "float32", "at_most": 2.0}}
+    assert verdict(tiny, check, [3.0] * 2, [3.0] * 2)["outcome"] == "undecided"
+    assert verdict(tiny, check, [3.0] * 5, [3.0] * 5)["outcome"] == "fails"
+
+
+def test_no_row_beats_another_by_chance_or_by_little(tiny: Tiny) -> None:
+    best = {"no_row_beats": {"row": "float32"}}
+    assert verdict(tiny, best, BETTER, WORSE)["outcome"] == "holds"
+    assert verdict(tiny, best, WORSE, BETTER)["outcome"] == "fails"
+    alike = [2.1, 2.0, 2.3, 1.9, 2.2]
+    assert verdict(tiny, best, BETTER, alike)["outcome"] == "holds"
+    assert verdict(tiny, best, BETTER[:3], alike[:3])["outcome"] == "undecided"
+    by = {"no_row_beats": {"row": "float32", "by": 0.01}}
+    assert verdict(tiny, by, BETTER, alike)["outcome"] == "undecided"
+
+
+def test_a_claim_waits_for_every_seed(tiny: Tiny) -> None:
+    check = json.dumps([claim(value={"row": "float32", "at_most": 9})])
+    study = tiny("claims", FIVE, f"claims={check}")
+    events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
+    last = next(n for n, event in enumerate(events) if event["event"] == "finished")
+    state = fold(events[:last] + events[last + 1 :])
+    (found,) = judge(state, study.folder)
+    assert (found.outcome, found.note) == ("undecided", "4 of 5 seeds of float32 have finished")
+
+
+def test_another_recipe_leaves_a_published_figure_undecided(tiny: Tiny) -> None:
+    check = claim(published=2.1, value={"row": "float32", "at_most": 9})
+    study = tiny("claims", FIVE, f"claims={json.dumps([check])}", "comparable={epochs: 20}")
+    (found,) = judge(
+        fold(with_errors(study, {"float32": BETTER, "lns matmul": WORSE})), study.folder
+    )
+    assert found.outcome == "undecided"
+    assert "epochs is 3, not 20" in found.note
+
+
+def test_an_own_function_gets_the_study(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def count(study):\n    n = len(study.trials)\n"
+        "    return {'figure': n, 'low': n - 1, 'high': n + 1, 'unit': 'trials'}\n"
+        "def broken(study):\n    return 1 / 0\n"
+        "def vague(study):\n    return {'figure': 1}\n"
+    )
+    claims = [
+        claim("counts", check=f"{tmp_path}/own.py:count", at_least=5),
+        claim("breaks", check=f"{tmp_path}/own.py:broken"),
+        claim("is_vague", check=f"{tmp_path}/own.py:vague"),
+    ]
+    study = tiny("own_check", FIVE, f"claims={json.dumps(claims)}")
+    events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
+    study.folder.mkdir(parents=True, exist_ok=True)
+    (study.folder / "ledger.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    counts, breaks, vague = judge(fold(events), study.folder)
+    assert (counts.outcome, counts.shown) == ("holds", "10.00 (9.00 to 11.00) trials")
+    assert "ZeroDivisionError" in breaks.note
+    assert "needs a verdict" in vague.note
+
+
+def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
+    check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
+    sizes = list(range(16, 26))
+    space = f"space={{batch_size: {{grid: {sizes}}}}}"
+    study = tiny(
+        "claims", "seeds=[0]", space, "search.algorithm=grid", f"claims=[{json.dumps(check)}]"
+    )
+    events = with_errors(study, {"float32": [2.0], "lns matmul": [3.0]})
+    (found,) = judge(fold(events), study.folder)
+    # Demsar 2006, table 5: q(0.05, 2) = 1.960; CD = 1.960 sqrt(2 * 3 / (6 * 10)) = 0.620
+    assert found.outcome == "holds"
+    assert found.figure == 1.0
+    assert found.high == pytest.approx(1.62, abs=0.001)
+    assert found.runs == 20
+
+
+def test_bounds_decide() -> None:
+    assert decide((1.0, 2.0), 1.0, 2.0) == "holds"
+    assert decide((1.0, 2.0), 2.1, 3.0) == "fails"
+    assert decide((1.0, 2.0), 1.9, 2.1) == "undecided"
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def planned(study: StudyConfig, time: float) -> Event:
+    (event, *_) = made_up_events(study)
+    return event | {"time": time, "stated": state_claims(study.to_dict())}
+
+
+def test_what_is_changed_after_the_first_trial_is_told(tiny: Tiny) -> None:
+    checks = [claim("kept", value={"row": "float32", "at_most": 9}),
+              claim("moved", value={"row": "float32", "at_most": 2})]  # fmt: skip
+    study = tiny("claims", FIVE, f"claims={json.dumps(checks)}")
+    _, *events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
+    checks[1]["value"] = {"row": "float32", "at_most": 3}
+    later = tiny("claims", FIVE, f"claims={json.dumps([*checks, claim('new', value={'row': 'float32', 'at_least': 0})])}")  # fmt: skip  # noqa: E501
+    before = planned(study, 0.0)
+    same = stated(fold([before, *events, planned(study, 9.0)]))
+    assert same is not None
+    assert (same.changed, same.claims) == ([], {})
+    assert same.digest in same.sentence
+    state = fold([before, *events, planned(later, 9.0)])
+    found = stated(state)
+    assert found is not None
+    assert found.digest == same.digest
+    assert found.claims == {
+        "moved": "changed: value was {'row': 'float32', 'at_most': 2}",
+        "new": "added",
+    }
+    kept, moved, _ = record(state, summarise(state), judge(state, study.folder))["claims"]
+    assert kept["stated"] == "before the first trial"
+    assert moved["stated"].startswith("changed")
+
+
+def test_a_statement_before_the_first_trial_may_change(tiny: Tiny) -> None:
+    first, second = tiny("claims", FIVE), tiny("claims", FIVE, "trial.epochs=2")
+    state = fold([planned(first, 0.0), planned(second, 1.0)])
+    found = stated(state)
+    assert found is not None
+    assert found.changed == []
+    assert found.digest == state_claims(second.to_dict())["digest"]
+
+
+def test_the_digest_is_of_what_decides_figures(tiny: Tiny) -> None:
+    def digest(*overrides: str) -> str:
+        return str(state_claims(tiny("claims", FIVE, *overrides).to_dict())["digest"])
+
+    assert digest() == digest("cpus=1", "max_failures=9", "trial.gpus=0.5")
+    others = [digest("trial.epochs=2"), digest("seeds=[0]"), digest("question=Why?")]
+    assert len({digest(), *others}) == 4
+
+
+def test_tags_say_verdict_and_statement(tmp_path: Path) -> None:
+    figures = {
+        "claims": [{"name": "a", "outcome": "holds", "shown": "1.00"}],
+        "stated": {"digest": "abc"},
+    }
+    write_record(figures, tmp_path)
+    assert json.loads((tmp_path / FILE).read_text()) == figures
+    assert claim_tags(figures) == {"claim.a": "holds: 1.00", "stated.sha256": "abc"}
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (claim("no name", value={"row": "a", "at_most": 1}), "must be an identifier"),
+        (claim(), "has no check: exactly one of"),
+        (claim(value={"row": "a", "at_most": 1}, check="a.py:f"), "value and check: exactly one"),
+        (claim(value={"row": "a"}), "has no bound: takes exactly one of"),
+        (claim(value={"at_most": 1}), "lacks row"),
+        (claim(value={"row": "a", "atmost": 1}), "unknown key atmost"),
+        (claim(value={"row": "a", "within": [2, 1]}), "within is \\[LOW, HIGH\\]"),
+        (claim(value={"row": "a", "at_most": "two"}), "bounds are numbers"),
+        (claim(value={"row": "a", "at_most": 1}, at_most=2), "a bound stands beside value"),
+        (claim(difference={"rows": ["a"], "at_most": 1}), "takes two rows"),
+        (claim(check="no_function.py"), "must be file.py:name"),
+        (claim(source=" ", check="a.py:f"), "source is empty"),
+    ],
+)
+def test_a_claim_that_cannot_be_decided_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ClaimConfig(**wrong)
+
+
+def test_claims_are_about_rows_that_there_are(tiny: Tiny) -> None:
+    rows = [RowConfig(label="a")]
+    about = ClaimConfig(**claim(value={"row": "b", "at_most": 1}))
+    with pytest.raises(ValueError, match="names the row 'b', which the study does not have"):
+        StudyConfig(rows=rows, claims=[about])
+    twice = [ClaimConfig(**claim(value={"row": "a", "at_most": 1}))] * 2
+    with pytest.raises(ValueError, match="two have the name c"):
+        StudyConfig(rows=rows, claims=twice)
+    with pytest.raises(ValueError, match="there is no file"):
+        tiny("claims", f"claims={json.dumps([claim(check='gone.py:f')])}")
+
+
+def test_a_small_form_is_its_changes_under_a_name_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nsmall: {epochs: 2, seeds: [0, 1], model: mlp_128}\n")
+    small = load(str(path), ["seeds=[7]"], download=False, small=True)
+    assert (small.name, small.trial.epochs, small.seeds) == ("mine-small", 2, [7])
+    assert small.trial.model.hidden == [128]
+    path.write_text("name: mine\n")
+    with pytest.raises(ValueError, match="has no small form; add the changes"):
+        load(str(path), download=False, small=True)

@@ -1,0 +1,173 @@
+"""Real runs of a study with claims: its page, MLflow's tags, verification, and reproduction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from study.claims.record import FILE, read_record
+from study.cli.entry import main
+from study.handle import Study
+from study.report.verify import verify
+from study.tracking.payload import KEY_TAG
+from study.tracking.writer import connect
+
+MINE: dict[str, Any] = {
+    "name": "mine",
+    "question": "Does a larger step train better?",
+    "trial": {
+        "data": {"name": "digits", "validation_size": 300, "train_size": 600},
+        "model": {"hidden": [16]},
+        "epochs": 3,
+        "batch_size": 32,
+    },
+    "seeds": [0, 1, 2],
+    "rows": [
+        {"label": "large", "overrides": {"optimizer.lr": 0.2}},
+        {"label": "none", "overrides": {"optimizer.lr": 1e-6}},
+    ],
+    "claims": [
+        {"name": "trains", "claim": "A large step trains.", "source": "here",
+         "difference": {"rows": ["none", "large"], "at_least": 5}},
+        {"name": "perfect", "claim": "It makes no mistake.", "source": "here",
+         "value": {"row": "large", "at_most": 0.0}},
+        {"name": "best", "claim": "No step is better.", "source": "here",
+         "no_row_beats": {"row": "large"}},
+    ],
+    "small": {"seeds": [0, 1], "epochs": 2},
+    "cpus": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a study file, the storage of its small form, and the page of its claims."""
+    folder = tmp_path_factory.mktemp("reproduced")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(MINE, sort_keys=False))
+    assert (
+        main(["reproduce", str(folder / "mine.yaml"), "--small", "--storage", f"{folder}/studies"])
+        == 0
+    )
+    return folder
+
+
+def study_of(reproduced: Path) -> Study:
+    return Study(reproduced / "studies" / "mine-small")
+
+
+def command(reproduced: Path, *words: str) -> int:
+    return main([*words, "--storage", str(reproduced / "studies")])
+
+
+def test_the_page_has_claims_verdicts_and_where_they_are_from(reproduced: Path) -> None:
+    folder = reproduced / "studies" / "claims"
+    page = (folder / "claims.md").read_text()
+    claims = {claim["name"]: claim for claim in study_of(reproduced).claims.reset_index().to_dict("records")}  # fmt: skip  # noqa: E501
+    assert claims["trains"]["outcome"] in ("holds", "undecided")
+    assert claims["perfect"]["outcome"] in ("fails", "undecided")
+    for name, claim in claims.items():
+        assert f"| {name}: {claim['claim']} | {claim['outcome']} | {claim['shown']} |" in page
+    for said in ("Stated before the first trial", "Command: lns-study run mine.yaml --small"):
+        assert said in page
+    assert "![" in page
+    assert (folder / "mine-small.png").read_bytes().startswith(b"\x89PNG")
+    assert claims["trains"]["shown"] in (folder / "claims.html").read_text()
+
+
+def test_a_page_is_written_again_from_the_storage_alone(reproduced: Path, tmp_path: Path) -> None:
+    words = ["reproduce", str(reproduced / "mine.yaml"), "--page-only", "--output", str(tmp_path)]
+    assert command(reproduced, *words, "--small") == 0
+    page = reproduced / "studies" / "claims" / "claims.md"
+    assert (tmp_path / "claims.md").read_text() == page.read_text()
+    assert command(reproduced, *words) == 1  # the full form has not run
+
+
+def test_what_has_finished_is_not_run_again(
+    reproduced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = study_of(reproduced).trials
+    assert command(reproduced, "reproduce", str(reproduced / "mine.yaml"), "--small") == 0
+    after = study_of(reproduced).trials
+    assert after["trial"].tolist() == before["trial"].tolist()
+    assert not any(": started" in line for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_report_is_verified(reproduced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(reproduced, "report", "mine-small", "--verify") == 0
+    assert "every figure is as computed again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (("rows", 0, "mean"), "row large: mean"),
+        (("rows", 1, "sd"), "row none: standard deviation"),
+        (("rows", 0, "interval", 1), "row large: high end of the interval"),
+        (("rows", 0, "printed", "mean"), "row large: figures.json prints"),
+        (("claims", 0, "low"), "claim trains: low"),
+        (("claims", 2, "figure"), "claim best: figure"),
+        (("claims", 0, "outcome"), "claim trains: the report has outcome"),
+        (("stated", "digest"), "statement: the first plan's sha256"),
+    ],
+)
+def test_a_falsified_figure_of_the_report_is_seen(
+    reproduced: Path, path: tuple[str | int, ...], said: str
+) -> None:
+    file = study_of(reproduced).folder / "report" / FILE
+    true = file.read_text()
+    values = json.loads(true)
+    place = values
+    for key in path[:-1]:
+        place = place[key]
+    old = place[path[-1]]
+    place[path[-1]] = old + 0.01 if isinstance(old, float) else "fails" if old != "fails" else "x"
+    file.write_text(json.dumps(values))
+    try:
+        found = list(verify(study_of(reproduced).folder, "none"))
+        assert any(line.startswith(said) for line in found), found
+    finally:
+        file.write_text(true)
+
+
+def test_a_falsified_page_is_seen(reproduced: Path) -> None:
+    folder = study_of(reproduced).folder
+    page = folder / "report" / "report.md"
+    true, printed = page.read_text(), read_record(folder / "report")["rows"][0]["printed"]["mean"]
+    page.write_text(true.replace(printed, "1.23 ± 0.04"))
+    try:
+        assert any("report.md does not print" in line for line in verify(folder, "none"))
+    finally:
+        page.write_text(true)
+
+
+def test_mlflow_has_the_verdicts_and_a_falsified_metric_is_seen(
+    reproduced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(reproduced)
+    client = connect(study.config.tracking)
+    experiment = client.get_experiment_by_name("mine-small")
+    runs = {run.data.tags[KEY_TAG]: run for run in client.search_runs([experiment.experiment_id])}
+    parent = min(runs, key=len)
+    figures = read_record(study.folder / "report")
+    tags = runs[parent].data.tags
+    assert tags["claim.trains"].startswith(figures["claims"][0]["outcome"])
+    assert tags["stated.sha256"] == figures["stated"]["digest"]
+    trial = figures["rows"][0]["trials"][0]
+    client.log_metric(runs[f"{parent}/{trial}"].info.run_id, "test/error", 0.001, step=99)
+    assert command(reproduced, "report", "mine-small", "--verify") == 1
+    out = capsys.readouterr().out
+    assert f"MLflow, trial {trial}: test/error" in out
+    assert "row large: mean of MLflow's metrics" in out
+
+
+def test_reproduce_needs_studies_with_claims(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("name: plain\nsmall: {epochs: 1}\ntrial: {data: {name: digits}}\n")
+    assert main(["reproduce", str(plain), "--storage", str(tmp_path)]) == 2
+    assert main(["reproduce", "--storage", str(tmp_path)]) == 2
+    assert main(["reproduce", str(plain), "--all", "--storage", str(tmp_path)]) == 2
+    assert list(tmp_path.iterdir()) == [plain]
