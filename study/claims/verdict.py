@@ -111,7 +111,8 @@ def _resolution(figures: Sequence[float], unit: str, over: str) -> str:
     contrast = paired(figures, over)
     if contrast is None:
         return ""
-    return f"{contrast.over} show a distance from the bound of {show(contrast.least, unit)} {unit}".strip()
+    least = f"{show(contrast.least, unit)} {unit}".strip()
+    return f"{contrast.over} show a distance from the bound of {least}"
 
 
 def _finite(value: float | None) -> float | None:
