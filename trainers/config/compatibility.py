@@ -1,9 +1,8 @@
 """Which combinations of a trial's keys are right; the others are refused before any work starts,
 each with its reason.
 
-Every dataclass of a config refuses what is wrong by itself; :data:`RULES` has what is wrong only
-together, which :class:`TrialConfig` refuses. The site's page of them (``docs/_ext/rules.py``) is
-made from the same table.
+Every dataclass of a config refuses what is wrong by itself; :class:`TrialConfig` refuses what is
+wrong together, by :data:`RULES`, from which ``docs/_ext/rules.py`` makes the site's page.
 """
 
 from __future__ import annotations
@@ -126,10 +125,15 @@ RULES: tuple[Rule, ...] = (
         "layout.pp=1, or leave it out",
     ),
     Rule(
+        ("layout.pairwise", "sync.name", "wire"),
+        lambda c: c.layout.pairwise and not (_plain(c) and c.wire.bucket_cap_mb is None),
+        "it adds whole gradients of all replicas, every step, after backward",
+        "sync.name=synchronous and the native wire without buckets, or layout.pairwise=false",
+    ),
+    Rule(
         ("wire.sum", "wire.name", "precision.format", "precision.scope"),
         lambda c: (
-            c.wire.sum == "lns"
-            and c.wire.name == "native"
+            (c.wire.sum, c.wire.name) == ("lns", "native")
             and (c.precision.lns_format is None or c.precision.scope != "everywhere")
         ),
         "the gradients are float32",
@@ -268,10 +272,10 @@ RULES: tuple[Rule, ...] = (
         "min_workers={workers} or less",
     ),
     Rule(
-        ("min_workers", "layout.pp", "layout.dp"),
-        lambda c: c.min_workers is not None and (c.layout.pp > 1 or c.layout.dp is not None),
+        ("min_workers", "layout"),
+        lambda c: c.min_workers is not None and c.layout.fixes_replicas,
         "the number of replicas changes",
-        "layout.pp=1 and leave out layout.dp",
+        "layout.pp=1 and leave out layout.dp and layout.pairwise",
     ),
     Rule(
         ("min_workers", "wire.name", "sync.name", "profile.ranks"),

@@ -46,6 +46,9 @@ class Layout:
             (:mod:`trainers.parallel.fsdp`); for float32 trials only.
         tp: workers over which each linear layer of a replica is split
             (:mod:`trainers.parallel.tensor_parallel`); for float32 trials only.
+        pairwise: whether the gradients of all ``dp * micro_batches`` parts of a batch are added in
+            pairs, as a balanced tree (:mod:`trainers.sync.pairwise`), instead of one after the
+            other. The sum then has the same bits for every ``dp`` and ``pp`` with as many parts.
     """
 
     dp: int | None = None
@@ -55,6 +58,7 @@ class Layout:
     virtual_stages: int = 1
     fsdp: bool = False
     tp: int = 1
+    pairwise: bool = False
 
     def __post_init__(self) -> None:
         at_least("layout.dp", self.dp, 1, "leave it out for workers / (pp tp)")
@@ -81,6 +85,17 @@ class Layout:
                 " interleaved needs two or more stages a worker, 1f1b and gpipe one; use"
                 " layout.schedule=interleaved layout.virtual_stages=2, or 1f1b and 1"
             )
+        if self.pairwise and self.schedule in DEFERRING:
+            raise ValueError(
+                f"layout.pairwise=true with layout.schedule={self.schedule}: it adds gradients of"
+                " weights later, outside the sum in pairs; use layout.schedule=1f1b, gpipe or"
+                " interleaved"
+            )
+        if self.pairwise and (self.fsdp or self.tp > 1):
+            raise ValueError(
+                f"layout.pairwise=true with layout.fsdp={self.fsdp}, layout.tp={self.tp}: pairs are"
+                " of whole gradients; use layout.dp and layout.pp alone"
+            )
         if self.schedule not in ("1f1b", "gpipe") and self.pp == 1:
             raise ValueError(
                 f"layout.schedule={self.schedule} with layout.pp=1: there are no stages to"
@@ -105,6 +120,11 @@ class Layout:
                 f"layout.micro_batches={self.micro_batches}, layout.pp={self.pp}: dualpipev needs"
                 f" at least as many micro-batches as stages; use layout.micro_batches={self.stages}"
             )
+
+    @property
+    def fixes_replicas(self) -> bool:
+        """Whether the number of replicas may not change during a trial."""
+        return self.pp > 1 or self.dp is not None or self.pairwise
 
     @property
     def stages(self) -> int:
@@ -151,6 +171,13 @@ class Layout:
                 f"batch_size={batch_size}, layout.micro_batches={self.micro_batches}: batch_size"
                 f" {batch_size} / dp {dp} / micro_batches {self.micro_batches} is no whole number"
                 f" of examples; use a batch_size that is a multiple of {dp * self.micro_batches}"
+            )
+        parts = dp * self.micro_batches
+        if self.pairwise and (dp & (dp - 1) or self.micro_batches & (self.micro_batches - 1)):
+            raise ValueError(
+                f"layout.pairwise=true with dp {dp} * micro_batches {self.micro_batches} = {parts}"
+                " parts of a batch: pairs need powers of two; use for example workers=2"
+                " layout.micro_batches=4"
             )
         if self.stages > layers:
             raise ValueError(

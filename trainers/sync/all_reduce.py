@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from lns_ops import LNSTensor
-from trainers.comm.codecs import Codec, make_codec
+from trainers.comm.codecs import Codec, FloatCodec, make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config.wire import WireConfig
+from trainers.sync.pairwise import pairwise
 
 
 class ShardedSum:
@@ -39,6 +40,8 @@ class ShardedSum:
         codec: the wire format.
         feedback: whether what the codec loses is kept for the next call, whose tensor must have the
             same length.
+        tree: whether ranks, a power of two, are added in pairs (:mod:`trainers.sync.pairwise`)
+            instead of in their order.
 
     Attributes:
         residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (what was
@@ -46,8 +49,11 @@ class ShardedSum:
             call.
     """
 
-    def __init__(self, collectives: Collectives, codec: Codec, *, feedback: bool = False) -> None:
+    def __init__(
+        self, collectives: Collectives, codec: Codec, *, feedback: bool = False, tree: bool = False
+    ) -> None:
         self._collectives, self._codec, self._feedback = collectives, codec, feedback
+        self._tree = tree
         self.residues: dict[str, Tensor] = {}
 
     def __call__(self, flat: Tensor) -> Tensor:
@@ -58,9 +64,20 @@ class ShardedSum:
             ranks, shard
         )
         received = self._collectives.all_to_all(self._encode("own", rows_NM))
-        total_1M = self._codec.sum(received, shard).unsqueeze(0)
+        total_1M = self._add_up(received, shard).unsqueeze(0)
         gathered = self._collectives.all_gather(self._encode("owned", total_1M).view(-1))
         return self._codec.decode(gathered, shard).view(-1)[: flat.numel()]
+
+    def _add_up(self, payload_NB: Tensor, values: int) -> Tensor:
+        """Return the sum of encoded rows, float32 ``[values]``."""
+        if not self._tree:
+            return self._codec.sum(payload_NB, values)
+
+        def add(a_1B: Tensor, b_1B: Tensor) -> Tensor:
+            total = self._codec.sum(torch.cat([a_1B, b_1B]), values)
+            return self._codec.encode(total.unsqueeze(0))
+
+        return self._codec.decode(pairwise(payload_NB.split(1), add), values).view(-1)
 
     def _encode(self, leg: str, x_NM: Tensor) -> Tensor:
         """Encode ``x_NM``; with feedback, add the residue of ``leg`` first and keep the new one."""
@@ -79,10 +96,12 @@ class GradientSync:
     Args:
         wire: the wire format; ``powersgd`` has a class of its own.
         collectives: collectives of the replicas.
+        tree: whether replicas are added in pairs; native float32 gradients then travel twice
+            instead of through one all-reduce, whose order is the backend's.
     """
 
-    def __init__(self, wire: WireConfig, collectives: Collectives) -> None:
-        self._wire, self._collectives = wire, collectives
+    def __init__(self, wire: WireConfig, collectives: Collectives, *, tree: bool = False) -> None:
+        self._wire, self._collectives, self._tree = wire, collectives, tree
         self._sums: dict[str, ShardedSum] = {}
 
     def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
@@ -136,6 +155,8 @@ class GradientSync:
         """Replace the gradients of segment ``name`` by their sum over the ranks."""
         first = gradients[0]
         codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
+        if self._tree and codec is None:
+            codec = FloatCodec()
         flat = flatten(gradients)
         total = (
             self._collectives.all_reduce_(flat)
@@ -148,7 +169,9 @@ class GradientSync:
         """Return the sharded sum of segment ``name``, making it at the first call."""
         if name not in self._sums:
             assert codec is not None
-            self._sums[name] = ShardedSum(self._collectives, codec, feedback=self._wire.feedback)
+            self._sums[name] = ShardedSum(
+                self._collectives, codec, feedback=self._wire.feedback, tree=self._tree
+            )
         return self._sums[name]
 
 

@@ -28,7 +28,8 @@ def make_synchroniser(
     if collectives is None:
         return Synchroniser()
     if config.sync.name == "synchronous":
-        return Synchronous(config.wire, collectives, config.seed, model.parameters())
+        parameters, tree = model.parameters(), config.layout.pairwise
+        return Synchronous(config.wire, collectives, config.seed, parameters, tree=tree)
     if config.sync.name == "asynchronous":
         from trainers.sync.async_client import Asynchronous
 

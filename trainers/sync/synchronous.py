@@ -24,6 +24,7 @@ class Synchronous(Synchroniser):
         collectives: collectives of the replicas.
         seed: seed of PowerSGD's first factors.
         parameters: the model's parameters, for buckets.
+        tree: whether the replicas' gradients are added in pairs (:mod:`trainers.sync.pairwise`).
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class Synchronous(Synchroniser):
         collectives: Collectives,
         seed: int,
         parameters: Iterable[Tensor] = (),
+        *,
+        tree: bool = False,
     ) -> None:
         self._sum: PowerSGD | GradientSync
         if wire.name == "powersgd":
@@ -39,7 +42,7 @@ class Synchronous(Synchroniser):
         elif wire.bucket_cap_mb is not None:
             self._sum = BucketSync(wire, collectives, parameters)
         else:
-            self._sum = GradientSync(wire, collectives)
+            self._sum = GradientSync(wire, collectives, tree=tree)
 
     def begin_step(self, micro_batches: int) -> None:
         """Let buckets be sent from now on."""

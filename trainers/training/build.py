@@ -33,6 +33,7 @@ from trainers.optim.offload import Offload
 from trainers.optim.wrappers import OffloadedOptimizer, ScaledOptimizer
 from trainers.parallel.factory import make_parts
 from trainers.sync.factory import make_synchroniser
+from trainers.sync.pairwise import add_pairwise_
 from trainers.telemetry.metrics import Telemetry
 from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
@@ -305,6 +306,8 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     within = Collectives(here.parts.get_group(), device, spans) if here.parts is not None else None
     partition = make_parts(model, here, collectives, within, config.wire, config.seed)
     held = partition.own if partition else model
+    if config.layout.pairwise:
+        add_pairwise_(model.parameters(), config.layout.micro_batches)
     offload = Offload(held) if config.memory.offload_optimizer else None
     kept = offload.own if offload else held
     answers = loss.answers_each(first.y)

@@ -50,7 +50,8 @@ def choose_step(components: Components) -> Step:
     alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
     ours = not config.model.own and not config.loss.own
     in_memory = isinstance(components.data.train, Split)
-    if alone and ours and in_memory and components.scaler is None:
+    captured = in_memory and components.scaler is None and not config.layout.pairwise
+    if alone and ours and captured:
         return GraphStep(components)
     return StatefulStep(components) if _stateful(config) else Step(components)
 
