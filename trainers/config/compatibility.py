@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "layout.pp=1, or leave it out",
     ),
     Rule(
-        ("layout.pairwise", "sync.name", "wire"),
+        ("layout.pairwise", "sync.name", "wire.name", "wire.bucket_cap_mb"),
         lambda c: c.layout.pairwise and not (_plain(c) and c.wire.bucket_cap_mb is None),
         "it adds whole gradients of all replicas, every step, after backward",
         "sync.name=synchronous and the native wire without buckets, or layout.pairwise=false",
@@ -272,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         "min_workers={workers} or less",
     ),
     Rule(
-        ("min_workers", "layout"),
+        ("min_workers", "layout.pp", "layout.dp", "layout.pairwise"),
         lambda c: c.min_workers is not None and c.layout.fixes_replicas,
         "the number of replicas changes",
         "layout.pp=1 and leave out layout.dp and layout.pairwise",
