@@ -18,7 +18,7 @@ from lns_ops.cpu.kernel_choice import missing_features
 from study import Study
 from study.ledger.state import FINISHED, TrialState
 from trainers.checkpoint.files import load_checkpoint
-from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.manifest import STATE, read_state
 from trainers.config import TrialConfig
 from trainers.training.trainer import Training
 
@@ -83,7 +83,8 @@ def _last(trial: TrialState) -> Path:
 def _train(trial: TrialState, kernel: str, folder: Path, *, kill: bool) -> None:
     """Train a trial in a process of its own, which goes on from ``folder``; with ``kill`` it dies
     by SIGKILL once it has saved anything."""
-    if kill and (folder / STATE).exists():
+    there = (folder / STATE).exists()
+    if there and (kill or read_state(folder)["epoch"] == trial.config["epochs"]):
         return
     process = subprocess.Popen(
         [sys.executable, __file__, str(folder)],

@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {
         {"label": "dp 2", "overrides": {"workers": 2, "layout.micro_batches": 4}},
         {"label": "pp 2", "overrides": {"workers": 2, "layout.pp": 2}},
     ],
-    "trial.data.args": {"length": 2, "examples": 32, "test": 8},
+    "trial.data.args": {"length": 3, "examples": 40, "test": 16},
     "trial.model.args": {"layers": 2, "heads": 1, "width": 4},
     "trial.epochs": 2,
     "tracking_uri": "none",
