@@ -404,3 +404,18 @@ def test_layouts_cut_the_resnet(tmp_path: Path) -> None:
 def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         replace(DIGITS, **changes)
+
+
+@pytest.mark.slow
+def test_ten_thousand_layers_are_built_saved_and_restored(tmp_path: Path) -> None:
+    deepest = ModelConfig(name="vanilla", args={"depth": 10_000, "width": 8})
+    config = replace(DIGITS, model=deepest, precision=LNS)
+    training, other = Training(config), Training(replace(config, seed=1))
+    training.save(tmp_path)
+    restored = Training(config)
+    with torch.no_grad():
+        storage_of(next(restored.model.parameters())).add_(1)
+    restored.restore(tmp_path)
+    names = [name for name, _ in training.model.named_parameters()]
+    assert len(names) == 2 * 10_001
+    assert bits(restored) == bits(training) != bits(other)
