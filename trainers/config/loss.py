@@ -9,7 +9,7 @@ from trainers.config.validation import check_named
 from trainers.user_code import names_code
 
 LOSSES: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("label_smoothing",),
+    "cross_entropy": ("label_smoothing", "softmax"),
     "binary_cross_entropy": (),
     "mse": (),
     "l1": (),
@@ -32,7 +32,8 @@ class LossConfig:
             ``package.module:factory``, which returns ``loss(outputs, targets)``
             (:mod:`trainers.models.loss`).
         args: arguments of the loss (``label_smoothing`` of cross_entropy, ``delta`` of huber, as
-            torch has them) or of the factory.
+            torch has them) or of the factory. ``softmax: lns`` of cross_entropy computes its
+            gradient in LNS, with the same bits on every CPU and GPU.
         code: sha256 of the factory's file, filled in when a study is planned.
     """
 
@@ -51,6 +52,16 @@ class LossConfig:
                     f"loss.args={self.args} with loss.name={self.name}: {name} is not among its"
                     f" arguments ({takes}); leave it out"
                 )
+        if self.args.get("softmax", "lns") != "lns" or (self.in_lns and len(self.args) > 1):
+            raise ValueError(
+                f"loss.args={self.args}: softmax is lns, and then takes no other argument; use"
+                " loss.args={softmax: lns}, or leave softmax out for float32"
+            )
+
+    @property
+    def in_lns(self) -> bool:
+        """Whether the gradient of cross_entropy is computed in LNS."""
+        return not self.own and "softmax" in self.args
 
     @property
     def own(self) -> bool:

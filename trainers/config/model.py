@@ -11,6 +11,7 @@ from trainers.config.validation import at_least, one_of, share_of_one
 ACTIVATIONS = ("relu", "swish")
 VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
 """The equations of ``lstm`` (:mod:`trainers.models.lstm`)."""
+INITIALS = ("orthogonal", "kaiming")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +135,50 @@ class GPTArguments:
         return self.layers + 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class VanillaArguments:
+    """The arguments of ``vanilla`` (:mod:`trainers.models.vanilla`).
+
+    Attributes:
+        depth: linear layers with tanh, before that of the classes.
+        width: units of each.
+        init: ``orthogonal``, with the biases with which ``sigma_w`` is critical, or ``kaiming``.
+        sigma_w: singular value of orthogonal weights.
+    """
+
+    depth: int = 10
+    width: int = 64
+    init: str = "orthogonal"
+    sigma_w: float = 1.0247
+
+    def __post_init__(self) -> None:
+        at_least("model.args.depth", self.depth, 1, "use for example 10")
+        at_least("model.args.width", self.width, 1, "use for example 64")
+        one_of("model.args.init", self.init, INITIALS)
+        if not 1 < self.sigma_w <= 2:
+            raise ValueError(
+                f"model.args.sigma_w={self.sigma_w}: must be above 1, where a bias makes it"
+                " critical, and at most 2; use for example 1.0247"
+            )
+        if self.init == "kaiming" and self.sigma_w != VanillaArguments.sigma_w:
+            raise ValueError(
+                f"model.args.sigma_w={self.sigma_w} with model.args.init=kaiming: only orthogonal"
+                " weights have it; leave it out, or use model.args.init=orthogonal"
+            )
+
+    @property
+    def chain(self) -> int:
+        """The layers of the chain, between which stages are cut."""
+        return self.depth + 1
+
+
 ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
+    "vanilla": VanillaArguments,
 }
 """Our models, each with the dataclass of its ``model.args``."""
 MODELS = tuple(ARGUMENTS)

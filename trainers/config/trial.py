@@ -119,12 +119,12 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``lstm`` or ``gpt`` (:mod:`trainers.models`); or ``file.py:factory`` or
-            ``package.module:factory``, which returns a torch module
+            ``resnet``, ``lstm``, ``gpt`` or ``vanilla`` (:mod:`trainers.models`); or
+            ``file.py:factory`` or ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
         args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
-            width, dropout, variant) or gpt (layers, heads, width, dropout), see
-            :mod:`trainers.config.model`; or of the factory.
+            width, dropout, variant), gpt (layers, heads, width, dropout) or vanilla (depth, width,
+            init, sigma_w), see :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -138,7 +138,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_factory("model", self.name, self.args, ARGUMENTS)
-        if not self.feedforward and self.hidden != HIDDEN:
+        if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
                 f"model.hidden={self.hidden} with model.name={self.name}: is of mlp and cnn; use"
                 " model.args for what this model takes"
@@ -165,9 +165,9 @@ class ModelConfig:
 
     @property
     def feedforward(self) -> bool:
-        """Whether the model is mlp or cnn, which draw no random numbers while they train and keep
-        nothing between steps."""
-        return self.name in ("mlp", "cnn")
+        """Whether the model is mlp, cnn or vanilla, which draw no random numbers while they train
+        and keep nothing between steps."""
+        return self.name in ("mlp", "cnn", "vanilla")
 
     @property
     def arguments(self) -> Any:
@@ -178,7 +178,7 @@ class ModelConfig:
     def layers(self) -> int:
         """The number of layers, at least, of our model's chain; a pipeline stage holds one or
         more."""
-        if self.own or self.feedforward:
+        if self.own or self.name in ("mlp", "cnn"):
             convolutions = len(self.channels or CHANNELS) if self.name == "cnn" else 0
             return convolutions + len(self.hidden) + 1
         return int(self.arguments.chain)

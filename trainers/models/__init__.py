@@ -15,6 +15,7 @@ from trainers.models.init import initialize_
 from trainers.models.lstm import lstm
 from trainers.models.mlp import mlp
 from trainers.models.resnet import resnet
+from trainers.models.vanilla import vanilla
 
 
 def make_model(
@@ -72,6 +73,8 @@ def build(
         )
     if config.name == "mlp":
         return mlp(math.prod(shape), config.hidden, classes, config.arguments)
+    if config.name == "vanilla":
+        return vanilla(config.arguments, math.prod(shape), classes)
     image = _image(config.name, shape)
     if config.name == "cnn":
         return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)

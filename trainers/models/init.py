@@ -13,7 +13,8 @@ own, seeded by (seed, name). Its distribution is torch's own default for the kin
   deviation ``sqrt(2 / (fan_in + fan_out))``; the output projection is a linear layer;
 
 unless the model asks for a normal distribution with :func:`normal_`, as it must for bare parameters
-of its own. A parameter that nobody draws is an error.
+of its own, or for an orthogonal weight with :func:`orthogonal_`, whose last bits are those of the
+machine's LAPACK. A parameter that nobody draws is an error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ Draw = Callable[[nn.Module, str, Tensor, torch.Generator], None]
 
 _STD = "initial_std"
 """The attribute in which a module keeps what :func:`normal_` said."""
+_GAIN = "initial_gain"
+"""The attribute in which a module keeps what :func:`orthogonal_` said."""
 
 
 def normal_(module: nn.Module, **std: float) -> None:
@@ -39,6 +42,15 @@ def normal_(module: nn.Module, **std: float) -> None:
         std: standard deviation by the parameter's name; 0 for zeros.
     """
     setattr(module, _STD, std)
+
+
+def orthogonal_(module: nn.Module, gain: float) -> None:
+    """Let :func:`initialize_` draw ``module.weight`` evenly from the matrices with orthonormal rows
+    or columns, whichever are fewer, times ``gain``.
+
+    Source: A. Saxe, J. McClelland, S. Ganguli 2014 (arXiv:1312.6120).
+    """
+    setattr(module, _GAIN, gain)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -119,6 +131,9 @@ def initialize_(model: nn.Module, seed: int) -> nn.Module:
             drawn.add(parameter)
             if name in asked:
                 parameter.normal_(0, asked[name], generator=_generator(seed, full))
+            elif name == "weight" and hasattr(module, _GAIN):
+                gain: float = getattr(module, _GAIN)
+                nn.init.orthogonal_(parameter, gain, generator=_generator(seed, full))
             elif draw is not None:
                 draw(module, name, parameter, _generator(seed, full))
             else:

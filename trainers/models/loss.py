@@ -10,6 +10,10 @@ token). With B examples:
 - your own, ``loss(outputs, targets)``: gets float32 outputs, whatever the format, and returns a
   mean over the examples, as torch's losses do, or losses that are averaged. One answer an example.
 
+``cross_entropy`` with ``softmax: lns`` has the gradient ``softmax(logits) - one_hot`` of LNS
+operations alone, so its bits are the contract's on every device; in float32 its last bit is that of
+the device's ``exp``. Probabilities near 1 are then no finer than the format.
+
 The mean over all answers is minimised. The gradient is that of their *sum*, and the optimizer
 divides (:mod:`trainers.optim.build`), because gradients of a mean underflow in narrow formats. It
 divides by the same number in every step, so that answers not asked for make a step smaller.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -38,6 +43,28 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "huber": F.huber_loss,
 }
 """Losses of targets that are as many as the outputs."""
+
+
+class _CrossEntropyInLNS(torch.autograd.Function):
+    """The cross-entropy of LNS logits: its value in float32, its gradient in LNS."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NC: LNSTensor, classes_N: Tensor) -> Tensor:
+        """Return the sum over the answers."""
+        asked_N1 = (classes_N != IGNORED).unsqueeze(1)
+        one_hot_NC = F.one_hot(classes_N.clamp(min=0), logits_NC.shape[1]).float()
+        probability_NC = logits_NC.softmax(1)
+        ctx.fmt = logits_NC.fmt
+        difference_NC = probability_NC - LNSTensor.from_float(one_hot_NC, ctx.fmt)
+        asked_NC = asked_N1.float().expand_as(one_hot_NC)
+        ctx.save_for_backward(difference_NC * LNSTensor.from_float(asked_NC, ctx.fmt))
+        return F.cross_entropy(logits_NC.to_float(), classes_N, reduction="sum")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return ``(softmax(logits) - one_hot) grad``."""
+        (difference_NC,) = ctx.saved_tensors
+        return difference_NC * LNSTensor.from_float(grad, ctx.fmt), None
 
 
 class Loss:
@@ -69,6 +96,14 @@ class Loss:
         if config.own:
             found: Tensor = self._own(plain(outputs), targets)
             return found.mean() * len(targets)
+        if config.in_lns:
+            if not isinstance(outputs, LNSTensor):
+                raise ValueError(
+                    f"loss.args={config.args} with float outputs: its softmax is of LNS numbers;"
+                    " use an LNS precision.format with precision.scope=everywhere, or leave it out"
+                )
+            logits, classes = by_answer(outputs, targets)
+            return _CrossEntropyInLNS.apply(logits, classes)  # type: ignore[no-untyped-call,no-any-return]
         if config.name == "cross_entropy":
             return F.cross_entropy(*by_answer(outputs, targets), reduction="sum", **config.args)
         outputs = outputs.reshape(targets.shape)

@@ -119,8 +119,8 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a whole step of an mlp or cnn, its update too, is one CUDA graph: on one GPU,
-    and the same every time."""
+    """Return whether a whole step of an mlp, cnn or vanilla, its update too, is one CUDA graph: on
+    one GPU, and the same every time."""
     if not config.model.feedforward or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
@@ -182,9 +182,11 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
+    hidden = model.hidden
+    if model.name == "vanilla":
+        hidden = [model.arguments.width] * model.arguments.depth
     yield from (
-        (float(fan_in * fan_out), 1.0)
-        for fan_in, fan_out in pairwise([inputs, *model.hidden, classes])
+        (float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *hidden, classes])
     )
 
 

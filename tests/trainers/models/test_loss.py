@@ -40,6 +40,34 @@ def test_one_number_an_example_may_come_in_a_column() -> None:
     torch.testing.assert_close(made("mse")(outputs, targets), wanted, rtol=0, atol=0)
 
 
+def test_in_lns_the_gradient_is_the_softmax_minus_one_hot() -> None:
+    x, classes = 3 * torch.randn(6, 5), torch.tensor([0, 4, IGNORED, 2, 1, 3])
+    logits = LNSTensor.from_float(x, lns16).detach().requires_grad_()
+    loss = made("cross_entropy", softmax="lns")(logits, classes)
+    wanted = F.cross_entropy(logits.to_float(), classes, reduction="sum")
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=0)
+    (2 * loss).backward()  # type: ignore[no-untyped-call]
+    assert isinstance(logits.grad, LNSTensor)
+    softmax = logits.detach().softmax(1)
+    one_hot = LNSTensor.from_float(torch.eye(5), lns16)
+    for row, found in enumerate(logits.grad):
+        asked = int(classes[row]) != IGNORED
+        expected = (
+            (softmax[row] - one_hot[int(classes[row])]) * 2.0 if asked else softmax[row] * 0.0
+        )
+        assert torch.equal(found.to_float(), expected.to_float())
+    (exact,) = torch.autograd.grad(2 * wanted, logits)
+    assert (logits.grad.to_float() - exact.to_float()).abs().max() < 2**-6  # p is rounded to 2^-8
+
+
+def test_a_softmax_in_lns_is_of_lns_numbers_and_alone() -> None:
+    with pytest.raises(ValueError, match=r"precision\.scope=everywhere"):
+        made("cross_entropy", softmax="lns")(torch.randn(6, 5), torch.zeros(6, dtype=torch.int64))
+    for args in ({"softmax": "exact"}, {"softmax": "lns", "label_smoothing": 0.1}):
+        with pytest.raises(ValueError, match="softmax is lns, and then takes no other argument"):
+            made("cross_entropy", **args)
+
+
 def test_arguments_are_torchs() -> None:
     logits, classes = torch.randn(6, 5), torch.randint(5, (6,))
     wanted = F.cross_entropy(logits, classes, reduction="sum", label_smoothing=0.2)
@@ -106,5 +134,7 @@ def test_whole_numbers_may_be_labels_and_numbers_to_predict() -> None:
 def test_unknown_losses_and_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"loss.name='mae': must be one of cross_entropy, .*file"):
         LossConfig(name="mae")
-    with pytest.raises(ValueError, match=r"loss.args=.*weight is not among .*\(label_smoothing\)"):
+    with pytest.raises(
+        ValueError, match=r"loss.args=.*weight is not among .*\(label_smoothing, softmax\)"
+    ):
         LossConfig(args={"weight": [1, 2]})

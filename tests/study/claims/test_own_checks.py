@@ -1,0 +1,78 @@
+"""The checks beside the study files: what they make of figures and of real trials."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import study
+from study.handle import Study
+from trainers.checkpoint.files import load_checkpoint, save_checkpoint
+from trainers.user_code import load_code
+
+FOLDER = Path(__file__).parents[3] / "conf" / "study"
+TINY: dict[str, Any] = {
+    "rows": [
+        {"label": "dp 1"},
+        {"label": "dp 2", "overrides": {"workers": 2, "layout.micro_batches": 4}},
+        {"label": "pp 2", "overrides": {"workers": 2, "layout.pp": 2}},
+    ],
+    "trial.data.args": {"length": 3, "examples": 40, "test": 16},
+    "trial.model.args": {"layers": 2, "heads": 1, "width": 4},
+    "trial.epochs": 2,
+    "tracking_uri": "none",
+    "max_concurrent": 1,
+}
+
+
+def check(name: str) -> Any:
+    return load_code("claims.check", f"{FOLDER}/{name}")
+
+
+def errors(octaves: float) -> dict[int, dict[int, float]]:
+    """Errors that rise through 50 % at 16 * 2^(octaves (bits - 3))."""
+    return {
+        bits: {
+            depth: 90.0 if depth > 16 * 2 ** (octaves * (bits - 3)) else 10.0
+            for depth in (2**power for power in range(16))
+        }
+        for bits in (3, 4, 5)
+    }
+
+
+@pytest.mark.parametrize("octaves", [1.0, 2.0, 3.0])
+def test_deep_vanilla_fits_the_octaves_of_depth_a_bit(octaves: float) -> None:
+    fit = check("deep_vanilla.py:fit")
+    found = fit([errors(octaves)])
+    assert found["figure"] == pytest.approx(octaves)
+    assert found["low"] <= octaves + 1e-9
+    assert "3 bits 23, 4 bits" in found["note"]
+    two = fit([errors(octaves), errors(octaves + 0.5)])
+    assert two["low"] < octaves + 0.25 < two["high"]
+
+
+def test_deep_vanilla_is_undecided_where_no_depth_fails() -> None:
+    all_train = {bits: {10: 5.0, 100: 9.0} for bits in (3, 4, 5)}
+    assert check("deep_vanilla.py:fit")([all_train])["verdict"] == "undecided"
+
+
+@pytest.mark.slow
+def test_one_hash_in_layouts_on_kernels_after_a_kill_and_not_of_other_weights(
+    tmp_path: Path,
+) -> None:
+    ran = study.run("one_hash", TINY, small=True, storage=str(tmp_path))
+    assert set(ran.claims["outcome"]) == {"holds"}
+    assert set(ran.claims["figure"]) == {1.0}
+    note = ran.claims["note"]["one_hash_on_every_kernel_and_after_a_kill"]
+    assert "gather" in note
+    assert "dp 1" in note
+    last = Path(ran.state.trials[1].checkpoints_left()[0])
+    tensors, state = load_checkpoint(last)
+    name = next(name for name in sorted(tensors) if name.endswith("weight"))
+    tensors[name].view(-1)[0] += 1
+    save_checkpoint(last, tensors, {key: state[key] for key in state if key != "digest"})
+    again = Study(ran.folder).claims
+    assert again["outcome"]["one_hash_in_every_layout"] == "fails"
+    assert again["figure"]["one_hash_in_every_layout"] == 2.0
