@@ -32,7 +32,9 @@ BUILD = (
     " sys.argv[1])(sys.argv[2]))"
 )
 STUDIES = sorted(
-    path.relative_to(ROOT / "conf").as_posix() for path in (ROOT / "conf").rglob("*.yaml")
+    path.relative_to(ROOT / "conf").as_posix()
+    for path in (ROOT / "conf").rglob("*")
+    if path.is_file()
 )
 PLAN = ["run", "table", "model=mlp_128", "trial.data.name=digits", "--dry-run"]
 

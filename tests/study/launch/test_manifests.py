@@ -215,19 +215,25 @@ def test_names_are_those_that_kubernetes_takes() -> None:
 
 
 def test_ray_takes_the_file_of_ray_up() -> None:
+    import ray.autoscaler
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     config = yaml.safe_load((CLUSTER / "aws.yaml").read_text())
     validate_config(prepare_config(copy.deepcopy(config)))
     open_maps = {"node_config", "resources", "file_mounts"}  # EC2's, Ray's and paths
+    schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    known = set(schema["properties"]["provider"]["properties"])  # it takes others, too
+    assert set(config["provider"]) <= known
     unnoticed = []
     for path, mapping in nodes(config):
         for key in mapping:
             if path and path[-1] in {*open_maps, "InstanceMarketOptions", "available_node_types"}:
                 continue
             try:
-                validate_config(prepare_config(renamed(config, path, key, f"{key}x")))
+                validate_config(prepare_config(changed := renamed(config, path, key, f"{key}x")))
             except Exception:
+                continue
+            if set(changed["provider"]) - known:
                 continue
             unnoticed.append((*path, key))
     assert unnoticed == []

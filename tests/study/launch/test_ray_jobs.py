@@ -88,7 +88,7 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
 
 def test_a_failed_job_is_a_failure(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("def make():\n    raise RuntimeError('no such net')\n")
-    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("model: {hidden: [16]}", "seed: 0"))
     failing = launch(head, tmp_path, "trial.model.name=net.py:make", "max_failures=0")
     printed = failing.communicate(timeout=300)[0]
     assert failing.returncode == 1, printed
