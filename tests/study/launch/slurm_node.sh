@@ -5,10 +5,15 @@
 set -euo pipefail
 folder=$1; shift
 ip link set lo up
+# slurmctld finds no address family on a host with loopback alone
+ip link add node type veth peer name other
+ip addr add 192.0.2.1/24 dev node
+ip link set node up
+ip link set other up
 hostname lns-node
-echo "127.0.0.1 localhost lns-node" >"$folder/hosts"
+printf '127.0.0.1 localhost\n192.0.2.1 lns-node\n' >"$folder/hosts"
 mount --bind "$folder/hosts" /etc/hosts
-mount -t tmpfs tmpfs /tmp/ray 2>/dev/null || { mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray; }
+mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray  # `ray stop` clears what it finds there
 mkdir -p "$folder/state" "$folder/spool" "$folder/munge"
 chmod 755 "$folder/munge"
 (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
@@ -16,7 +21,7 @@ munged --force --key-file="$folder/munge/key" --socket="$folder/munge/socket" \
     --pid-file="$folder/munge/pid" --log-file="$folder/munge/log" --seed-file="$folder/munge/seed"
 cat >"$folder/slurm.conf" <<CONF
 ClusterName=test
-SlurmctldHost=lns-node(127.0.0.1)
+SlurmctldHost=lns-node
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=$folder/munge/socket
@@ -33,7 +38,7 @@ MpiDefault=none
 JobRequeue=1
 KillWait=5
 ReturnToService=2
-NodeName=lns-node NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+NodeName=lns-node CPUs=2 State=UNKNOWN
 PartitionName=all Nodes=lns-node Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF=$folder/slurm.conf
@@ -41,6 +46,7 @@ slurmctld
 slurmd
 for _ in $(seq 100); do
     if sinfo --noheader --format=%t 2>/dev/null | grep -q idle; then
+        cd "$folder/work"
         "$@"
         exit
     fi

@@ -48,12 +48,13 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_study_ends_in_order_at_slurms_notice_and_goes_on_when_requeued(folder: Path) -> None:
-    (folder / "tiny.yaml").write_text(TINY)
+    work = folder / "work"
+    work.mkdir()
+    (work / "tiny.yaml").write_text(TINY)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with (folder / "output").open("wb") as output:
         done = subprocess.run(
             [*NAMESPACES, "--mount-proc", "bash", str(NODE), str(folder), "bash", "-ec", STEER],
-            cwd=folder,
             env=os.environ | {"PATH": path},
             stdout=output,
             stderr=output,
@@ -61,7 +62,7 @@ def test_a_study_ends_in_order_at_slurms_notice_and_goes_on_when_requeued(folder
         )
     printed = (folder / "output").read_text()
     assert done.returncode == 0, printed
-    events = read_ledger(folder / "studies" / "tiny")
+    events = read_ledger(work / "studies" / "tiny")
     state = fold(events)
     assert [trial.status for trial in state.trials] == [FINISHED] * 2
     assert all(sorted(trial.reports) == list(range(1, 41)) for trial in state.trials)
@@ -69,7 +70,7 @@ def test_a_study_ends_in_order_at_slurms_notice_and_goes_on_when_requeued(folder
         "stopped",
         "finished",
     ]
-    assert "JobState=COMPLETED" in (folder / "job").read_text()
-    assert "Restarts=1" in (folder / "job").read_text()
-    assert (folder / "mode").read_text() == "600\n"
-    assert list(folder.glob(".lns-study/*/token-*")) == []
+    assert "JobState=COMPLETED" in (work / "job").read_text()
+    assert "Restarts=1" in (work / "job").read_text()
+    assert (work / "mode").read_text() == "600\n"
+    assert list(work.glob(".lns-study/*/token-*")) == []
