@@ -29,7 +29,6 @@ from importlib import metadata
 from pathlib import Path
 
 import lns_ops
-import study
 import trainers
 from study.config import StudyConfig
 from study.config.compose import find_study
@@ -209,13 +208,15 @@ def _check_file(name: str, path: Path) -> None:
 def _modules() -> list[tuple[str, Path]]:
     """Return name and path of every file of the three packages, ``conf`` as the wheel has it."""
     found: dict[str, Path] = {}
-    for module in (study, trainers, lns_ops):
-        top = Path(str(module.__file__)).resolve().parent
+    for top in (
+        Path(__file__).resolve().parents[1],
+        *(Path(str(module.__file__)).resolve().parent for module in (trainers, lns_ops)),
+    ):
         found |= {
             f"{top.name}/{path.relative_to(top).as_posix()}": path for path in _walk(top, set())
         }
         if (
-            module is study
+            top.name == "study"
             and (beside := top.parent / "conf").is_dir()
             and not (top / "conf").is_dir()
         ):

@@ -132,6 +132,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 MANIFESTS = ("rayjob.yaml", "raycluster.yaml", "storage.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_is_valid_and_any_misspelled_key_is_refused(name: str) -> None:
     for document in documents(name):
