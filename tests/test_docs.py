@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]

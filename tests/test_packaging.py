@@ -34,7 +34,7 @@ BUILD = (
 STUDIES = sorted(
     path.relative_to(ROOT / "conf").as_posix()
     for path in (ROOT / "conf").rglob("*")
-    if path.suffix in (".yaml", ".py")
+    if path.is_file() and "__pycache__" not in path.parts
 )
 PLAN = ["run", "table", "model=mlp_128", "trial.data.name=digits", "--dry-run"]
 

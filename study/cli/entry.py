@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from study.cli.data import add_data
+from study.cli.launch import add_launch
 from study.cli.manage import add_commands, add_doctor
 from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
@@ -39,7 +40,8 @@ test errors.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for notice in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(notice, _interrupt)
     try:
         return int(options.command(options))
     except UserError as error:
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(*_: object) -> None:
-    """End as cleanly as with Ctrl-C.
+    """End as cleanly as with Ctrl-C, at the notice of a job controller.
 
     This works even if a script's ``&`` made this process ignore SIGINT.
     """
@@ -71,6 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
     add_plan(commands)
+    add_launch(commands)
     add_report(commands)
     add_reproduce(commands)
     add_ui(commands)

@@ -29,7 +29,8 @@ exit codes:
        doctor found a fault; or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same command goes on
-  130  interrupted (Ctrl-C, SIGTERM); the same command goes on
+       (0 with run --job)
+  130  interrupted (Ctrl-C, SIGTERM, SIGUSR1); the same command goes on
 """
 
 RUN_DESCRIPTION = """\
@@ -72,6 +73,11 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     run.add_argument(
         "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
+    run.add_argument(
+        "--job",
+        action="store_true",
+        help="for job controllers: exit code 0 where it would be 3, and --plain",
     )
     run.set_defaults(command=_run)
 
@@ -180,12 +186,13 @@ def _run(options: argparse.Namespace) -> int:
         if node is None:
             return _dry_run(study)
         small = ["--small"] if options.small else []
-        return run_config(
+        code = run_config(
             study,
-            options.plain,
+            options.plain or options.job,
             again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
         )
+        return 0 if options.job and code == LEFT else code
 
 
 def run_config(

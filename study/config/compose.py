@@ -226,6 +226,12 @@ def find_study(config: str) -> Path:
     )
 
 
+def config_file(name: str) -> Path:
+    """Return the path of a file of ``conf``, the working folder's before the installed one."""
+    paths = [root / name for root in _roots()]
+    return next((path for path in paths if path.is_file()), paths[-1])
+
+
 def studies_with(key: str) -> list[str]:
     """Return the names of the studies in conf/study whose own file has a top-level key, sorted."""
     files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}

@@ -96,6 +96,29 @@ def _describe_unnamed(plan: Plan) -> Iterator[str]:
             )
 
 
+def describe_cost(plan: Plan) -> str:
+    """Describe the GPU hours and CPU hours of a plan's trials, from what like ones took.
+
+    GPU hours are seconds of a trial x its share of GPUs / 3600, summed over all trials; those that
+    are unlike any earlier one are counted at the mean.
+    """
+    known = of_storage(plan.study.storage)
+    values = [trial.config.to_dict() for trial in plan.trials]
+    paced = [
+        (known[pace_key(each)] * each["epochs"], each) for each in values if pace_key(each) in known
+    ]
+    if not paced:
+        gpus = max(map(gpus_of, values), default=0.0)
+        return (
+            "Cost: unknown, no earlier trial in the storage is like these; a trial takes"
+            f" {gpus:g} GPU and {max(map(cpus_of, values), default=1)} CPU"
+        )
+    scale = plan.size / len(paced) / 3600
+    gpu = scale * sum(seconds * gpus_of(each) for seconds, each in paced)
+    cpu = scale * sum(seconds * cpus_of(each) for seconds, each in paced)
+    return f"Cost: about {gpu:.3g} GPU hours and {cpu:.3g} CPU hours"
+
+
 def _describe_processes(plan: Plan) -> Iterator[str]:
     """Yield how many trials train in which kind of process, and why.
 

@@ -108,6 +108,14 @@ def show(value: object) -> str:
     return str(value) or "''"
 
 
+KINDS: dict[Any, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    str: (str, "a text"),
+}
+"""Types of arguments, each with what a value may be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoArguments:
     """The arguments of what takes none."""

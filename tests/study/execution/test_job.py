@@ -3,82 +3,23 @@ travel, a stopped job is continued."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
+from tests.study.ray_head import head, ray
 
+__all__ = ["head"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[3]
 Submit = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ray.scripts.scripts", *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
-
-
-@pytest.fixture
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has
-    its token."""
-    folder = Path("/tmp") / f"lns-job-{os.getpid()}"  # Ray's sockets want short paths
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("0123456789abcdef" * 4)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    env |= {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    port, dashboard = free_port(), free_port()
-    before = {process.pid for process in psutil.process_iter()}
-    started = ray(
-        "start", "--head", "--num-cpus=2", f"--port={port}", "--include-dashboard=true",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-        "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
-        f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
-        env=env,
-    )  # fmt: skip
-    assert started.returncode == 0, started.stdout + started.stderr
-    yield f"http://127.0.0.1:{dashboard}", env
-    mine = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before and _of(process, folder)
-    ]
-    for process in mine:
-        process.kill()
-    psutil.wait_procs(mine, timeout=20)
-
-
-def _of(process: psutil.Process, folder: Path) -> bool:
-    try:
-        return str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in json.dumps(
-            process.environ()
-        )
-    except psutil.Error:
-        return False
 
 
 def submit(

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# A study on Slurm. `lns-study launch CONFIG --to slurm` submits this file, or your copy of it:
+#   sbatch slurm.sh PACKAGE NAME STORAGE
+# Ray starts on every node (`ray symmetric-run`), the study on the first. Two minutes before the
+# time is over Slurm sends USR1 to this script: the study ends in order, and the job is queued again.
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+package=$1 name=$2 storage=$3
+export PYTHONPATH=$package/site${PYTHONPATH:+:$PYTHONPATH}
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
+
+# A token that this user alone can read; Ray admits nobody without it.
+(umask 077 && python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+
+# A hundred ports of this job's own: several jobs may share a node.
+base=$((20000 + SLURM_JOB_ID % 120 * 100))
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+gpus=${SLURM_GPUS_ON_NODE:-0}
+
+again=
+on_notice() {
+    again=yes
+    python -m study cancel "$name" --storage "$storage" || true
+}
+trap on_notice USR1
+
+srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
+    ray symmetric-run --address "$head:$base" --min-nodes "$SLURM_JOB_NUM_NODES" \
+    --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
+    --temp-dir="/tmp/ray-$SLURM_JOB_ID" --disable-usage-stats \
+    --node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) \
+    --dashboard-host=127.0.0.1 --dashboard-port=$((base + 3)) \
+    --dashboard-agent-listen-port=$((base + 4)) --dashboard-agent-grpc-port=$((base + 5)) \
+    --runtime-env-agent-port=$((base + 6)) --metrics-export-port=$((base + 7)) \
+    --ray-client-server-port=$((base + 8)) \
+    --min-worker-port=$((base + 10)) --max-worker-port=$((base + 99)) \
+    -- bash "$package/start.sh" &
+step=$!
+
+# A signal ends `wait`, not the step.
+code=0
+while wait "$step" && code=0 || code=$?; kill -0 "$step" 2>/dev/null; do :; done
+if [ -n "$again" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

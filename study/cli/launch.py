@@ -1,0 +1,181 @@
+"""The command that launches a study on a cluster, and follows it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from study.errors import UserError, refusals
+
+if TYPE_CHECKING:
+    from study.config import StudyConfig
+    from study.launch.package import Package
+
+TARGETS = ("ray", "slurm", "kuberay")
+TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
+"""File of conf/cluster that a target submits, unless --template names another."""
+LOOK_SECONDS = 2.0
+"""Seconds between looks at a job of Slurm."""
+
+DESCRIPTION = """\
+Run a study on a cluster: pack the current folder's files and this version of lns-study, submit
+them, and follow the log. Ctrl-C detaches, and prints the command that follows again; the study
+goes on.
+
+  --to ray       a Ray cluster that runs, by its job server (--address)
+  --to slurm     sbatch, with conf/cluster/slurm.sh
+  --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
+
+storage=... must be an absolute path that all nodes see. The same command again continues the study.
+"""
+
+
+def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command ``launch`` to argparse's subparsers."""
+    launch = commands.add_parser(
+        "launch",
+        help="run a study on a cluster: Ray, Slurm or Kubernetes",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launch.add_argument(
+        "config", metavar="CONFIG", help="YAML or Python file, or name in conf/study"
+    )
+    launch.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    launch.add_argument("--to", required=True, choices=TARGETS, help="kind of cluster")
+    launch.add_argument(
+        "--address",
+        default="http://127.0.0.1:8265",
+        help="the Ray cluster's dashboard (default: http://127.0.0.1:8265)",
+    )
+    launch.add_argument(
+        "--template", type=Path, help="your copy of conf/cluster/slurm.sh or rayjob.yaml"
+    )
+    launch.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
+    launch.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="write what would be submitted, say what it would cost, and submit nothing",
+    )
+    launch.set_defaults(command=_launch)
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from study.config.compose import load
+    from study.launch.package import pack
+    from study.plan.estimate import describe_cost
+    from study.plan.plan import make_plan
+
+    small = ["--small"] if options.small else []
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    with refusals():
+        study = load(options.config, options.overrides, say, download=False, small=options.small)
+        plan = make_plan(study, download=False)
+        package = pack(options.config, [*small, *options.overrides], study)
+    print(
+        f"Package: {package.files} files and the wheel, {package.size / 2**20:.1f} MiB, code"
+        f" {package.digest[:12]}"
+    )
+    print(f"{study.name}: {plan.size} trials. {describe_cost(plan)}", flush=True)
+    target = {"ray": _to_ray, "slurm": _to_slurm, "kuberay": _to_kuberay}[options.to]
+    with refusals():
+        return target(options, study, package)
+
+
+def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
+    from study.launch import ray_jobs
+
+    request = ray_jobs.job_request(package, study.slug)
+    path = package.stage / "ray-job.json"
+    path.write_text(json.dumps(request, indent=1) + "\n")
+    if options.dry_run:
+        return _written(path)
+    client, job = ray_jobs.submit(options.address, request), request["submission_id"]
+    print(f"Stop:    {ray_jobs.how_to_stop(options.address, job)}")
+    again = ray_jobs.how_to_follow(options.address, job)
+    try:
+        return 0 if ray_jobs.follow(client, job, lambda line: print(line, flush=True)) else 1
+    except KeyboardInterrupt:
+        return _detached(again)
+
+
+def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
+    from study.launch import slurm
+
+    command = slurm.batch_command(package, study, _template(options))
+    path = package.stage / "sbatch.txt"
+    path.write_text(shlex.join(command) + "\n")
+    if options.dry_run:
+        return _written(path)
+    job, log = slurm.submit(command), package.stage / slurm.LOG
+    print(f"Stop:    scancel {job}", flush=True)
+    log.touch()
+    reader = subprocess.Popen(["tail", "-n", "+1", "-F", str(log)])
+    try:
+        while slurm.is_running(job):
+            time.sleep(LOOK_SECONDS)
+        return 0 if slurm.succeeded(job) else 1
+    except KeyboardInterrupt:
+        return _detached(f"tail -F {shlex.quote(str(log))}")
+    finally:
+        reader.terminate()
+        reader.wait()
+
+
+def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
+    import yaml
+
+    from study.launch import kuberay, slurm
+
+    objects = kuberay.manifest(package, study, _template(options))
+    path = package.stage / "kuberay.yaml"
+    path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
+    if options.dry_run:
+        return _written(path)
+    print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
+    name = kuberay.object_name(study.slug, package.digest)
+    print(f"Stop:    kubectl delete rayjob {name}", flush=True)
+    # the operator makes a Job of the RayJob's name once its cluster is ready
+    return _follow_pods(name)
+
+
+def _follow_pods(name: str) -> int:
+    again = ["kubectl", "logs", "--follow", f"job/{name}"]
+    try:
+        while subprocess.run(["kubectl", "get", f"job/{name}"], capture_output=True).returncode:
+            time.sleep(LOOK_SECONDS)
+        return int(bool(subprocess.run([*again, "--pod-running-timeout=1h"]).returncode))
+    except KeyboardInterrupt:
+        return _detached(shlex.join(again))
+
+
+def _template(options: argparse.Namespace) -> Path:
+    """Return the file to submit.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    from study.config.compose import config_file
+
+    path: Path = options.template or config_file(f"cluster/{TEMPLATES[options.to]}")
+    if not path.is_file():
+        raise UserError(f"--template {path}: there is no such file; copy one of conf/cluster")
+    return path
+
+
+def _written(path: Path) -> int:
+    print(f"Written: {path}\nNothing was submitted.")
+    return 0
+
+
+def _detached(again: str) -> int:
+    print(f"\nDetached; the study goes on. Follow it again: {again}", file=sys.stderr)
+    return 0

@@ -1,0 +1,114 @@
+"""Launch on Kubernetes: a ConfigMap with the package and a RayJob of KubeRay that runs it.
+
+Both are written into one file, from ``conf/cluster/rayjob.yaml`` or the user's own copy of it, and
+given to ``kubectl apply``. The package must fit a ConfigMap (1 MiB, base64 included); each pod
+unpacks it into an empty folder of its own before Ray starts. The study's storage must lie in a
+volume of the head that outlives the cluster. Secrets are named in the template, never contained.
+
+Docs: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html,
+https://kubernetes.io/docs/concepts/configuration/configmap/
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import tarfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from study.config import StudyConfig
+from study.errors import UserError
+from study.launch.package import Package
+
+ARCHIVE = "package.tar.xz"
+VOLUME = "package"
+"""Name of the template's volumes that hold the package."""
+MOST_BYTES = 2**20
+"""Largest size of a ConfigMap's data, in bytes, base64 included."""
+LONGEST_NAME = 47
+"""Most characters of a RayJob's name that KubeRay takes."""
+DIGITS = 8
+ENTRYPOINT = "bash /package/start.sh"
+
+
+def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict[str, Any]]:
+    """Return the Kubernetes objects of a launch.
+
+    Raises:
+        UserError: the template has no RayJob with a volume ``package``, the storage is in no volume
+            that outlives the cluster, or the package is too large.
+    """
+    documents = [each for each in yaml.safe_load_all(template.read_text()) if each]
+    jobs = [each for each in documents if each.get("kind") == "RayJob"]
+    if len(jobs) != 1:
+        raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
+    name, job = object_name(loaded.slug, package.digest), jobs[0]
+    job["metadata"]["name"] = name
+    job["spec"]["entrypoint"] = ENTRYPOINT
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
+    for pod in (group["template"]["spec"] for group in groups):
+        _check_storage(pod, loaded.storage, template)
+        for volume in pod["volumes"]:
+            if volume["name"] == VOLUME:
+                volume["configMap"] = {"name": name}
+    content = base64.b64encode(_archive(package)).decode()
+    if len(content) > MOST_BYTES:
+        raise UserError(
+            f"the package is {len(content) >> 10} KiB, and Kubernetes takes 1 MiB in a ConfigMap;"
+            " launch from a folder with the study alone, or build its files into the image"
+            " (conf/cluster/Dockerfile) and launch a study by name"
+        )
+    data = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "annotations": {"lns-study/code": package.digest}},
+        "immutable": True,
+        "binaryData": {ARCHIVE: content},
+    }
+    return [data, *documents]
+
+
+def object_name(slug: str, digest: str) -> str:
+    """Return a name that Kubernetes takes: lower-case letters, digits and dashes (RFC 1123)."""
+    plain = re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-") or "study"
+    return f"{plain[: LONGEST_NAME - DIGITS - 1].strip('-')}-{digest[:DIGITS]}"
+
+
+def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
+    """Refuse a storage that no lasting volume of the pod's first container holds."""
+    lasting = {
+        volume["name"]
+        for volume in pod.get("volumes", [])
+        if not {"emptyDir", "configMap", "secret"} & set(volume)
+    }
+    mounts = [
+        mount["mountPath"]
+        for mount in pod["containers"][0].get("volumeMounts", [])
+        if mount["name"] in lasting
+    ]
+    if not any(PurePosixPath(storage).is_relative_to(mount) for mount in mounts):
+        raise UserError(
+            f"storage={storage!r}: must lie in a volume that outlives the cluster; {template.name}"
+            f" mounts {', '.join(mounts) or 'none'}: use for example"
+            f" storage={mounts[0] if mounts else '/studies'}"
+        )
+
+
+def _archive(package: Package) -> bytes:
+    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time."""
+
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = info.mtime = 0
+        info.uname = info.gname = ""
+        return info
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as archive:
+        for name in ("folder", "site", "start.sh"):
+            archive.add(package.stage / name, name, filter=plain)
+    return buffer.getvalue()

@@ -1,0 +1,79 @@
+"""Launch through the job server of a Ray cluster (Ray's ``JobSubmissionClient``).
+
+The study's files travel as the job's ``working_dir``, this version's wheel as a ``py_modules``
+entry that Ray installs on every node. The job's environment names no variable: what the nodes' own
+environment holds (an MLflow password, say) stays there. The token of a cluster that asks for one is
+Ray's own matter (``~/.ray/auth_token``, ``RAY_AUTH_TOKEN``) and travels in HTTP's headers only.
+
+Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from study.errors import UserError
+from study.launch.package import Package
+
+DASHBOARD = "http://127.0.0.1:8265"
+
+
+def job_request(package: Package, slug: str) -> dict[str, Any]:
+    """Return the arguments of ``JobSubmissionClient.submit_job``."""
+    return {
+        "submission_id": f"{slug}-{secrets.token_hex(4)}",
+        "entrypoint": shlex.join(package.command),
+        "runtime_env": {"working_dir": str(package.folder), "py_modules": [str(package.wheel)]},
+        "metadata": {"code": package.digest, "wheel": package.wheel.name},
+    }
+
+
+def submit(address: str, request: dict[str, Any]) -> Any:
+    """Submit a job; return the client.
+
+    Raises:
+        UserError: nothing answers at ``address``, or it refuses the job.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        client = JobSubmissionClient(address)
+        client.submit_job(**request)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"--address {address}: takes no job ({error}); give the address of the cluster's"
+            f" dashboard, for example {DASHBOARD}, and its token in ~/.ray/auth_token"
+        ) from error
+    return client
+
+
+def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
+    """Print a job's log until it ends; tell whether it succeeded.
+
+    Raises:
+        KeyboardInterrupt: the user detached; the job goes on.
+    """
+
+    async def tail() -> None:
+        async for lines in client.tail_job_logs(job):
+            say(lines.rstrip("\n"))
+
+    asyncio.run(tail())
+    details = client.get_job_info(job)
+    if (status := str(details.status)) != "SUCCEEDED":
+        say(f"Job {job}: {status}: {details.message}")
+    return status == "SUCCEEDED"
+
+
+def how_to_follow(address: str, job: str) -> str:
+    """Return the command that follows a job's log again."""
+    return shlex.join(["ray", "job", "logs", "--follow", "--address", address, job])
+
+
+def how_to_stop(address: str, job: str) -> str:
+    """Return the command that ends a job in order."""
+    return shlex.join(["ray", "job", "stop", "--address", address, job])

@@ -1,0 +1,279 @@
+"""The files of conf/cluster: strictly valid by the schemas of those that read them, and no key can
+be misspelled without notice."""
+
+from __future__ import annotations
+
+import copy
+import json
+import lzma
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from study.config.compose import load
+from study.errors import UserError
+from study.launch.kuberay import ARCHIVE, ENTRYPOINT, manifest, object_name
+from study.launch.package import Package, pack
+from tests.study.conftest import TINY
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "conf" / "cluster"
+SCHEMAS = Path(__file__).parent / "schemas"
+KUBERNETES = "1.34"
+QUANTITIES = {"cpu", "memory", "storage", "nvidia.com/gpu"}
+"""Resources by the names that Kubernetes and NVIDIA's device plugin give them."""
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """A CRD's OpenAPI schema as JSON schema that refuses unknown fields, as ``kubectl apply
+    --validate=strict`` does."""
+    found = {key: value for key, value in schema.items() if not key.startswith("x-kubernetes-")}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    if "properties" in schema:
+        found["properties"] = {name: strict(inner) for name, inner in schema["properties"].items()}
+        if not schema.get("x-kubernetes-preserve-unknown-fields"):
+            found["additionalProperties"] = False
+    if isinstance(schema.get("additionalProperties"), dict):
+        found["additionalProperties"] = strict(schema["additionalProperties"])
+    if "items" in schema:
+        found["items"] = strict(schema["items"])
+    return found
+
+
+def crd(kind: str) -> jsonschema.Draft202012Validator:
+    with lzma.open(SCHEMAS / f"ray.io_{kind.lower()}s.yaml.xz") as file:
+        versions = yaml.safe_load(file)["spec"]["versions"]
+    (schema,) = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
+    schema["properties"]["metadata"] = {
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+            "annotations": {"type": "object"},
+        },
+        "required": ["name"],
+    }
+    schema["required"] = ["apiVersion", "kind", "metadata", "spec"]
+    whole = strict(schema)
+    whole["properties"]["apiVersion"] = {"const": "ray.io/v1"}
+    return jsonschema.Draft202012Validator(whole)
+
+
+CRDS = {kind: crd(kind) for kind in ("RayCluster", "RayJob")}
+
+
+def ray_start_options() -> set[str]:
+    from ray.scripts.scripts import start
+
+    return {option.removeprefix("--") for each in start.params for option in each.opts}
+
+
+def faults(document: dict[str, Any]) -> list[str]:
+    """What is wrong with a manifest, by its schema and where that leaves keys open."""
+    found = [
+        name
+        for path, value in nodes(document)
+        if path and path[-1] in ("requests", "limits")
+        for name in set(value) - QUANTITIES
+    ]
+    if (kind := document.get("kind", "")) not in CRDS:
+        return [*found, *core_faults(document)]
+    found += [error.message for error in CRDS[kind].iter_errors(document)]
+    spec = document.get("spec", {})
+    cluster = spec.get("rayClusterSpec", {}) if kind == "RayJob" else spec
+    for group in (cluster.get("headGroupSpec", {}), *cluster.get("workerGroupSpecs", [])):
+        found += set(group.get("rayStartParams", {})) - ray_start_options()
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+        found += core_faults(pod | {"spec": group.get("template", {}).get("spec", {})})
+    return found
+
+
+def core_faults(document: dict[str, Any]) -> list[str]:
+    """What Kubernetes' own schemas say against an object."""
+    try:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    except (kubernetes_validate.ValidationError, KeyError, ValueError) as error:
+        return [str(error)]
+    return []
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every mapping of a document, with its path."""
+    if isinstance(value, dict):
+        yield path, value
+        for key, inner in value.items():
+            yield from nodes(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from nodes(inner, (*path, index))
+
+
+def renamed(document: Any, path: tuple[Any, ...], key: str, name: str) -> Any:
+    """The document with one key misspelled."""
+    changed = json.loads(json.dumps(document))  # no node is shared
+    place = changed
+    for step in path:
+        place = place[step]
+    place[name] = place.pop(key)
+    return changed
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all((CLUSTER / name).read_text()) if each]
+
+
+MANIFESTS = ("rayjob.yaml", "raycluster.yaml", "storage.yaml")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_is_valid_and_any_misspelled_key_is_refused(name: str) -> None:
+    for document in documents(name):
+        assert faults(document) == []
+        keys = [(path, key) for path, mapping in nodes(document) for key in mapping]
+        assert len(keys) >= 8
+        unnoticed = [
+            (path, key) for path, key in keys if not faults(renamed(document, path, key, f"{key}x"))
+        ]
+        assert unnoticed == []
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "raycluster.yaml"])
+def test_a_cluster_asks_for_a_token_bounds_its_pods_and_keeps_its_studies(name: str) -> None:
+    (document,) = documents(name)
+    spec = document["spec"]
+    cluster = spec.get("rayClusterSpec", spec)
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["autoscalerOptions"]["version"] == "v2"
+    (claim,) = documents("storage.yaml")
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert {"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}} in [
+            {key: value for key, value in volume.items() if key != "name"}
+            for volume in pod["volumes"]
+        ]
+        for container in (*pod["containers"], *pod.get("initContainers", [])):
+            assert set(container["resources"]) == {"requests", "limits"}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+    words = ["storage=/studies", "tracking_uri=none"]
+    return pack("tiny.yaml", words, load("tiny.yaml", words))
+
+
+def test_a_launch_makes_valid_objects_that_hold_the_package(
+    package: Package, tmp_path: Path
+) -> None:
+    study = load("tiny.yaml", ["storage=/studies"])
+    objects = manifest(package, study, CLUSTER / "rayjob.yaml")
+    assert [faults(each) for each in objects] == [[], []]
+    data, job = objects
+    name = data["metadata"]["name"]
+    assert job["metadata"]["name"] == name == object_name("tiny", package.digest)
+    assert job["spec"]["entrypoint"] == ENTRYPOINT
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert {"name": "package", "configMap": {"name": name}} in pod["volumes"]
+        # what the pod does, done here
+        (unpack,) = pod["initContainers"]
+        assert f"/archive/{ARCHIVE}" in unpack["command"][-1]
+    import base64
+
+    (tmp_path / ARCHIVE).write_bytes(base64.b64decode(data["binaryData"][ARCHIVE]))
+    code = (
+        unpack["command"][-1]
+        .replace("/archive", str(tmp_path))
+        .replace('/package"', f'{tmp_path}/unpacked"')
+    )
+    subprocess.run([*unpack["command"][:2], code], check=True)
+    assert (tmp_path / "unpacked" / "folder" / "tiny.yaml").read_text() == TINY
+    assert (tmp_path / "unpacked" / "site" / "study" / "conf" / "study" / "table.yaml").is_file()
+
+
+def test_a_storage_that_dies_with_the_cluster_is_refused(package: Package) -> None:
+    for storage in ("/package/studies", "/elsewhere"):
+        study = load("tiny.yaml", [f"storage={storage}"])
+        with pytest.raises(UserError, match=r"must lie in a volume that outlives .*storage=/stud"):
+            manifest(package, study, CLUSTER / "rayjob.yaml")
+
+
+def test_names_are_those_that_kubernetes_takes() -> None:
+    for slug in ("tiny", "Über_Study.2", "x" * 200, "---", "-a-"):
+        name = object_name(slug, "0123456789abcdef")
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name)
+        assert len(name) <= 47
+
+
+def test_ray_takes_the_file_of_ray_up() -> None:
+    import ray.autoscaler
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((CLUSTER / "aws.yaml").read_text())
+    validate_config(prepare_config(copy.deepcopy(config)))
+    open_maps = {"node_config", "resources", "file_mounts"}  # EC2's, Ray's and paths
+    schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    known = set(schema["properties"]["provider"]["properties"])  # it takes others, too
+    assert set(config["provider"]) <= known
+    unnoticed = []
+    for path, mapping in nodes(config):
+        for key in mapping:
+            if path and path[-1] in {*open_maps, "InstanceMarketOptions", "available_node_types"}:
+                continue
+            try:
+                validate_config(prepare_config(changed := renamed(config, path, key, f"{key}x")))
+            except Exception:
+                continue
+            if set(changed["provider"]) - known:
+                continue
+            unnoticed.append((*path, key))
+    assert unnoticed == []
+
+
+def test_the_batch_script_is_shell_without_fault() -> None:
+    assert subprocess.run(["bash", "-n", CLUSTER / "slurm.sh"]).returncode == 0
+    text = (CLUSTER / "slurm.sh").read_text()
+    for option in ("--signal=B:USR1@120", "--requeue"):
+        assert f"#SBATCH {option}" in text
+    from ray.scripts.scripts import start
+
+    known = {option for each in start.params for option in (*each.opts, *each.secondary_opts)}
+    words = re.findall(
+        r"(--[a-z-]+)", text.partition("    ray symmetric-run")[2].partition("-- bash")[0]
+    )
+    assert set(words) - known - {"--min-nodes"} == set()
+
+
+def test_no_file_holds_a_secret() -> None:
+    """Passwords and tokens are named: by secret, by file, by variable."""
+    for path in CLUSTER.iterdir():
+        for line in path.read_text().splitlines():
+            if line.lstrip().startswith("#"):
+                continue
+            given = re.search(r"(?i)(password|token|secret)\w*[=:]\s*([^\s$,{\[(]+)", line)
+            assert not given or given[2].startswith(
+                ("/run/secrets/", "~/.ray/", "token", "secrets/")
+            ), line
+
+
+def test_the_compose_file_is_read_by_its_own_parser(tmp_path: Path) -> None:
+    program = shutil.which("docker-compose")
+    if program is None:
+        pytest.skip("docker-compose is not installed")
+    done = subprocess.run(
+        [program, "-f", str(CLUSTER / "compose.yaml"), "config", "--quiet"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr

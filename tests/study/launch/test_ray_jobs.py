@@ -1,0 +1,106 @@
+"""``lns-study launch --to ray`` on a real Ray head with token authentication."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, fold
+from tests.study.conftest import TINY
+from tests.study.ray_head import TOKEN, head, ray
+
+__all__ = ["head"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PASSWORD = "correct-horse-battery-staple"
+
+
+def launch(
+    head: tuple[str, dict[str, str]], folder: Path, *overrides: str
+) -> subprocess.Popen[str]:
+    address, env = head
+    words = ["launch", "tiny.yaml", "--to", "ray", "--address", address, "tracking_uri=none"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "study", *words, f"storage={folder / 'studies'}", *overrides],
+        cwd=folder,
+        env=env | {"MLFLOW_TRACKING_PASSWORD": PASSWORD},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_a_launched_study_outlives_its_follower_and_is_continued(
+    head: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    address, env = head
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    follower = launch(head, tmp_path, "trial.epochs=20", "limits.trials=1")
+    assert follower.stdout is not None
+    alarm = threading.Timer(300, follower.kill)
+    alarm.start()
+    lines = []
+    for line in follower.stdout:
+        lines.append(line)
+        if "epoch" in line:  # the job's log arrives
+            break
+    follower.send_signal(signal.SIGINT)
+    lines.append(follower.communicate(timeout=60)[0])
+    alarm.cancel()
+    printed = "".join(lines)
+    assert follower.returncode == 0, printed
+    (again,) = re.findall(r"Follow it again: ray (.+)", printed)
+    followed = ray(*shlex.split(again), env=env, timeout=300)
+    assert "limits.trials=1 reached" in followed.stdout, followed.stdout + followed.stderr
+    (job,) = set(re.findall(r"--follow --address \S+ (\S+)", printed))
+    status = ray("job", "status", "--address", address, job, env=env)
+    # it ended with a trial left, exit code 3 of `run`
+    assert "succeeded" in status.stdout + status.stderr, status.stdout + status.stderr
+    listed = ray("job", "list", "--address", address, env=env).stdout
+    assert job in listed
+    assert PASSWORD not in listed + printed
+    assert TOKEN not in listed + printed
+
+    whole = launch(head, tmp_path, "trial.epochs=20")
+    assert whole.communicate(timeout=400)[0].count("Resuming: ") == 1
+    assert whole.returncode == 0
+    events = read_ledger(tmp_path / "studies" / "tiny")
+    assert [trial.status for trial in fold(events).trials] == [FINISHED] * 2
+    versions = [
+        event["provenance"]["versions"]["lns-study"]
+        for event in events
+        if event["event"] == "planned"
+    ]
+    wheel = next((tmp_path / ".lns-study").glob("*/*.whl")).name.split("-")[1]
+    assert versions == [wheel] * 2  # it ran from the wheel, not from what the node has
+    for path in (tmp_path / ".lns-study").rglob("*"):
+        assert not path.is_file() or PASSWORD.encode() not in path.read_bytes()
+
+
+def test_a_failed_job_is_a_failure(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("def make():\n    raise RuntimeError('no such net')\n")
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("model: {hidden: [16]}", "seed: 0"))
+    failing = launch(head, tmp_path, "trial.model.name=net.py:make", "max_failures=0")
+    printed = failing.communicate(timeout=300)[0]
+    assert failing.returncode == 1, printed
+    assert "no such net" in printed
+
+
+def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    refused = launch(("http://127.0.0.1:9", env), tmp_path)
+    printed = refused.communicate(timeout=120)[0]
+    assert refused.returncode == 2, printed
+    assert "--address http://127.0.0.1:9: takes no job" in printed
+    request = json.loads(next((tmp_path / ".lns-study").glob("*/ray-job.json")).read_text())
+    assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
