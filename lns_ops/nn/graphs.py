@@ -110,10 +110,13 @@ class _Graph:
         args = tuple(_copied(value) for value in args)
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
         graph = torch.cuda.CUDAGraph()
+        random = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = random.clone_state()
         try:
             with _optimizers_that_step() as stepped, torch.cuda.graph(graph):
                 self._output = self._step(*args, **kwargs)
         except Exception as error:
+            random.graphsafe_set_state(before)  # torch leaves the failed one in the capture
             raise RuntimeError(
                 f"cuda_graph: the step cannot be captured"
                 f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''});"

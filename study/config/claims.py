@@ -221,7 +221,8 @@ def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> No
             if label not in labels:
                 raise ValueError(
                     f"claim {claim.name}: {claim.kind} names the row {label!r}, which the study"
-                    f" does not have; its rows are {', '.join(labels)}"
+                    f" does not have; its rows are {', '.join(labels)}; use claims=[] where other"
+                    " rows are asked for"
                 )
 
 

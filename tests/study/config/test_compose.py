@@ -178,7 +178,7 @@ REFUSED = [
         ["rows[].comparable", "must be a mapping", "`comparable: {epochs: 3}`"],
     ),
     (
-        ["table", "rows=[{label: x, comparable: {epoch: 3}}]", "baseline=null"],
+        ["table", "rows=[{label: x, comparable: {epoch: 3}}]", "baseline=null", "claims=[]"],
         ["row 'x': comparable: epoch", "'epochs'"],
     ),
     (
@@ -189,6 +189,7 @@ REFUSED = [
         ["table", "rows=[a]"],
         ["rows[0]: 'a'", "must be a mapping with the keys label, overrides", "{label: a"],
     ),
+    (["table", "rows=[{label: x}]", "baseline=null"], ["names the row", "rows are x", "claims=[]"]),
     (["table", "rows=[{label: x}]"], ["baseline", "float32", "baseline=null"]),
     (["table", "rows=[{published: 1.0}]"], ["label"]),
     (["table", "comparable={epoch: 3}"], ["comparable: epoch: unknown key", "'epochs'"]),
@@ -221,7 +222,7 @@ REFUSED = [
     (["table", "name=artifacts"], ["name='artifacts'", "name=my-artifacts"]),
     (["table", "name=mlflow.db"], ["name='mlflow.db'", "name=my-mlflow.db"]),
     (
-        ["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null"],
+        ["table", f"rows=[{{label: {'x' * 300}}}]", "baseline=null", "claims=[]"],
         ["label", "300 bytes", "at most 250"],
     ),
     (["table", "trial.epochs=999999999999"], ["epochs=999999999999", "below 2^20"]),

@@ -148,7 +148,7 @@ def test_flat_and_shaped_images_are_the_same() -> None:
     assert cnn(torch.rand(2, 3 * 8 * 6)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("config", [LSTM, VANILLA, GPT], ids=lambda c: repr(c.args))
+@pytest.mark.parametrize("config", [LSTM, VANILLA_LSTM, GPT], ids=lambda c: repr(c.args))
 def test_a_step_sees_no_later_token(config: ModelConfig) -> None:
     model, (x, _) = made(config), examples(config)
     changed = x.clone()

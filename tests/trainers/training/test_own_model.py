@@ -159,7 +159,7 @@ def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
     ("name", "message"),
     [
         ("my net:make", "must be file.py:name or package.module:name"),
-        ("vgg", "must be one of mlp, cnn, resnet, lstm, gpt, or a factory of your own"),
+        ("vgg", "must be one of mlp, cnn, resnet, lstm, gpt, vanilla, or a factory of your own"),
     ],
 )
 def test_wrong_names_are_refused(name: str, message: str) -> None:
@@ -168,7 +168,9 @@ def test_wrong_names_are_refused(name: str, message: str) -> None:
 
 
 def test_only_factories_take_arguments() -> None:
-    with pytest.raises(ValueError, match=r"model.args.width=3 with .*mlp: it takes no arguments"):
+    with pytest.raises(
+        ValueError, match=r"model.args.width=3 with .*mlp: there is no such argument"
+    ):
         ModelConfig(args={"width": 3})
     with pytest.raises(ValueError, match="is of mlp and cnn"):
         ModelConfig(name="net.py:make", hidden=[3])
