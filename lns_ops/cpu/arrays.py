@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,6 +11,16 @@ Codes = NDArray[np.int16]
 
 GRAIN = 1 << 15
 """The number of elements worth a thread of their own: some 50 microseconds of work."""
+
+
+@lru_cache(maxsize=4096)
+def broadcast_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the common shape of two shapes; torch's own function takes 28 microseconds.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return np.broadcast_shapes(x, y)
 
 
 def checked_codes(x: Codes) -> Codes:
@@ -33,5 +45,5 @@ def flat_pair(x: Codes, y: Codes) -> tuple[Codes, Codes, tuple[int, ...]]:
     """Return both operands flat, broadcast to their common shape."""
     if x.shape == y.shape:
         return flattened(x), flattened(y), x.shape
-    shape = np.broadcast_shapes(x.shape, y.shape)
+    shape = broadcast_shape(x.shape, y.shape)
     return flattened(np.broadcast_to(x, shape)), flattened(np.broadcast_to(y, shape)), shape

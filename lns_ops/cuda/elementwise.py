@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lns_ops.cpu.arrays import broadcast_shape
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
     THREADS,
@@ -111,7 +112,7 @@ def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    shape = torch.broadcast_shapes(x.shape, y.shape)
+    shape = broadcast_shape(x.shape, y.shape)
     cuda = x if x.is_cuda else y
     device = cuda.get_device()
     if not x.is_cuda:

@@ -18,6 +18,7 @@ from lns_ops.functional.elementwise import (
     decode,
     div,
     encode,
+    encode_number,
     from_key,
     mul,
     neg,
@@ -38,6 +39,7 @@ from lns_ops.functional.updates import (
 
 __all__ = [
     "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode",
-    "from_key", "linear", "matmul", "mean", "mul", "neg", "norm", "order_key", "relu", "select",
-    "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub", "sum",
+    "encode_number", "from_key", "linear", "matmul", "mean", "mul", "neg", "norm",
+    "order_key", "relu", "select", "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub",
+    "sum",
 ]  # fmt: skip

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lns_ops import cpu
+from lns_ops.cpu import arrays
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat
 
 
-def _broadcast(x: Tensor, y: Tensor) -> Tensor:
-    return x.new_empty(torch.broadcast_shapes(x.shape, y.shape))
+def broadcast_shape(x: torch.Size, y: torch.Size) -> Sequence[int]:
+    """Return the shape to which two shapes broadcast, of traced sizes too.
+
+    Raises:
+        ValueError: they do not.
+    """
+    try:
+        shape: Sequence[int] = arrays.broadcast_shape(x, y)
+    except TypeError:  # symbolic sizes have no hash
+        shape = torch.broadcast_shapes(x, y)
+    return shape
 
 
 def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -42,7 +54,7 @@ def _binary(name: str) -> None:
 
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
         if x.shape != y.shape:
-            shape = torch.broadcast_shapes(x.shape, y.shape)
+            shape = arrays.broadcast_shape(x.shape, y.shape)
             x, y = _whole(x, shape), _whole(y, shape)
         return torch.from_numpy(
             kernel(
@@ -54,7 +66,7 @@ def _binary(name: str) -> None:
         name,
         f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
         on_cpu,
-        lambda x, y, bits, fraction_bits: _broadcast(x, y),
+        lambda x, y, bits, fraction_bits: x.new_empty(broadcast_shape(x.shape, y.shape)),
     )
 
 
@@ -110,6 +122,20 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
             f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"
         )
     return OPS.encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=4096)
+def _code_of(value: float, fmt: LNSFormat) -> int:
+    return int(cpu.encode(np.array(value, np.float64), fmt))
+
+
+def encode_number(value: float, fmt: LNSFormat) -> Tensor:
+    """Return the code of a Python number: 0-dim, on the CPU, as operations on any device take it.
+
+    Raises:
+        ValueError: a NaN or an infinity (``NonFiniteError``).
+    """
+    return torch.tensor(_code_of(value, fmt), dtype=torch.int16)
 
 
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:

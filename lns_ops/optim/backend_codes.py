@@ -40,7 +40,7 @@ def decay_codes(beta: float, name: str, fmt: LNSFormat) -> tuple[int, int]:
             f"{name}={beta}: rounds to 1 in {fmt}, so the average would never forget; use {name} <="
             f" {1 / (1 + fmt.epsilon):.3g}"
         )
-    return code, int(lns.encode(torch.tensor(1 - held, dtype=torch.float64), fmt))
+    return code, int(lns.encode_number(1 - held, fmt))
 
 
 class Codes(ParameterMath):
@@ -124,9 +124,7 @@ class Codes(ParameterMath):
 
     def hypotenuse(self, x: Tensor, y: float) -> Tensor:
         root, residue = x.clone(), torch.zeros_like(x)
-        other = torch.full_like(
-            x, max(1, int(lns.encode(torch.tensor(y, dtype=torch.float64), self.fmt)))
-        )
+        other = torch.full_like(x, max(1, int(lns.encode_number(y, self.fmt))))
         return moments.follow_(
             root, residue, other, moments.sum_square(self.fmt.fraction_bits), self.fmt
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any, TypedDict, overload
 
 import torch
@@ -67,14 +66,9 @@ def check_range(name: str, value: float, low: float, high: float, example: str) 
         )
 
 
-@lru_cache(maxsize=1024)
-def _code(value: float, fmt: LNSFormat) -> int:
-    return int(lns.encode(torch.tensor(value, dtype=torch.float64), fmt))
-
-
 def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     """Return the code of a hyperparameter, which must not vanish in the format."""
-    code = _code(value, fmt)
+    code = int(lns.encode_number(value, fmt))
     if code == 0 and value != 0:
         raise ValueError(
             f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is"
@@ -90,7 +84,7 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
     It is 0, with a warning, where a schedule has taken the rate below the format's smallest
     magnitude.
     """
-    code = _code(rate, fmt)
+    code = int(lns.encode_number(rate, fmt))
     if code == 0 and rate != 0:
         warnings.warn(
             f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt},"

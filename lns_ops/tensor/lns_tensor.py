@@ -47,7 +47,12 @@ class LNSTensor(torch.Tensor):
         if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)
-        return make_wrapper_subclass(
+        if codes.dtype is not torch.int16:
+            raise ValueError(
+                f"codes of dtype {codes.dtype}: LNS codes are int16; use LNSTensor.from_float for"
+                " values"
+            )
+        self: LNSTensor = make_wrapper_subclass(
             cls,
             codes.shape,
             strides=codes.stride(),
@@ -55,15 +60,8 @@ class LNSTensor(torch.Tensor):
             dtype=torch.float32,
             device=codes.device,
         )
-
-    def __init__(self, codes: Tensor, fmt: LNSFormat) -> None:
-        if codes.dtype != torch.int16:
-            raise ValueError(
-                f"codes of dtype {codes.dtype}: LNS codes are int16; use LNSTensor.from_float for"
-                " values"
-            )
-        self.codes = codes
-        self.fmt = fmt
+        self.codes, self.fmt = codes, fmt
+        return self
 
     @staticmethod
     def from_float(x: Tensor, fmt: LNSFormat | str = lns16) -> LNSTensor:
@@ -137,7 +135,7 @@ class LNSTensor(torch.Tensor):
         name = getattr(func, "__name__", "")
         if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
             return _in_float32(func, args, kwargs)
-        if func not in promotion.KEPT and promotion.any_leaf(_is_plain, (*args, *kwargs.values())):
+        if func not in promotion.KEPT and _meets_floats(args, kwargs):
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 promotion.writes(name) and args and _is_plain(args[0])
             ):
@@ -151,7 +149,7 @@ class LNSTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if promotion.any_leaf(_is_plain, (*args, *kwargs.values())) and func not in promotion.KEPT:
+        if _meets_floats(args, kwargs) and func not in promotion.KEPT:
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 args and _is_plain(args[0]) and written_arguments(func)
             ):
@@ -179,9 +177,17 @@ def _is_lns(x: Any) -> bool:
 def _is_plain(x: Any) -> bool:
     """Return whether ``x`` is a float or complex tensor, and no LNSTensor."""
     return (
-        isinstance(x, Tensor)
+        type(x) is not LNSTensor
+        and isinstance(x, Tensor)
         and not isinstance(x, LNSTensor)
         and (x.dtype.is_floating_point or x.dtype.is_complex)
+    )
+
+
+def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether there is a float or complex tensor among arguments."""
+    return promotion.any_leaf(_is_plain, args) or (
+        bool(kwargs) and promotion.any_leaf(_is_plain, kwargs.values())
     )
 
 
@@ -413,6 +419,8 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
             codes.append(operand.codes)
         elif isinstance(operand, Tensor) and operand.dtype.is_floating_point:
             codes.append(promotion.encoded(operand, fmt))
+        elif type(operand) is float or type(operand) is int:
+            codes.append(lns.encode_number(operand, fmt))
         else:
             codes.append(lns.encode(torch.as_tensor(operand, dtype=torch.float64), fmt))
     return codes[0], codes[1], fmt

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -50,14 +51,23 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
-    """Return whether a leaf of arguments, or of sequences among them, has a property."""
+    """Return whether a leaf of arguments, or of sequences among them, has a property.
+
+    Numbers, names and the like have none.
+    """
     for a in args:
+        kind = type(a)
+        if kind in _WITHOUT:
+            continue
         if isinstance(a, (list, tuple)):
-            if any(map(holds, a)):
+            if any_leaf(holds, a):
                 return True
         elif holds(a):
             return True
     return False
+
+
+_WITHOUT = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
 
 
 def writes(name: str) -> bool:

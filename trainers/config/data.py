@@ -9,6 +9,7 @@ from trainers.config.validation import NoArguments, at_least, finite, one_of, sh
 
 COLLECTIONS = ("JSB_Chorales", "MuseData", "Nottingham", "Piano_midi")
 """The four collections of Boulanger-Lewandowski et al. 2012, by the names of their .mat files."""
+AUGMENTATIONS = ("none", "crop_flip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,22 @@ class TextArguments(WindowArguments):
                 f"data.args.stride={self.stride} with data.args.context={self.context}: characters"
                 " between two windows would be left out; use at most data.args.context"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageArguments:
+    """The arguments of ``cifar10`` and ``cifar100``.
+
+    Attributes:
+        augment: what is done to training images, anew in every epoch: ``none``, or ``crop_flip``, a
+            shift by up to 4 pixels and a mirroring of every other one
+            (:mod:`trainers.data.augment`).
+    """
+
+    augment: str = AUGMENTATIONS[0]
+
+    def __post_init__(self) -> None:
+        one_of("data.args.augment", self.augment, AUGMENTATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +212,8 @@ def _idx(about: str) -> DataInfo:
 def _cifar(classes: int) -> DataInfo:
     return DataInfo(
         about=f"colour images of 32 x 32, {classes} classes", train=50_000, test=10_000,
-        shape=(3, 32, 32), classes=classes, validation=5_000, files=True,
+        shape=(3, 32, 32), classes=classes, validation=5_000, arguments=ImageArguments,
+        files=True,
     )  # fmt: skip
 
 

@@ -9,10 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainers.config.model import FeedforwardArguments
 from trainers.models.mlp import PLAIN, make_activation, mlp
+
+
+class Images(nn.Unflatten):
+    """The images of a batch, whether they come as such or laid flat.
+
+    Args:
+        image: channels, height and width, (C, H, W).
+    """
+
+    def __init__(self, image: tuple[int, int, int]) -> None:
+        super().__init__(1, image)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, [B, C, H, W] or [B, C H W], as [B, C, H, W]."""
+        return super().forward(x.flatten(1))
 
 
 def cnn(
@@ -24,7 +39,7 @@ def cnn(
 ) -> nn.Sequential:
     """Return convolutions of ``channels``, then linear layers ``features - hidden... - classes``.
 
-    The input is flat, ``[B, C H W]``; the output is logits ``[B, classes]``.
+    The input is images, ``[B, C, H, W]`` or laid flat; the output is logits ``[B, classes]``.
 
     Args:
         image: channels, height and width, (C, H, W).
@@ -43,7 +58,7 @@ def cnn(
             f"model.name=cnn with images of {height} x {width} and {len(channels)} convolutions:"
             " needs images that can be halved so often; use model.name=mlp, or fewer model.channels"
         )
-    layers: list[nn.Module] = [nn.Unflatten(1, image)]
+    layers: list[nn.Module] = [Images(image)]
     for fan_in, fan_out in pairwise([inputs, *channels]):
         activation = make_activation(arguments)
         layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), activation, nn.MaxPool2d(2)]

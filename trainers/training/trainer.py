@@ -24,13 +24,14 @@ from lns_ops import NonFiniteError, check_faults, matmul_accumulation
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Examples
+from trainers.data.augment import augment
 from trainers.optim.lr import Rate
 from trainers.telemetry.tally import Tally, faulty
 from trainers.training import persistence
 from trainers.training.build import build, make_trial_optimizer
 from trainers.training.check import check
 from trainers.training.format_analysis import analysis_metrics
-from trainers.training.strategies import choose_step
+from trainers.training.strategies import choose_step, seed_of
 
 __all__ = ["Training", "check"]
 
@@ -78,6 +79,7 @@ class Training:
         self.sync = components.synchroniser()
         self._step = choose_step(components)
         self._options = config.optimizer
+        self._augmented = augment(config.data, self.data.train)
         self._steps_per_epoch = self.data.train.size // config.batch_size
         self._rate = Rate(config, self.optimizer, self._steps_per_epoch)
         self.epoch = 0
@@ -178,9 +180,10 @@ class Training:
         """Train the epoch; do nothing where training has diverged before."""
         if self.diverged:
             return Tally()
-        tally, goes_on = self._step.train_epoch(
-            self.data.train, self.epoch, self.sync, self._before_step
-        )
+        examples: Examples = self.data.train
+        if self._augmented is not None:
+            examples = self._augmented.draw(seed_of(f"images/{self.config.seed}/{self.epoch}"))
+        tally, goes_on = self._step.train_epoch(examples, self.epoch, self.sync, self._before_step)
         self.diverged = not goes_on
         return tally
 

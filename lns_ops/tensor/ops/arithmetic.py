@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles
@@ -26,8 +27,8 @@ _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
 
 def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
     try:
-        torch.broadcast_shapes(x.shape, y.shape)
-    except RuntimeError:
+        broadcast_shape(x.shape, y.shape)
+    except (ValueError, RuntimeError):
         raise ValueError(
             f"{name} of shapes {tuple(x.shape)} and {tuple(y.shape)}: they do not broadcast; sizes"
             " must agree or be 1, from the last on"

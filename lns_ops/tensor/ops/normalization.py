@@ -36,11 +36,6 @@ from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
 
-def _number(value: float, fmt: LNSFormat) -> Tensor:
-    """Encode a number as a code on the CPU, which operations on a GPU take as an argument."""
-    return lns.encode(torch.tensor(value, dtype=torch.float64), fmt)
-
-
 def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
     """Return means over the last dimensions first, then over the others.
 
@@ -54,7 +49,9 @@ def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
     return power(
-        lns.add(variance, _number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt), -0.5, fmt
+        lns.add(variance, lns.encode_number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt),
+        -0.5,
+        fmt,
     )
 
 

@@ -145,7 +145,8 @@ def test_flat_and_shaped_images_are_the_same() -> None:
     grey = make_model(RESNET, (64,), 10, 0)
     assert grey(torch.rand(2, 64)).shape == (2, 10)
     cnn = build(ModelConfig(name="cnn", channels=[4], hidden=[]), (3, 8, 6), 10)
-    assert cnn(torch.rand(2, 3 * 8 * 6)).shape == (2, 10)
+    images = torch.rand(2, 3, 8, 6)
+    assert torch.equal(cnn(images), cnn(images.flatten(1)))
 
 
 @pytest.mark.parametrize("config", [LSTM, VANILLA_LSTM, GPT], ids=lambda c: repr(c.args))
