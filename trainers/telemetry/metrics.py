@@ -12,7 +12,8 @@ each metric):
   *compute*. The three add up to the step. The replicas of a parameter server have no common steps;
   there all waiting for the server is communication.
 - **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's
-  allocator on a GPU.
+  allocator on a GPU; there since the trial's first epoch, as what a CUDA graph uses is allocated
+  while it is captured.
 - **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
   over the trial's first step, and their rate as a share of the kernel's measured ceiling
   (:mod:`trainers.telemetry.roofline`).
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ NAMES = {
     "communication_seconds": "of it, in collectives that nothing overlaps",
     "idle_seconds": "of it, waiting for other workers; in a pipeline the bubble",
     "peak_memory_bytes": (
-        "largest of the workers: resident set (CPU) or torch's allocations (GPU), of the whole"
-        " epoch"
+        "largest of the workers: resident set of the epoch (CPU), or torch's allocations so far"
+        " (GPU)"
     ),
     "macs_per_step": "multiply-accumulates of a step, all workers",
     "ceiling_fraction": (
@@ -73,6 +74,13 @@ def repeatable(metrics: dict[str, float]) -> dict[str, float]:
         for name, value in metrics.items()
         if name != "samples_per_second" and not name.startswith(PREFIX)
     }
+
+
+class _WholeModel(nullcontext[None]):
+    """What stands in for FlopCounterMode's tracker of modules, whose hooks keep alive what a step
+    with activation checkpoints drops: the memory of all activations would be measured."""
+
+    parents = frozenset({"Global"})
 
 
 class Telemetry:
@@ -110,7 +118,7 @@ class Telemetry:
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
-        self._resettable = False
+        self._resettable = self._begun = False
         spans.timing = True
 
     @contextmanager
@@ -122,7 +130,9 @@ class Telemetry:
         if self._macs is not None:
             yield
             return
-        with FlopCounterMode(display=False, custom_mapping=self._formulas) as counter:
+        counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
+        counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
+        with counter:
             yield
         self._macs = counter.get_total_flops() / 2 / steps
 
@@ -130,7 +140,9 @@ class Telemetry:
         """Begin the training of an epoch."""
         if self._ceiling_rate is None:
             self._ceiling_rate = self._ceiling()
-        self._reset_peak()
+        if self._device.type != "cuda" or not self._begun:
+            self._reset_peak()
+        self._begun = True
         self._gpu.begin()
         self._spans.begin()
 

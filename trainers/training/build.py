@@ -38,7 +38,7 @@ from trainers.telemetry.metrics import Telemetry
 from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
-from trainers.training.device import check_device, resolve_device
+from trainers.training.device import check_device, resolve_device, return_freed_memory
 from trainers.training.evaluate import Metrics
 from trainers.user_code import forget, names_code
 
@@ -302,6 +302,8 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
         set_forward_(model, config.memory, config.autocast, scaler)
+    if config.memory.activation_checkpoints and device.type == "cpu":
+        return_freed_memory()
     collectives = Collectives(here.dp_group, device, spans) if here.dp > 1 else None
     within = Collectives(here.parts.get_group(), device, spans) if here.parts is not None else None
     partition = make_parts(model, here, collectives, within, config.wire, config.seed)

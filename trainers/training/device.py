@@ -1,8 +1,16 @@
-"""The device that a trial computes on."""
+"""The device that a trial computes on, and its memory."""
 
 from __future__ import annotations
 
+import ctypes
+
 from lns_ops import cuda
+
+_M_MMAP_THRESHOLD = -3
+"""The name of the setting in glibc's malloc.h."""
+MAPPED_FROM = 128 << 10
+"""Bytes from which an allocation is mapped by itself, glibc's default before it adapts."""
+_returns_memory = False
 
 
 def resolve_device(name: str) -> str:
@@ -23,3 +31,23 @@ def check_device(name: str) -> None:
     """
     if name == "cuda" and (reason := cuda.unavailable()) is not None:
         raise ValueError(f"device=cuda: {reason}; use device=cpu")
+
+
+def return_freed_memory() -> None:
+    """Have the C library give memory back to the system as soon as it is freed, from now on.
+
+    glibc keeps freed tensors of up to 32 MiB in a heap that fragments. A net of 400 layers that
+    keeps 81 MB of activations with checkpoints, 448 without, took 1,970 MB instead of 1,480 of its
+    process; it takes 680 after this call, in up to twice the time, since every tensor's pages are
+    new. The setting belongs to the process and cannot be taken back (mallopt(3)). Where the C
+    library is another, nothing happens.
+    """
+    global _returns_memory
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None:
+        _returns_memory = bool(change(_M_MMAP_THRESHOLD, MAPPED_FROM))
+
+
+def returns_memory() -> bool:
+    """Tell whether :func:`return_freed_memory` has changed this process."""
+    return _returns_memory

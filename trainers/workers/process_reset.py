@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from lns_ops import get_matmul_accumulation, set_matmul_accumulation
+from trainers.training.device import returns_memory
 
 THREADS = 64
 """More Python threads than before the first trial are a leak."""
@@ -39,6 +40,7 @@ class Leftovers:
         self._environment = dict(os.environ)
         self._settings, self._random = _settings(), torch.get_rng_state()
         self._threads = threading.active_count()
+        self._returned_memory = returns_memory()
         self._memory: tuple[int, int] | None = None
         gc.collect()
         # what is there now is never looked through again, half a million objects of libraries
@@ -48,7 +50,8 @@ class Leftovers:
         """Put the process's settings back; to be called between trials.
 
         Raises:
-            LeakError: threads or memory have grown beyond their bounds.
+            LeakError: threads or memory have grown beyond their bounds, or a setting cannot be
+                put back.
         """
         os.environ.clear()
         os.environ.update(self._environment)
@@ -57,6 +60,11 @@ class Leftovers:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+        if returns_memory() and not self._returned_memory:
+            raise LeakError(
+                "this process gives memory back as a trial with activation checkpoints wants it,"
+                " which slows others; the next one gets a new process"
+            )
         self._memory = self._memory or _memory()
         grown = max(now - before for now, before in zip(_memory(), self._memory, strict=True))
         more = threading.active_count() - self._threads

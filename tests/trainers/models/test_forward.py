@@ -3,6 +3,8 @@ out overflowing updates."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,34 @@ def test_mixed_precision_on_a_gpu_learns_and_resumes(tmp_path: Path, autocast: s
     assert repeatable(saving.train_epoch())["train/error"] == pytest.approx(
         metrics[0]["train/error"], abs=0.02
     )
+
+
+PEAK = """
+import sys
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
+from trainers.config.memory import MemoryConfig
+from trainers.training.trainer import Training
+
+training = Training(TrialConfig(
+    data=DataConfig(name="mnist1d", args={"examples": 6100}, validation_size=100),
+    model=ModelConfig(name="vanilla", args={"depth": 200, "width": 32}),
+    memory=MemoryConfig(activation_checkpoints=bool(int(sys.argv[1]))),
+    batch_size=6000, epochs=1, device="cpu", threads=1, telemetry=True,
+))
+print(training.train_epoch()["telemetry/peak_memory_bytes"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux resets the peak of a process")
+def test_a_process_with_activation_checkpoints_takes_less() -> None:
+    """200 layers whose activations are 154 MB, in the step that telemetry counts too."""
+    without, held = (
+        float(
+            subprocess.run(
+                [sys.executable, "-c", PEAK, str(flag)], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for flag in (0, 1)
+    )
+    assert held < without - 100e6
