@@ -10,13 +10,14 @@ from trainers.user_code import names_code
 
 LOSSES: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("label_smoothing", "softmax"),
+    "margin": ("positive", "negative", "weight"),
     "binary_cross_entropy": (),
     "mse": (),
     "l1": (),
     "huber": ("delta",),
 }
 """Our losses, with the arguments that they take."""
-OF_CLASSES = ("cross_entropy", "binary_cross_entropy")
+OF_CLASSES = ("cross_entropy", "margin", "binary_cross_entropy")
 """Losses of answers that are right or wrong."""
 MEASURED = ("loss", "error")
 """Names of what a trial reports anyway."""
@@ -27,13 +28,14 @@ class LossConfig:
     """The loss, averaged over all answers of a batch; an example has one answer or several.
 
     Attributes:
-        name: ``cross_entropy`` of classes; ``binary_cross_entropy`` of labels that are 0 or 1, from
-            logits; ``mse``, ``l1`` or ``huber`` of numbers; or ``file.py:factory`` or
-            ``package.module:factory``, which returns ``loss(outputs, targets)``
-            (:mod:`trainers.models.loss`).
+        name: ``cross_entropy`` or ``margin`` of classes; ``binary_cross_entropy`` of labels that
+            are 0 or 1, from logits; ``mse``, ``l1`` or ``huber`` of numbers; or
+            ``file.py:factory`` or ``package.module:factory``, which returns
+            ``loss(outputs, targets)`` (:mod:`trainers.models.loss`).
         args: arguments of the loss (``label_smoothing`` of cross_entropy, ``delta`` of huber, as
-            torch has them) or of the factory. ``softmax: lns`` of cross_entropy computes its
-            gradient in LNS, with the same bits on every CPU and GPU.
+            torch has them; ``positive``, ``negative`` and ``weight`` of margin) or of the factory.
+            ``softmax: lns`` of cross_entropy computes its gradient in LNS, with the same bits on
+            every CPU and GPU.
         code: sha256 of the factory's file, filled in when a study is planned.
     """
 
@@ -67,6 +69,11 @@ class LossConfig:
     def own(self) -> bool:
         """Whether the user's code makes the loss."""
         return names_code(self.name)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether an answer is one of several classes, the one with the largest output."""
+        return self.name in ("cross_entropy", "margin")
 
     @property
     def counts_errors(self) -> bool:

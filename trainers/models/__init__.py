@@ -8,6 +8,7 @@ from torch import nn
 
 from trainers.config import ModelConfig
 from trainers.config.model import CHANNELS
+from trainers.models.capsules import capsules
 from trainers.models.cnn import cnn
 from trainers.models.factory import make_own_model
 from trainers.models.gpt import gpt
@@ -78,6 +79,8 @@ def build(
     image = _image(config.name, shape)
     if config.name == "cnn":
         return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)
+    if config.name == "capsules":
+        return capsules(config.arguments, image, classes)
     return resnet(config.arguments, image, classes)
 
 

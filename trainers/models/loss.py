@@ -5,6 +5,10 @@ token). With B examples:
 
 - ``cross_entropy``: classes ``[B]``, or ``[B, ...]`` with -100 where no answer is asked for; logits
   ``[B, ..., C]``, or ``[B, C, ...]`` as torch has them. Answers are right or wrong.
+- ``margin``: classes as above; outputs from 0 to 1, such as the lengths of capsules. With the
+  length ``v_k`` of class k, over all classes, ``max(0, positive - v_k)^2`` of the right one and
+  ``weight max(0, v_k - negative)^2`` of the others (0.9, 0.1 and 0.5 where nothing is said; S.
+  Sabour et al. 2017, arXiv:1710.09829, equation 4).
 - ``binary_cross_entropy``: labels 0 or 1, ``[B, ...]``; as many logits. Answers are right or wrong.
 - ``mse``, ``l1``, ``huber``: numbers ``[B, ...]``; as many outputs.
 - your own, ``loss(outputs, targets)``: gets float32 outputs, whatever the format, and returns a
@@ -43,6 +47,20 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "huber": F.huber_loss,
 }
 """Losses of targets that are as many as the outputs."""
+
+
+def _margin(
+    lengths_NC: Tensor,
+    classes_N: Tensor,
+    positive: float = 0.9,
+    negative: float = 0.1,
+    weight: float = 0.5,
+) -> Tensor:
+    """Return the margin loss, summed over the answers that are asked for."""
+    right_NC = F.one_hot(classes_N.clamp(min=0), lengths_NC.shape[1]).bool()
+    present = F.relu(positive - lengths_NC).square()
+    absent = weight * F.relu(lengths_NC - negative).square()
+    return (torch.where(right_NC, present, absent).sum(1) * (classes_N != IGNORED)).sum()
 
 
 class _CrossEntropyInLNS(torch.autograd.Function):
@@ -104,6 +122,9 @@ class Loss:
                 )
             logits, classes = by_answer(outputs, targets)
             return _CrossEntropyInLNS.apply(logits, classes)  # type: ignore[no-untyped-call,no-any-return]
+        if config.name == "margin":
+            lengths, classes = by_answer(plain(outputs), targets)
+            return _margin(lengths, classes, **config.args)
         if config.name == "cross_entropy":
             return F.cross_entropy(*by_answer(outputs, targets), reduction="sum", **config.args)
         outputs = outputs.reshape(targets.shape)
@@ -111,7 +132,7 @@ class Loss:
 
     def wrong(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the number of wrong answers, int64; 0 where answers are not right or wrong."""
-        if self.config.name == "cross_entropy":
+        if self.config.chooses:
             logits, classes = by_answer(outputs, targets)
             wrong = logits.argmax(1) != classes
             return (wrong if targets.dim() == 1 else wrong & (classes != IGNORED)).sum()
@@ -121,7 +142,7 @@ class Loss:
 
     def answers(self, targets: Tensor) -> Tensor | int:
         """Return the number of answers that are asked for."""
-        if self.config.name == "cross_entropy" and targets.dim() > 1:
+        if self.config.chooses and targets.dim() > 1:
             return (targets != IGNORED).sum()
         return len(targets) * self.answers_each(targets)
 
@@ -148,7 +169,7 @@ class Loss:
         """Return examples with targets in the type that the loss takes."""
         y = split.y
         found = f"data.name={name!r} with loss.name={self.config.name}: its targets are"
-        if self.config.name == "cross_entropy":
+        if self.config.chooses:
             if y.is_floating_point() or bool((y[y != IGNORED] if y.dim() > 1 else y).lt(0).any()):
                 kind = "float32" if y.is_floating_point() else f"whole numbers from {int(y.min())}"
                 raise ValueError(

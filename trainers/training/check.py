@@ -193,7 +193,7 @@ def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -
             " object whose logits are one"
         )
     wanted = {tuple(some.y.shape)}
-    if config.loss.name == "cross_entropy":
+    if config.loss.chooses:
         size, *rest = some.y.shape
         wanted = {(size, *rest, count), (size, count, *rest)}
     elif _is_as_many(outputs.shape, some.y.shape):

@@ -135,7 +135,7 @@ def evaluate(
             outputs = combine(model(batch.x))
             tally.add(tallied(outputs, batch, loss(outputs, batch.y), loss))
             if metrics is not None:
-                metrics.update(outputs, batch.y, loss.config.name == "cross_entropy")
+                metrics.update(outputs, batch.y, loss.config.chooses)
     finally:
         model.train(training)
     return tally

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
 from trainers.config.data import DATA
-from trainers.config.model import CHANNELS
+from trainers.config.model import CHANNELS, CapsuleArguments
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
@@ -182,12 +182,27 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
+    if model.name == "capsules":
+        yield from _capsule_layers(model.arguments, shape, classes)
+        return
     hidden = model.hidden
     if model.name == "vanilla":
         hidden = [model.arguments.width] * model.arguments.depth
     yield from (
         (float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *hidden, classes])
     )
+
+
+def _capsule_layers(
+    args: CapsuleArguments, shape: tuple[int, ...], classes: int
+) -> Iterator[tuple[float, float]]:
+    """Yield what :func:`_layers` does, of square images."""
+    colours, taps = (shape[0] if len(shape) == 3 else 1), float(args.kernel**2)
+    side = math.isqrt(math.prod(shape) // colours) - args.kernel + 1
+    yield taps * colours * args.channels, float(side * side)
+    side = (side - args.kernel) // 2 + 1
+    yield taps * args.channels * args.types * 8, float(side * side)
+    yield float(side * side * args.types * 8 * classes * 16), 1.0
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:
