@@ -9,11 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lns_ops import cpu
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import (
+    FORMAT,
+    OPS,
+    cached_format,
+    define_operator,
+    refuse_distributed,
+)
 from lns_ops.spec.format import LNSFormat
 
 
@@ -59,10 +66,10 @@ def _binary(name: str) -> None:
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
+    """Return codes; ``x`` keeps a memory that FSDP can free, which ``x.numpy()`` would pin."""
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
-    return torch.from_numpy(
-        cpu.encode(exact.contiguous().numpy(), cached_format(bits, fraction_bits))
-    )
+    values = np.from_dlpack(exact.detach().contiguous())
+    return torch.from_numpy(cpu.encode(values, cached_format(bits, fraction_bits)))
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
@@ -103,8 +110,10 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
     """Return the int16 codes nearest to ``x`` in logarithm, in its shape.
 
     Raises:
-        ValueError: ``x`` is complex, or holds a NaN or an infinity (``NonFiniteError``).
+        ValueError: ``x`` is complex or a DTensor, or holds a NaN or an infinity
+            (``NonFiniteError``).
     """
+    refuse_distributed(x)
     if x.is_complex():
         raise ValueError(
             f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"

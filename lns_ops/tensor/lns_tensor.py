@@ -8,7 +8,7 @@ raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lns_ops._compat import (
     written_arguments,
 )
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import fallback, promotion
+from lns_ops.tensor import collectives, fallback, promotion
 from lns_ops.tensor.decoded import is_decoded
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
@@ -118,6 +118,15 @@ class LNSTensor(torch.Tensor):
             name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
         }
         return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
+
+    @property
+    def fsdp_pre_all_gather(self) -> NoReturn:
+        """Refuse ``fully_shard``, which looks for this as it starts.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(collectives.SHARDS)
 
     def __tensor_flatten__(self) -> tuple[list[str], LNSFormat]:
         return ["codes"], self.fmt
@@ -258,6 +267,8 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
     """
+    if func.namespace in collectives.NAMESPACES:
+        collectives.refuse(str(func))
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
