@@ -7,10 +7,13 @@ comparisons are plain torch operations, which run on any device.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lns_ops import cpu
@@ -65,11 +68,21 @@ def _binary(name: str) -> None:
     )
 
 
+def _values(x: Tensor) -> NDArray[Any]:
+    """Return the values of ``x``, sharing memory.
+
+    ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more.
+    """
+    if "torch.distributed.fsdp" in sys.modules:
+        return np.from_dlpack(x.detach())
+    return x.numpy()
+
+
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return codes; ``x`` keeps a memory that FSDP can free, which ``x.numpy()`` would pin."""
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
-    values = np.from_dlpack(exact.detach().contiguous())
-    return torch.from_numpy(cpu.encode(values, cached_format(bits, fraction_bits)))
+    return torch.from_numpy(
+        cpu.encode(_values(exact.contiguous()), cached_format(bits, fraction_bits))
+    )
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
