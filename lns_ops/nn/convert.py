@@ -106,6 +106,12 @@ class _Encode:
     def _encoded(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
             return x
+        if torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"torch.autocast (mixed precision) of a layer in {self.fmt}: would compute in"
+                " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
+                " disable it around the module (torch.autocast(..., enabled=False))"
+            )
         return in_format(x, self.fmt.bits, self.fmt.fraction_bits)
 
 

@@ -160,6 +160,8 @@ class LNSTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if args and isinstance(args[0], (list, tuple)) and _is_foreach(func):
+            return _one_by_one(func, args, kwargs)
         if promotion.any_leaf(_is_plain, (*args, *kwargs.values())) and func not in promotion.KEPT:
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 args and _is_plain(args[0]) and written_arguments(func)
@@ -279,8 +281,6 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
         if out_of_place in HANDLERS:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
-    if name.startswith("_foreach_"):
-        return _one_by_one(getattr(aten, name.removeprefix("_foreach_")), name, args, kwargs)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
@@ -297,9 +297,15 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _one_by_one(operator: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on each tensor of a list, with its share of further lists."""
-    results = []
+def _is_foreach(func: Any) -> bool:
+    """Return whether an operator does the same to each tensor of a list."""
+    return func not in HANDLERS and func.overloadpacket.__name__.startswith("_foreach_")
+
+
+def _one_by_one(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on each tensor of a list, LNS or not, with its share of further lists."""
+    name = func.overloadpacket.__name__
+    operator, results = getattr(aten, name.removeprefix("_foreach_")), []
     for i in range(len(args[0])):
         own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}

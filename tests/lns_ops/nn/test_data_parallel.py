@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lns_ops
-from lns_ops.tensor import storage_of
+from tests.lns_ops.nets import digest
 from tests.trainers.processes import spawned
 
 WORLD, EXAMPLES, STEPS = 2, 64, 3
@@ -34,14 +33,6 @@ def net() -> nn.Sequential:
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(WORLD * EXAMPLES, 6), torch.arange(WORLD * EXAMPLES) % 4
-
-
-def digest(model: nn.Module) -> str:
-    """The SHA-256 of all parameters' bytes."""
-    total = hashlib.sha256()
-    for parameter in model.parameters():
-        total.update(storage_of(parameter.detach()).contiguous().numpy().tobytes())
-    return total.hexdigest()
 
 
 def everywhere(fmt: Any = "lns16") -> nn.Sequential:
