@@ -158,5 +158,5 @@ def digest(model: nn.Module) -> str:
     """The SHA-256 of all parameters' bytes, codes where they are LNS."""
     total = hashlib.sha256()
     for parameter in model.parameters():
-        total.update(storage_of(parameter.detach()).contiguous().numpy().tobytes())
+        total.update(storage_of(parameter.detach()).cpu().contiguous().numpy().tobytes())
     return total.hexdigest()

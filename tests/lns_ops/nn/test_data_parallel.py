@@ -43,7 +43,8 @@ def everywhere(fmt: Any = "lns16") -> nn.Sequential:
 
 def steps(model: nn.Module, examples: slice, processes: int = 1) -> str:
     """The digest after some steps of Adam on the loss summed over all processes' examples."""
-    x, y = batch()
+    device = next(model.parameters()).device
+    x, y = (values.to(device) for values in batch())
     optimizer = lns_ops.optim.Adam(model.parameters(), lr=1e-2, kahan_sum=True)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -88,6 +89,25 @@ def test_replicas_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
         assert one[name] == other[name] == steps(everywhere(name), whole), name
     assert one["partly used"] == other["partly used"] == one["lns16"]
     assert one["mixed"] == other["mixed"]
+
+
+def on_gpus(rank: int, folder: str) -> dict[str, Any]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    wrapped = lns_ops.distributed_data_parallel(everywhere().to(device), device_ids=[rank])
+    return {
+        "replicas": steps(wrapped, own(rank), WORLD),
+        "alone": steps(everywhere().to(device), slice(0, WORLD * EXAMPLES)),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"{torch.cuda.device_count()} GPUs, needs two"
+)
+def test_replicas_on_gpus_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    for result in spawned(on_gpus, tmp_path, backend="nccl"):
+        assert result["replicas"] == result["alone"]
 
 
 # --------------------------------------------------------------------------------------------------
