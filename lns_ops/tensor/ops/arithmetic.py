@@ -122,9 +122,9 @@ def _addcdiv(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNST
 def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
     if isinstance(weight, float) and 0 < weight < math.sqrt(1 + x.fmt.epsilon) - 1:
         warnings.warn(
-            f"lerp with a weight of {weight:.3g} in {x.fmt}: loses every step from a to b that is"
-            " shorter than a itself, as it is less than half an ulp; keep a moving average in"
-            " float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)), ...)",
+            f"lerp from a to b with a weight of {weight:.3g} in {x.fmt}: leaves a as it is wherever"
+            " |b - a| <= |a|, as such steps are less than half an ulp; keep a moving average in"
+            " float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)), multi_avg_fn=...)",
             stacklevel=2,
         )
     return binary(
