@@ -1,9 +1,17 @@
 """Which packages are installed; all else is in ``pyproject.toml``, which cannot say that ``conf/``
-becomes the package ``study.conf``."""
+becomes the package ``study.conf``.
+
+An editable installation finds ``conf/`` in its checkout. Without the package that lies elsewhere it
+is one line, the checkout's path, which type checkers follow as well.
+"""
+
+import sys
 
 from setuptools import find_packages, setup
 
-setup(
-    packages=[*find_packages(include=["study*", "trainers*", "lns_ops*"]), "study.conf"],
-    package_dir={"study.conf": "conf"},
-)
+PACKAGES = find_packages(include=["study*", "trainers*", "lns_ops*"])
+
+if "editable_wheel" in sys.argv:
+    setup(packages=PACKAGES, package_dir={"": "."})
+else:
+    setup(packages=[*PACKAGES, "study.conf"], package_dir={"study.conf": "conf"})

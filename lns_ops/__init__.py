@@ -19,6 +19,7 @@ from lns_ops.functional.accumulation import (
     set_matmul_accumulation,
 )
 from lns_ops.nn import Conversion, convert_, revert_, summary
+from lns_ops.nn.data_parallel import distributed_data_parallel
 from lns_ops.nn.float8_linear import product_kind
 from lns_ops.nn.graphs import cuda_graph
 from lns_ops.nn.simulate import simulate_
@@ -41,6 +42,7 @@ __all__ = [
     "convert_",
     "cuda_graph",
     "decode",
+    "distributed_data_parallel",
     "encode",
     "flops",
     "formats",

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _mode_utils, _pytree
+from torch.utils.data._utils import collate
 
 # --- torch: LNSTensor and its dispatch
 
@@ -45,6 +46,9 @@ pack_padded_sequence, pad_packed_sequence = (
 pad_sequence = torch._C._nn.pad_sequence
 """What :mod:`torch.nn.utils.rnn` calls with tensor subclasses, so what must be replaced for them
 (torch 2.13)."""
+collate_functions: dict[Any, Any] = collate.default_collate_fn_map
+"""How DataLoader makes batches, by the type of the examples; torch's docstring of ``collate`` adds
+types to it, nothing public names it (torch 2.13)."""
 
 
 def written_arguments(operator: Any) -> list[Any]:

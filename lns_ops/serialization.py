@@ -18,6 +18,7 @@ from typing import cast
 
 from torch import Tensor
 
+from lns_ops import functional as lns
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
@@ -53,6 +54,26 @@ def from_codes(
         n: LNSTensor(t, LNSFormat.parse(formats[n])) if n in formats else t
         for n, t in tensors.items()
     }
+
+
+def to_floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with the values of LNSTensors, float32, for programs that know no codes.
+
+    Each value encodes to the code that it comes from, so a model that loads them has the same codes
+    after :func:`lns_ops.convert_`. LNSTensors that are one tensor (tied layers) are one here too.
+
+    >>> model.save_pretrained(path, state_dict=to_floats(model.state_dict()))
+    """
+    decoded: dict[tuple[object, ...], Tensor] = {}
+    floats = dict(state)
+    for name, value in state.items():
+        if isinstance(value, LNSTensor):
+            codes = value.codes
+            key = (codes.data_ptr(), codes.shape, codes.stride(), value.fmt)
+            if key not in decoded:
+                decoded[key] = lns.decode(codes, value.fmt)
+            floats[name] = decoded[key]
+    return floats
 
 
 def save_file(state: Mapping[str, Tensor], path: str | Path) -> None:

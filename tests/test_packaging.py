@@ -1,5 +1,5 @@
-"""What is installed where: a wheel, a source distribution and an editable installation, of a copy
-of this checkout."""
+"""What is installed where: wheels, source distributions and editable installations, of a copy of
+this checkout, and of the arithmetic in it by itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
+import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +30,8 @@ PARTS = (
     "LICENSE",
 )
 BUILD = (
-    "import sys; from setuptools import build_meta; print(getattr(build_meta,"
-    " sys.argv[1])(sys.argv[2]))"
+    "import importlib, sys; backend = importlib.import_module(sys.argv[1]); print(getattr(backend,"
+    " sys.argv[2])(sys.argv[3]))"
 )
 STUDIES = sorted(
     path.relative_to(ROOT / "conf").as_posix()
@@ -49,9 +51,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkout: Path, what: str, folder: Path) -> Path:
-    """What setuptools makes; its file."""
+    """What the distribution's own backend makes; its file."""
+    backend = tomllib.loads((checkout / "pyproject.toml").read_text())["build-system"]
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, what, str(folder)],
+        [sys.executable, "-c", BUILD, backend["build-backend"], what, str(folder)],
         cwd=checkout,
         capture_output=True,
         text=True,
@@ -123,6 +126,132 @@ def test_a_source_distribution_has_the_studies(checkout: Path, tmp_path: Path) -
     assert {f"conf/{name}" for name in STUDIES} | {"setup.py", "pyproject.toml"} <= names
 
 
+# --------------------------------------------------------------------------------------------------
+
+NEEDED = {"torch", "numpy", "numba", "safetensors"}
+STEP = """
+import importlib.util, torch, lns_ops
+from torch import nn
+others = "ray mlflow omegaconf study trainers sklearn scipy matplotlib cupy".split()
+assert [name for name in others if importlib.util.find_spec(name)] == []
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 4))
+lns_ops.convert_(model, "lns16", scope="everywhere")
+optimizer = lns_ops.optim.Adam(model.parameters(), lr=1e-2, kahan_sum=True)
+x, y = torch.randn(64, 20), torch.arange(64) % 4
+for step in range(20):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    first = loss.item() if step == 0 else first
+lns_ops.serialization.save_file(model.state_dict(), "model.safetensors")
+print(lns_ops.__file__, first, loss.item())
+"""
+USER = """
+import lns_ops
+bits: int = lns_ops.lns12.bits
+wrong: str = lns_ops.lns12.bits
+"""
+
+
+def site_of(folder: Path, needed: set[str] | None = None) -> Path:
+    """The packages of a new environment, in which are links to some distributions of this one and
+    all that they need; without names a path to all."""
+    venv.create(folder, with_pip=needed is not None)
+    (site,) = folder.glob("lib/python*/site-packages")
+    if needed is None:
+        (site / "all.pth").write_text(sysconfig.get_paths()["purelib"])
+    names = set(needed or ())
+    while more := {_plain(name) for name in names for name in _requirements(name)} - names:
+        names |= more
+    for name in names:
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:  # of another system
+            continue
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(metadata.distribution(name).locate_file(top))  # type: ignore[arg-type]
+    return site
+
+
+def test_the_arithmetic_alone_is_the_same_files(checkout: Path, tmp_path: Path) -> None:
+    """And needs four packages, in the versions that the studies need, the newest torch aside."""
+    alone = zipfile.ZipFile(build(checkout / "lns_ops", "build_wheel", tmp_path))
+    whole = zipfile.ZipFile(build(checkout, "build_wheel", tmp_path))
+    contents = [
+        {name: archive.read(name) for name in archive.namelist() if name.startswith("lns_ops/")}
+        for archive in (alone, whole)
+    ]
+    assert contents[0] == contents[1]
+    assert len(contents[0]) > 100
+    tables = [
+        tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        for folder in (checkout / "lns_ops", checkout)
+    ]
+    needs = [set(table["dependencies"]) for table in tables]
+    assert {re.split("[<>=]", need)[0] for need in needs[0]} == NEEDED
+    assert {re.split(",?<", need)[0] for need in needs[0]} <= {
+        re.split(",?<", need)[0] for need in needs[1]
+    }
+    for key in ("version", "requires-python"):
+        assert tables[0][key] == tables[1][key]
+    extras = [table["optional-dependencies"] for table in tables]
+    assert extras[0].items() <= extras[1].items()
+    assert extras[1]["gpu"] == extras[0]["gpu13"]
+
+
+def test_a_source_distribution_of_the_arithmetic_makes_the_same_wheel(
+    checkout: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(build(checkout / "lns_ops", "build_sdist", tmp_path)) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert (
+        build(source, "build_wheel", tmp_path / "source").read_bytes()
+        == build(checkout / "lns_ops", "build_wheel", tmp_path).read_bytes()
+    )
+
+
+@pytest.mark.slow
+def test_the_arithmetic_alone_trains_where_nothing_else_is(checkout: Path, tmp_path: Path) -> None:
+    """pip, which sees no index, finds all that the wheel asks for."""
+    wheel = build(checkout / "lns_ops", "build_wheel", tmp_path)
+    site = site_of(tmp_path / "venv", NEEDED)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = [python, "-m", "pip", "--isolated", "install", "--no-index", "--quiet", str(wheel)]
+    for words in (pip, [python, "-c", STEP]):
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    where, first, last = done.stdout.split()
+    assert Path(where).parents[1] == site
+    assert float(last) < float(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [".", "lns_ops"])
+def test_type_checkers_find_editable_installations(
+    checkout: Path, tmp_path: Path, folder: str
+) -> None:
+    site = site_of(tmp_path / "venv")
+    zipfile.ZipFile(build(checkout / folder, "build_editable", tmp_path)).extractall(site)
+    (tmp_path / "user.py").write_text(USER)
+    python = tmp_path / "venv" / "bin" / "python"
+    words = [sys.executable, "-m", "mypy", "--python-executable", str(python), "user.py"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        'user.py:4: error: Incompatible types in assignment (expression has type "int", variable'
+        ' has type "str")  [assignment]',
+        "Found 1 error in 1 file (checked 1 source file)",
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+
+
 def test_all_that_is_installed_is_pinned() -> None:
     """What an extra needs and this machine has not (CuPy) is in the list, too."""
     pinned = {
@@ -144,7 +273,7 @@ def _requirements(name: str) -> list[str]:
         found = [Requirement(text) for text in metadata.requires(name) or []]
     except metadata.PackageNotFoundError:
         return []
-    extras = ["dev", "mx", "team", "gpu"] if name == "lns-study" else [""]
+    extras = ["dev", "mx", "team", "gpu", "gpu12", "gpu13"] if name == "lns-study" else [""]
     return [
         each.name
         for each in found

@@ -62,9 +62,11 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
+        cuda = (torch.version.cuda or "13").partition(".")[0]
         raise RuntimeError(
             f"LNS on a CUDA tensor needs CuPy, which does not import here ({error}): pip install"
-            " 'lns-study[gpu]', or move the tensor to the CPU"
+            f" cupy-cuda{cuda}x (the extra gpu{cuda} of lns-ops and of lns-study), or move the"
+            " tensor to the CPU"
         ) from error
     return cupy
 

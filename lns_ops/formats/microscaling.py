@@ -31,7 +31,7 @@ def unavailable() -> str | None:
     """Say why MX formats cannot be used here; None if they can."""
     if importlib.util.find_spec("torchao") is None:
         return (
-            "torchao is not installed, whose conversion MX formats are; pip install 'lns-study[mx]'"
+            "torchao is not installed, whose conversion MX formats are; pip install 'torchao>=0.18'"
         )
     return None
 

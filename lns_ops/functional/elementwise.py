@@ -7,16 +7,25 @@ comparisons are plain torch operations, which run on any device.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lns_ops import cpu
 from lns_ops.cpu import arrays
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import (
+    FORMAT,
+    OPS,
+    cached_format,
+    define_operator,
+    refuse_distributed,
+)
 from lns_ops.spec.format import LNSFormat
 
 
@@ -70,10 +79,20 @@ def _binary(name: str) -> None:
     )
 
 
+def _values(x: Tensor) -> NDArray[Any]:
+    """Return the values of ``x``, sharing memory.
+
+    ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more.
+    """
+    if "torch.distributed.fsdp" in sys.modules:
+        return np.from_dlpack(x.detach())
+    return x.numpy()
+
+
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
     return torch.from_numpy(
-        cpu.encode(exact.contiguous().numpy(), cached_format(bits, fraction_bits))
+        cpu.encode(_values(exact.contiguous()), cached_format(bits, fraction_bits))
     )
 
 
@@ -115,8 +134,10 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
     """Return the int16 codes nearest to ``x`` in logarithm, in its shape.
 
     Raises:
-        ValueError: ``x`` is complex, or holds a NaN or an infinity (``NonFiniteError``).
+        ValueError: ``x`` is complex or a DTensor, or holds a NaN or an infinity
+            (``NonFiniteError``).
     """
+    refuse_distributed(x)
     if x.is_complex():
         raise ValueError(
             f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"

@@ -5,6 +5,7 @@ An operator has a schema, a kernel per device, and a fake kernel.
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -31,3 +32,24 @@ def define_operator(
     LIBRARY.impl(name, kernel, "CPU")
     LIBRARY.impl(name, cuda_kernel or getattr(cuda, name), "CUDA")
     torch.library.register_fake(f"lns_ops::{name}", fake, lib=LIBRARY)
+
+
+def is_distributed(x: object) -> bool:
+    """Return whether ``x`` is a DTensor; in a process without DTensors nothing is loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def refuse_distributed(x: object) -> None:
+    """Refuse a DTensor, of which each process has a part.
+
+    Raises:
+        ValueError: ``x`` is a DTensor.
+    """
+    if is_distributed(x):
+        raise ValueError(
+            f"DTensor of shape {tuple(x.shape)} in a number format: tensor parallelism would round"  # type: ignore[attr-defined]
+            " each process's part of a sum and add the parts in an order of its own; use whole"
+            " layers on every process (lns_ops.distributed_data_parallel, or fully_shard with"
+            " scope='matmul'), and call convert_ before modules are distributed"
+        )

@@ -106,6 +106,12 @@ class _Encode:
     def _encoded(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
             return x
+        if torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"torch.autocast (mixed precision) of a layer in {self.fmt}: would compute in"
+                " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
+                " disable it around the module (torch.autocast(..., enabled=False))"
+            )
         return in_format(x, self.fmt.bits, self.fmt.fraction_bits)
 
 
@@ -230,6 +236,16 @@ def _check(name: str, layer: nn.Module) -> None:
         )
 
 
+def _check_replicas(module: nn.Module) -> None:
+    """Refuse a module whose parameters DistributedDataParallel knows, as they would be replaced."""
+    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
+        raise ValueError(
+            "DistributedDataParallel: would go on with the parameters that it wraps, and not with"
+            " the LNS ones that take their place; call convert_ first, then wrap the model by"
+            " lns_ops.distributed_data_parallel"
+        )
+
+
 def _check_ties(
     owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]
 ) -> None:
@@ -313,6 +329,8 @@ def convert_(
         )
     for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
         LNSFormat.of(each)
+    if scope == "everywhere":
+        _check_replicas(module)
     owners = _owners(module)
     relevant = [(n, m) for n, m in owners if scope == "everywhere" or _multiplies(m)]
     chosen = _choose(relevant, fmt, filter_fn)

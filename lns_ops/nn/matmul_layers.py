@@ -63,7 +63,8 @@ def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None =
     output = _LinearMatmul.apply(flat, rows, fmt, get_matmul_accumulation())  # type: ignore[no-untyped-call]
     if bias is not None:
         output = output + bias
-    return output.reshape(*input.shape[:-1], *weight.shape[:-1])  # type: ignore[no-any-return]
+    shape = (*input.shape[:-1], *weight.shape[:-1])
+    return output if output.shape == shape else output.reshape(shape)  # type: ignore[no-any-return]
 
 
 class LNSMatmulLinear(nn.Linear):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
+from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn.float8_linear import Float8Linear, real_format
 from lns_ops.tensor import LNSTensor
 
@@ -70,6 +71,7 @@ class Simulation:
         """Round ``x`` to the grid, and its gradient to the gradients' grid."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
+        refuse_distributed(x)
         return _Quantize.apply(x, self)  # type: ignore[no-untyped-call]
 
 

@@ -100,7 +100,8 @@ def gradient(parameter: LNSTensor) -> Tensor:
     if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
         raise ValueError(
             f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor"
-            " of the same format"
+            " of the same format; compute the loss outside of torch.autocast (mixed precision), and"
+            " let nothing else replace gradients by float ones"
         )
     return grad.codes
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lns_ops.functional.library import is_distributed, refuse_distributed
 from lns_ops.optim.adam import Adam, AdamW
 from lns_ops.optim.adam_variants import Adamax, Lion, NAdam, RAdam
 from lns_ops.optim.adaptive import ASGD, Adadelta, Adagrad, RMSprop, Rprop
@@ -33,7 +34,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
     Raises:
         ValueError: a parameter was replaced by ``convert_`` or ``revert_``, or one is LNS and
-            ``lns_ops.optim`` has this optimizer.
+            ``lns_ops.optim`` has this optimizer, or it is cut over processes.
     """
     if torch.compiler.is_compiling():
         return
@@ -48,6 +49,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                     " converted still has the parameter: convert the module that holds all its"
                     " ties"
                 )
+            if is_distributed(parameter) and isinstance(parameter.detach().to_local(), LNSTensor):
+                refuse_distributed(parameter)
             if not ours and isinstance(parameter, LNSTensor):
                 _refuse_stranger(type(optimizer), parameter.fmt)
 

@@ -30,6 +30,7 @@ fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices index_redu
 randn_like randint_like bernoulli multinomial poisson normal exponential_ geometric_ log_normal_
 cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
 complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
+__dlpack__ __dlpack_device__
 """
 NAMES = frozenset(_TEXT.split())
 """Names of torch functions, Tensor methods and aten operators."""

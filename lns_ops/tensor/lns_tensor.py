@@ -8,7 +8,7 @@ raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lns_ops._compat import (
     written_arguments,
 )
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import fallback, promotion
+from lns_ops.tensor import collectives, fallback, promotion
 from lns_ops.tensor.decoded import is_decoded
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
@@ -117,6 +117,15 @@ class LNSTensor(torch.Tensor):
         }
         return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
 
+    @property
+    def fsdp_pre_all_gather(self) -> NoReturn:
+        """Refuse ``fully_shard``, which looks for this as it starts.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(collectives.SHARDS)
+
     def __tensor_flatten__(self) -> tuple[list[str], LNSFormat]:
         return ["codes"], self.fmt
 
@@ -149,6 +158,8 @@ class LNSTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if args and isinstance(args[0], (list, tuple)) and _is_foreach(func):
+            return _one_by_one(func, args, kwargs)
         if _meets_floats(args, kwargs) and func not in promotion.KEPT:
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 args and _is_plain(args[0]) and written_arguments(func)
@@ -264,6 +275,8 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
     """
+    if func.namespace in collectives.NAMESPACES:
+        collectives.refuse(str(func))
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
         with no_dispatch():
@@ -274,8 +287,6 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
         if out_of_place in HANDLERS:
             return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
-    if name.startswith("_foreach_"):
-        return _one_by_one(getattr(aten, name.removeprefix("_foreach_")), name, args, kwargs)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
@@ -292,9 +303,15 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _one_by_one(operator: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on each tensor of a list, with its share of further lists."""
-    results = []
+def _is_foreach(func: Any) -> bool:
+    """Return whether an operator does the same to each tensor of a list."""
+    return func not in HANDLERS and func.overloadpacket.__name__.startswith("_foreach_")
+
+
+def _one_by_one(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on each tensor of a list, LNS or not, with its share of further lists."""
+    name = func.overloadpacket.__name__
+    operator, results = getattr(aten, name.removeprefix("_foreach_")), []
     for i in range(len(args[0])):
         own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+
+from lns_ops.tensor import storage_of
 
 
 class BasicBlock(nn.Module):
@@ -148,3 +152,11 @@ class GPT(nn.Module):
             x = x + block["attention"](block["norm1"](x))
             x = x + block["mlp"](block["norm2"](x))
         return self.head(self.norm(x))
+
+
+def digest(model: nn.Module) -> str:
+    """The SHA-256 of all parameters' bytes, codes where they are LNS."""
+    total = hashlib.sha256()
+    for parameter in model.parameters():
+        total.update(storage_of(parameter.detach()).cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()

@@ -16,8 +16,9 @@ import torch.nn.functional as F  # noqa: N812
 from numba.core.registry import cpu_target
 from torch import Tensor, nn
 from torch.nn.utils import rnn
+from torch.utils.data import default_collate
 
-from lns_ops import LNSTensor, _compat, cuda
+from lns_ops import LNSTensor, _compat, cuda, lns12
 from lns_ops.cpu.compiler import object_cache
 from lns_ops.cpu.compiler.intrinsics import helper, processor, scratch
 
@@ -114,6 +115,12 @@ def test_torch_multiplies_float8() -> None:
     scale = torch.tensor(0.5)
     out = _compat.scaled_mm(x, y.t(), scale, scale, out_dtype=torch.float32, use_fast_accum=False)
     assert out.unique().tolist() == [8.0], "torch: _scaled_mm scales otherwise"
+
+
+def test_torch_loaders_look_up_types_of_examples() -> None:
+    x = LNSTensor.from_float(torch.ones(2), lns12)
+    assert type(default_collate([x, x])) is LNSTensor, "torch: batches are made otherwise"
+    assert LNSTensor in _compat.collate_functions
 
 
 @pytest.mark.parametrize("padding", ["same", (1, 2)])

@@ -5,6 +5,8 @@ Each is exact or rounded once.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +121,13 @@ def _addcdiv(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNST
 
 @handles(aten.lerp.Scalar, aten.lerp.Tensor)
 def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
+    if isinstance(weight, float) and 0 < weight < math.sqrt(1 + x.fmt.epsilon) - 1:
+        warnings.warn(
+            f"lerp from a to b with a weight of {weight:.3g} in {x.fmt}: leaves a as it is wherever"
+            " |b - a| <= |a|, as such steps are less than half an ulp; keep a moving average in"
+            " float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)), multi_avg_fn=...)",
+            stacklevel=2,
+        )
     return binary(
         aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight)
     )

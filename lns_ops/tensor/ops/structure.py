@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import DisableTorchFunction, no_dispatch
+from lns_ops._compat import DisableTorchFunction, collate_functions, no_dispatch
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.promotion import takes_floats
@@ -229,6 +229,24 @@ def _item(func: Any, x: LNSTensor) -> float:
     return lns.decode(x.codes, x.fmt).item()
 
 
+@handles(aten.is_pinned.default)
+def _is_pinned(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> bool:
+    return x.codes.is_pinned()
+
+
+@handles(aten._pin_memory.default)
+def _pin_memory(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
+    return LNSTensor(x.codes.pin_memory(), x.fmt)
+
+
+def _batch(examples: Any, *, collate_fn_map: Any = None) -> Tensor:
+    """Stack examples for DataLoader, whose workers would stack values into float32 memory."""
+    return torch.stack(examples)
+
+
+collate_functions[LNSTensor] = _batch
+
+
 @handles(aten._nested_tensor_from_mask_left_aligned.default)
 def _left_aligned(func: Any, x: Tensor, mask: Tensor) -> bool:
     """Return False: there are no nested LNSTensors, so torch keeps to the padded ones."""
@@ -280,7 +298,8 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
     raise ValueError(
         f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert"
         " first (LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with"
-        " x.copy_(value)"
+        " x.copy_(value); a module (module.half(), module.to(dtype)) is turned back by"
+        " lns_ops.revert_ first"
     )
 
 
@@ -326,8 +345,10 @@ def storage(self: LNSTensor) -> NoReturn:
         ValueError: always.
     """
     raise ValueError(
-        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory. To save a model:"
-        " lns_ops.serialization.save_file(model.state_dict(), path) instead of safetensors'"
-        " functions or save_pretrained, or torch.save (for Accelerate safe_serialization=False);"
-        " its memory is that of x.codes"
+        f"storage of an LNSTensor in {self.fmt}: it has no float32 memory, its memory is that of"
+        " x.codes. To save a model's codes: lns_ops.serialization.save_file(model.state_dict(),"
+        " path) instead of safetensors' functions, or torch.save (for Accelerate"
+        " safe_serialization=False); to save its values: model.save_pretrained(path,"
+        " state_dict=lns_ops.serialization.to_floats(model.state_dict())), which convert_ makes"
+        " the same codes of"
     )

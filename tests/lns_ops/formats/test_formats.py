@@ -265,7 +265,7 @@ def test_mx_is_torchao_with_one_scale_a_block() -> None:
 def test_mx_without_torchao_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microscaling.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'lns-study\[mx\]'"
+        ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'torchao>=0.18'"
     ):
         microscaling.Microscaling("mxfp8_e4m3")
 

@@ -286,3 +286,14 @@ def test_filters_that_match_nothing_are_refused_with_the_names(scope: str) -> No
         assert type(model[0]) is nn.Linear
     with pytest.raises(ValueError, match=r"filter_fn matches no layer.*there are '0', '1', '2'"):
         convert_(net(), "bfloat16", "everywhere", lambda module, name: False)
+
+
+def test_mixed_precision_is_refused_where_it_would_replace_lns() -> None:
+    x = torch.randn(3, 6)
+    lns = convert_(nn.Sequential(nn.Linear(6, 2)), "lns16", "everywhere")
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"autocast.*lns16.*enabled=False"):
+            lns(x)
+        with torch.autocast("cpu", enabled=False):
+            inside = lns(x)
+    assert torch.equal(inside.codes, lns(x).codes)

@@ -10,14 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset
 
-from lns_ops import LNSTensor, convert_, lns12, lns16
+from lns_ops import LNSTensor, convert_, lns12, lns16, revert_
 from lns_ops.serialization import load_file, save_file
+from lns_ops.tensor import in_float32
 from tests.lns_ops.nets import GPT
 
 VALUES = torch.tensor([[1.0, -2.0], [4.0, 0.5], [0.0, 8.0]])
@@ -60,6 +64,43 @@ def test_a_shared_model_is_trained_by_another_process() -> None:
     process.join()
     assert process.exitcode == 0
     assert torch.equal(model.weight.to_float(), 2 * before)
+
+
+class Examples(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": lns(VALUES * index), "y": (LNSTensor.from_float(VALUES[0], lns12), index)}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_with_workers_hand_on_codes(workers: int) -> None:
+    batches = list(DataLoader(Examples(), batch_size=2, num_workers=workers))
+    for start, batch in zip((0, 2), batches, strict=True):
+        factors = torch.tensor([start, start + 1])
+        assert equal(batch["x"], VALUES * factors[:, None, None])
+        assert batch["x"].codes.is_shared() == bool(workers)
+        y, index = batch["y"]
+        assert (y.fmt, index.tolist()) == (lns12, factors.tolist())
+
+
+def test_pinned_memory_is_that_of_the_codes() -> None:
+    assert not lns().is_pinned()
+    if torch.cuda.is_available():
+        x = lns().pin_memory()
+        assert x.is_pinned()
+        assert x.codes.is_pinned()
+        assert equal(x, VALUES)
+
+
+def test_other_libraries_get_values() -> None:
+    x = lns(VALUES[0])
+    for other in (x.numpy(), np.asarray(x), np.from_dlpack(x), torch.from_dlpack(x), x.half()):
+        assert not isinstance(other, LNSTensor)
+        assert other.tolist() == x.tolist() == [1, -2]
+    assert torch.equal(torch.from_dlpack(x.codes), x.codes)
+    assert f"{x[1]:.3f} {x[1]:+.1e}" == "-2.000 -2.0e+00"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -255,6 +296,56 @@ def test_views_in_inference_mode(name: str) -> None:
     first = view_of_outside if isinstance(view_of_outside, Tensor) else view_of_outside[0]
     first.zero_()
     assert (outside.codes == 0).sum() > (VALUES == 0).sum(), "a view shares memory"
+
+
+def test_moving_averages_are_kept_in_float32() -> None:
+    """In LNS a decay of 0.999 never moves; the warning says what does."""
+    model, decay = layer(), get_ema_multi_avg_fn(0.999)
+    stuck = AveragedModel(model, multi_avg_fn=decay)
+    average = AveragedModel(revert_(copy.deepcopy(model)), multi_avg_fn=decay)
+    for each in (stuck, average):
+        each.update_parameters(model)
+    before, start = model.weight.to_float(), model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.warns(UserWarning, match=r"weight of 0\.001 in lns16.*lns_ops\.revert_"):
+        stuck.update_parameters(model)
+    for _ in range(1_000):
+        average.update_parameters(model)
+    assert torch.equal(stuck.module.weight.codes, start.codes)
+    expected = before * (2 - 0.999**1_000)
+    assert torch.allclose(average.module.weight, expected, rtol=1e-4)  # 1,000 roundings of float32
+
+
+@pytest.mark.parametrize("module", ["half", "double", "bfloat16"])
+def test_a_module_of_another_width_is_turned_back_first(module: str) -> None:
+    model = layer()
+    with pytest.raises(ValueError, match=r"lns_ops\.revert_"):
+        getattr(model, module)()
+    getattr(revert_(model), module)()
+
+
+@pytest.mark.parametrize("left_out", [None, "0", "2"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_lists_of_gradients_are_clipped_lns_and_float32_ones(
+    foreach: bool, left_out: str | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
+    convert_(model, "lns16", "everywhere", lambda module, name: name != left_out)
+
+    def gradients() -> Tensor:
+        return torch.cat([in_float32(p.grad).flatten() for p in model.parameters()])  # type: ignore[arg-type]
+
+    in_float32(model(torch.ones(4, 2))).square().sum().backward()
+    before, half_a_step = gradients(), lns16.epsilon / 2
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    assert float(norm) == pytest.approx(before.norm().item(), rel=4 * half_a_step)
+    assert gradients().norm().item() == pytest.approx(1, rel=4 * half_a_step)
+    nn.utils.clip_grad_value_(model.parameters(), 0.125, foreach=foreach)
+    assert gradients().abs().max() == 0.125
+    kinds = [isinstance(p.grad, LNSTensor) for p in model.parameters()]
+    assert kinds == [left_out != "0"] * 2 + [left_out != "2"] * 2
 
 
 @pytest.mark.parametrize("fused", [True, False])
