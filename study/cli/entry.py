@@ -8,6 +8,7 @@ MLflow) wait until a command needs them, so ``--help`` is quick.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,10 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for notice in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(notice, _interrupt)
     try:
-        return int(options.command(options))
+        code = int(options.command(options))
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"lns-study: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough: lns-study plan NAME | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("\nlns-study: interrupted", file=sys.stderr)
         return 130

@@ -87,6 +87,17 @@ def test_help(command: list[str], tmp_path: Path) -> None:
     assert "lns-study" in done.stdout
 
 
+def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        ended = subprocess.run(
+            [sys.executable, "-m", "study", "run", *TINY, "--dry-run"],
+            cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=100,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_dry_run_prints_every_trial_and_writes_nothing(here: Here) -> None:
     done = here("run", "tiny", "seeds=[0,1]", "--dry-run")
     assert done.returncode == 0, done.stderr
