@@ -92,7 +92,7 @@ def test_a_reader_who_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None:
     os.close(reads)
     with os.fdopen(writes, "w") as closed:
         ended = subprocess.run(
-            [sys.executable, "-m", "study", "run", *TINY, "--dry-run"],
+            [sys.executable, "-m", "study", "plan", "quickstart", "trial.data.name=digits"],
             cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
