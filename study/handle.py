@@ -18,7 +18,7 @@ import dataclasses
 import html
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from study.api import Outcome, create_study, report_study, run_study
 from study.claims.record import record
@@ -43,6 +43,7 @@ from trainers.workers.node import Node
 
 if TYPE_CHECKING:
     import pandas as pd
+    import polars
     from matplotlib.figure import Figure
     from rich.console import Console
 
@@ -84,6 +85,29 @@ class Study:
     def epochs(self) -> pd.DataFrame:
         """One row per trial and epoch: identity, config under dotted keys, metrics."""
         return _frame(export_rows(self.state, epochs=True))
+
+    def polars(self, rows: Literal["trials", "epochs"] = "trials") -> polars.DataFrame:
+        """Return :attr:`trials` or :attr:`epochs` as a frame of polars.
+
+        What a row lacks is null, and NaN is what was reported as NaN. Of a column whose values are
+        of several types, such as choices of numbers and texts, all become texts.
+
+        Raises:
+            UserError: there are no such rows, or polars is not installed.
+        """
+        if rows not in ("trials", "epochs"):
+            raise UserError(f"polars({rows!r}): there are no such rows; use 'trials' or 'epochs'")
+        try:
+            import polars
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"polars({rows!r}): the package polars is not installed; use `pip install"
+                f" 'lns-study[polars]'`, or .{rows}, a frame of pandas"
+            ) from error
+        lines = export_rows(self.state, epochs=rows == "epochs")
+        names = dict.fromkeys(name for line in lines for name in line)
+        columns = {name: [line.get(name) for line in lines] for name in names}
+        return polars.DataFrame(columns, strict=False)
 
     @property
     def best(self) -> Configuration | None:

@@ -3,8 +3,9 @@ should.
 
 A fence after a line ``<!-- runs -->`` holds commands of a shell, one a line. Those of a page run in
 its order, in one folder. A fence after ``<!-- file: NAME -->`` is a file there. ``TRIAL`` stands
-for the id of a trial of the study that the command names. Studies that come with the program get
-:data:`BUDGET` before the page's own keys, which count more.
+for the id of a trial of the study that the command names. A fence after ``<!-- refused -->`` has
+commands that end with 2, each with a part of its message in the next line. Studies that come with
+the program get :data:`BUDGET` before the page's own keys, which count more.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
+from study.manage.rerun import differences
+from trainers.data.download import find_folder
 
 ROOT = Path(__file__).parents[1]
+BRING = "docs/tutorials/bring-your-own.md"
 RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
     "docs/howto/studies.md": 12,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
-    "docs/howto/own-network.md": 1,
-    "docs/howto/own-loop.md": 2,
+    BRING: 7,
     "docs/howto/coming-from.md": 4,
 }
 """Pages whose commands run, and how many they are."""
@@ -103,9 +109,33 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def write_files(page: str, folder: Path) -> str:
+    """Write the files of a page, which then finds CIFAR-10 if it asks for it; the page's text."""
+    text = (ROOT / page).read_text()
+    for name, content in re.findall(rf"<!-- file: (\S+) -->\n{FENCE}", text, re.DOTALL):
+        (folder / name).write_text(content)
+    if page == BRING:
+        if find_spec("transformers") is None:
+            pytest.skip("transformers is not installed")
+        cifar10 = find_folder("cifar10", None)
+        if cifar10 is None or not (cifar10 / "test_batch.bin").is_file():
+            pytest.skip("CIFAR-10's binary files are not here")
+        (folder / "cifar10").symlink_to(cifar10)
+    return text
+
+
 def run(command: str, folder: Path, environment: dict[str, str]) -> str:
     """Run a command of a page; what it printed."""
-    done = subprocess.run(
+    done = finished(command, folder, environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def finished(
+    command: str, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         env=environment,
@@ -113,17 +143,13 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", RUNS)
 def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
-    text = (ROOT / page).read_text()
-    for name, content in re.findall(rf"<!-- file: (\S+) -->\n{FENCE}", text, re.DOTALL):
-        (tmp_path / name).write_text(content)
+    text = write_files(page, tmp_path)
     storage = tmp_path / "studies"
     commands = commands_of(text)
     assert len(commands) == RUNS[page]
@@ -138,6 +164,60 @@ def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_
         assert trials
         assert not any(trial.status == FAILED for trial in trials)
         assert any(trial.status == FINISHED for trial in trials)
+
+
+@pytest.mark.slow
+def test_what_a_page_says_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    text = write_files(BRING, tmp_path)
+    blocks = re.findall(rf"<!-- refused -->\n{FENCE}", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert len(lines) == 6
+    for command, message in zip(lines[::2], lines[1::2], strict=True):
+        done = finished(command.removeprefix("$ "), tmp_path, environment)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_network_of_hugging_face_goes_on_after_a_kill_with_the_same_bits(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Formats, replicas and learning rates by TPE, one trial after the other."""
+    command = [
+        *("lns-study", "run", "resnet.yaml", "--plain"),
+        *("tracking_uri=none", "max_concurrent=1", "search.num_samples=3"),
+    ]
+    states, tensors = [], []
+    for faults in (0, 1):
+        folder = tmp_path / str(faults)
+        folder.mkdir()
+        write_files(BRING, folder)
+        ledger = folder / "studies" / "resnet" / "ledger.jsonl"
+        if faults:
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE)
+            while not (ledger.exists() and ledger.read_bytes().count(b'"report"') >= 3):
+                assert process.poll() is None
+                time.sleep(0.05)
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            process.communicate()
+            _, alive = psutil.wait_procs(children, timeout=60)
+            assert alive == []
+            assert not any(b'"ended"' in line for line in ledger.read_bytes().splitlines())
+        run(" ".join(command), folder, environment)
+        states.append(fold(read_ledger(ledger.parent)))
+        saved = ledger.parent / "checkpoints"
+        tensors.append({path.relative_to(saved) for path in saved.rglob("tensors-*")})
+    whole, killed = states
+    assert [trial.id for trial in killed.trials] == [trial.id for trial in whole.trials]
+    assert {trial.config["workers"] for trial in whole.trials} == {1, 2}
+    for one, other in zip(killed.trials, whole.trials, strict=True):
+        assert one.status == FINISHED
+        assert sorted(one.reports) == [1, 2]
+        assert differences(one, other) == []
+    assert tensors[0] == tensors[1]  # their names are digests
+    assert len({path.parts[0] for path in tensors[0]}) == len(whole.trials) == 6
 
 
 def studies_in(storage: Path) -> Iterator[str]:

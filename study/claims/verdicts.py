@@ -15,13 +15,17 @@ once, at the end, and chooses nothing.
 - ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
 - ``check``: the study's own function.
 
-A claim is undecided while the trials behind it have not all finished; one with a published figure
-also where the study departs from the published recipe.
+A row whose difference is the same at all of :data:`ENOUGH` seeds or more counts without a test.
+
+A claim is undecided while the trials behind it have not all finished, of a searched row those of
+all its configurations; one with a published figure also where the study departs from the published
+recipe.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +43,13 @@ from study.claims.verdict import (
     judge_mean,
     show,
 )
-from study.config import ClaimConfig
-from study.ledger.state import ENDED, FINISHED, StudyState
+from study.config import ClaimConfig, Metric
+from study.ledger.state import ENDED, FAILED, FINISHED, StudyState
 from study.results.answer import compare
 from study.results.summary import Row, Summary, figures_by_seed, summarise
 from trainers.user_code import describe_error, find_source, load_code
+
+SEARCHING = "the search has not come to its end"
 
 
 def judge(state: StudyState, folder: Path) -> list[Verdict]:
@@ -59,7 +65,7 @@ def judge(state: StudyState, folder: Path) -> list[Verdict]:
 
 def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
     """Return the verdicts on the claims that name a row, by the row's label: ``loses holds``."""
-    found = [_judge_rows(claim, summary) for claim in state.config.claims if claim.rows]
+    found = [_judge_rows(claim, state, summary) for claim in state.config.claims if claim.rows]
     return {
         row.label: ", ".join(
             f"{verdict.claim.name} {verdict.outcome}"
@@ -72,7 +78,9 @@ def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
 
 def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
     if claim.rows:
-        return _judge_rows(claim, summary)
+        return _judge_rows(claim, state, summary)
+    if _is_searching(state):
+        return _undecided(claim, SEARCHING)
     ended = sum(trial.status in ENDED for trial in state.trials)
     if ended < len(state.trials) or not ended:
         return _undecided(claim, f"{ended} of {len(state.trials)} trials have ended")
@@ -85,8 +93,16 @@ def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path
     return _comparable(verdict, summary)
 
 
-def _judge_rows(claim: ClaimConfig, summary: Summary) -> Verdict:
+def _is_searching(state: StudyState) -> bool:
+    """Tell whether trials are missing that results will choose."""
+    search = state.config.search
+    return bool(search.adaptive or search.confirm_seeds) and state.outcome not in (FINISHED, FAILED)
+
+
+def _judge_rows(claim: ClaimConfig, state: StudyState, summary: Summary) -> Verdict:
     rows = {row.label: row for row in summary.rows}
+    if _is_searching(state) or not rows.keys() >= set(claim.rows):
+        return _undecided(claim, SEARCHING)
     named = [rows[label] for label in claim.rows]
     others = [row for row in summary.rows if row not in named]
     needed = summary.rows if claim.kind == "no_row_beats" else named
@@ -94,6 +110,9 @@ def _judge_rows(claim: ClaimConfig, summary: Summary) -> Verdict:
         if row.finished < row.seeds or not row.seeds:
             done = f"{row.finished} of {row.seeds} seeds of {row.label} have finished"
             return _undecided(claim, done)
+        trials = state.rows()[row.label]
+        if left := sum(trial.status not in ENDED for trial in trials):
+            return _undecided(claim, f"{left} of {len(trials)} trials of {row.label} are left")
     if claim.kind == "no_row_beats":
         verdict = _judge_best(claim, named[0], others, summary)
     else:
@@ -118,16 +137,20 @@ def _judge_mean(claim: ClaimConfig, rows: list[Row], summary: Summary) -> Verdic
 def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summary) -> Verdict:
     """Judge whether no other row is better; the figure is the largest advantage of another."""
     metric, by = summary.metric, claim.arguments.get("by")
+    if not math.isfinite(row.mean or 0.0):
+        return _undecided(claim, f"the mean of {row.label} is {row.mean}: training diverged")
     runs = row.seeds + sum(other.seeds for other in others)
     unit, found = metric.points.strip(), compare(row, others, metric)
     tested = {each.row.label: each.contrast for each in found if each.contrast is not None}
-    if not tested:
+    same = {each.row.label: _same(row, each.row, metric) for each in found if not each.contrast}
+    equal = {label: gaps for label, gaps in same.items() if len(gaps) >= ENOUGH}
+    if not tested and not equal:
         note = "no other row can be tested: one seed, or no spread; run at least five"
         return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
     ahead = {
         label: (-metric.sign * each.difference, each.half, each.least)
         for label, each in tested.items()
-    }
+    } | {label: (gaps[0], 0.0, 0.0) for label, gaps in equal.items()}
     rival = max(ahead, key=lambda label: ahead[label][0] - ahead[label][1])
     centre, half, least = ahead[rival]
     seeds = min(len(each.row.trials) for each in found)
@@ -142,11 +165,26 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
     else:
         beaten = all(mean + width < 0 for mean, width, _ in ahead.values())
         outcome = HOLDS if beaten or seeds >= ENOUGH else UNDECIDED
+    few = [
+        label
+        for label, gaps in same.items()
+        if label not in equal and any(gap > float(by or 0.0) for gap in gaps)
+    ]
+    if few and outcome == HOLDS:
+        note = f"{few[0]} is better by the same at all {seeds} seeds, too few; run at least five"
+        return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
     note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=centre - half, high=centre + half,
         unit=unit, runs=runs, note=note.strip(),
     )  # fmt: skip
+
+
+def _same(row: Row, other: Row, metric: Metric) -> list[float]:
+    """Return the advantage of another row over ``row`` by seed, if it is the same at all seeds."""
+    ours, theirs = (figures_by_seed(each.trials, metric) for each in (row, other))
+    gaps = [metric.sign * (ours[seed] - theirs[seed]) for seed in ours.keys() & theirs.keys()]
+    return gaps if all(map(math.isfinite, gaps)) else []
 
 
 def _check(claim: ClaimConfig, state: StudyState, folder: Path) -> Verdict:

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from study.errors import UserError, refusals
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, is_locked, read_ledger
@@ -35,6 +37,8 @@ from trainers.config import TrialConfig
 
 LOCK_SECONDS = 30.0
 """Seconds for which a call waits for the ledger's lock."""
+CLOCK_SECONDS = 2.0
+"""Seconds by which the start of a process is known too late at most: Linux keeps whole ones."""
 DERIVED = ("bits", "seconds")
 """Objectives that follow from a trial's config and events, and are not told."""
 TEST = "test/"
@@ -183,13 +187,19 @@ def _is_taken(trial: TrialState, askers: dict[str, Event]) -> bool:
         return False
     if asker["host"] != socket.gethostname():
         return True
+    return _lives(asker["pid"], asker["time"])
+
+
+def _lives(pid: int, since: float) -> bool:
+    """Tell whether the process that had an id at a time is still there, and not another with it."""
     try:
-        os.kill(asker["pid"], 0)
-    except ProcessLookupError:
+        process = psutil.Process(pid)
+        gone = process.status() == psutil.STATUS_ZOMBIE
+        return not gone and process.create_time() <= since + CLOCK_SECONDS
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:  # somebody else's process
-        pass
-    return True
+    except psutil.AccessDenied:  # somebody else's process
+        return True
 
 
 def _metrics(values: float | Mapping[str, float], state: StudyState) -> dict[str, float]:

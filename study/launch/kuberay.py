@@ -84,7 +84,7 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
     lasting = {
         volume["name"]
         for volume in pod.get("volumes", [])
-        if not {"emptyDir", "configMap", "secret"} & set(volume)
+        if not {"emptyDir", "ephemeral", "configMap", "secret"} & set(volume)
     }
     mounts = [
         mount["mountPath"]

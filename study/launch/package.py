@@ -8,7 +8,8 @@ import instead of fetching a torch of its own.
 
 Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
 of studies, and the data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or a
-private key is refused, and so is a folder of more than :data:`MOST_BYTES`.
+private key is refused, and so are a link to a hidden file and a folder of more than
+:data:`MOST_BYTES`.
 
 Format of wheels: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 """
@@ -161,6 +162,7 @@ def _study_files(config: str, loaded: StudyConfig) -> list[tuple[str, Path]]:
             " folder with the study alone"
         )
     for name, path in found:
+        _check_link(name, path, here)
         _check_file(name, path)
     return found
 
@@ -192,6 +194,16 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
         or (folder / "pyvenv.cfg").exists()
         or (folder / FILE).exists()
     )
+
+
+def _check_link(name: str, path: Path, here: Path) -> None:
+    """Refuse a link whose target would not travel by its own name, as files of secrets do not."""
+    way = os.path.relpath(path.resolve(), here)
+    if any(part.startswith(".") and part != ".." for part in Path(way).parts):
+        raise ValueError(
+            f"{name}: is a link to {way}, a hidden file, of which none travels to the cluster;"
+            " remove the link, or put a copy of the file in its place"
+        )
 
 
 def _check_file(name: str, path: Path) -> None:

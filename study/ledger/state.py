@@ -125,8 +125,8 @@ class StudyState:
 
     Attributes:
         plan: last ``planned`` event.
-        stated: last ``planned`` event before the first trial started; the first one of all where a
-            trial's start is not known.
+        stated: last ``planned`` event before the first trial started or was taken over; the first
+            one of all where that is not known.
         known: every trial that the ledger ever planned, by id.
         limits: limits as last edited; None if they are the config's.
         outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
@@ -160,9 +160,9 @@ class StudyState:
         return next((run for run in reversed(self.runs) if run.capacity), None)
 
     @property
-    def began(self) -> int:
-        """Number of trials that have started, of all that the ledger ever planned."""
-        return sum(trial.started is not None for trial in self.known.values())
+    def began(self) -> bool:
+        """Whether a trial that the ledger ever planned has started, or was taken over."""
+        return any(trial.started is not None or trial.reports for trial in self.known.values())
 
     def counts(self) -> dict[str, int]:
         """Return the number of trials of the last plan by status."""

@@ -50,7 +50,8 @@ def rerun(
         study = dataclasses.replace(
             state.config, name="rerun", trial=dataclasses.replace(config, seed=TrialConfig.seed),
             rows=[RowConfig(label=trial.row)], seeds=[config.seed], space={},
-            search=type(state.config.search)(), baseline=None, digits={}, comparable={},
+            search=type(state.config.search)(), baseline=None, claims=[], alerts={},
+            digits={}, comparable={},
             limits=type(state.config.limits)(), storage=storage, tracking_uri=None,
         )  # fmt: skip
         with refusals():

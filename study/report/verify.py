@@ -23,12 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from study.claims.record import FILE, read_record
+from study.claims.record import FILE, read_record, record
+from study.claims.verdict import ENOUGH
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest, statement
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
+from study.results.summary import summarise
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG, claim_tags
 from study.tracking.runs import runs_with_key
@@ -54,7 +56,8 @@ class Source:
         study = StudyConfig.from_dict(self.plan["study"])
         self.metric = study.primary_metric
         self.objective, self.mode = next(iter(study.search.objectives.items()))
-        started = [n for n, event in enumerate(self.events) if event["event"] == "started"]
+        begin = ("started", "report")
+        started = [n for n, event in enumerate(self.events) if event["event"] in begin]
         before = self.events[: started[0]] if started else self.events
         self.stated = [event for event in before if event["event"] == "planned"][-1]
         added = [event["planned"] for event in self.events if event["event"] == "added"]
@@ -128,11 +131,12 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     yield from _statement(figures, source)
     for row in figures["rows"]:
         yield from _row(row, source, page)
-    again = {
-        verdict.claim.name: verdict.to_dict() for verdict in judge(fold(source.events), folder)
-    }
+    state = fold(source.events)
+    wanted = record(state, summarise(state), judge(state, folder))
+    again = {claim["name"]: claim for claim in wanted["claims"]}
+    yield from _missing(figures, wanted)
     for claim in figures["claims"]:
-        yield from _claim(claim, figures["rows"], source, again.get(claim["name"], {}))
+        yield from _claim(claim, wanted["rows"], source, again.get(claim["name"], {}))
         if f"| {claim['outcome']} | {claim['shown']} |" not in page:
             yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
     uri = tracking_uri or StudyConfig.from_dict(source.plan["study"]).tracking
@@ -152,6 +156,19 @@ def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
         )
 
 
+def _missing(figures: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Say which rows and claims the report leaves out or adds, and what it hides of changes."""
+    for part, key in (("rows", "label"), ("claims", "name")):
+        ours, theirs = ([entry[key] for entry in each[part]] for each in (figures, wanted))
+        if ours != theirs:
+            yield f"{part}: the report has {', '.join(ours)}, the study {', '.join(theirs)}"
+    if figures["stated"] and figures["stated"]["changed"] != wanted["stated"]["changed"]:
+        yield (
+            f"statement: the report has as changed {figures['stated']['changed']}, the ledger"
+            f" {wanted['stated']['changed']}"
+        )
+
+
 def _row(row: Mapping[str, Any], source: Source, page: str) -> Iterator[str]:
     place, ids = f"row {row['label']}", source.of_row(row["label"])
     if sorted(ids) != sorted(row["trials"]):
@@ -160,7 +177,8 @@ def _row(row: Mapping[str, Any], source: Source, page: str) -> Iterator[str]:
     mean = float(np.mean(values)) if values else None
     sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
     whole = len(values) == len(ids)
-    ends = _interval(values) if whole and len(values) > 1 else None
+    finite = bool(np.all(np.isfinite(values)))
+    ends = _interval(values) if whole and finite and len(values) > 1 else None
     yield from _differ(f"{place}: mean", row["mean"], mean)
     yield from _differ(f"{place}: standard deviation", row["sd"], sd)
     for name, ours, theirs in zip(("low", "high"), row["interval"] or (), ends or (), strict=False):
@@ -211,7 +229,7 @@ def _claim(
     again: Mapping[str, Any],
 ) -> Iterator[str]:
     place, kind, arguments = f"claim {claim['name']}", claim["kind"], claim["arguments"]
-    for key in ("outcome", "shown", "runs"):
+    for key in ("outcome", "shown", "runs", "stated", "published", "arguments"):
         if claim[key] != again.get(key):
             yield f"{place}: the report has {key} {claim[key]}, judged again {again.get(key)}"
     if claim["low"] is None or kind not in ("value", "difference", "no_row_beats"):
@@ -256,8 +274,11 @@ def _rival(
     for label in others:
         figures = source.by_seed(source.of_row(label))
         gains.append([sign * (row[seed] - figures[seed]) for seed in row if seed in figures])
-    tested = [gain for gain in gains if len(gain) > 1 and np.std(gain) > 0]
+    finite = [gain for gain in gains if np.all(np.isfinite(gain))]
+    same = [gain for gain in finite if len(gain) < 2 or np.std(gain) <= LIKE * np.max(np.abs(gain))]
+    tested = [gain for gain in finite if gain not in same]
     found = [(*_interval(gain, ALPHA / len(tested)), float(np.mean(gain))) for gain in tested]
+    found += [(gain[0], gain[0], gain[0]) for gain in same if len(gain) >= ENOUGH]
     low, high, mean = max(found)
     return low, mean, high
 

@@ -9,6 +9,7 @@ nothing is tested, since they were chosen by the figures that a test would use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,10 @@ def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
 
 def _best(rows: list[Row], metric: Metric) -> str:
     """Name the rows with the best means, untested."""
-    first, *rest = sorted(rows, key=lambda row: metric.sign * (row.mean or 0.0))
+    figures = {row.label: metric.sign * (row.mean or 0.0) for row in rows}
+    first, *rest = sorted(
+        rows, key=lambda row: (math.isnan(figures[row.label]), figures[row.label])
+    )
     best = f"{capital(metric.best_word)} {metric.test_words}: {first.label}, {_mean(first, metric)}"
     if not rest:
         return f"{best}."

@@ -100,18 +100,23 @@ class Contrast:
         return float(stdtrit(self.df, 1 - ALPHA / self.tests / 2))
 
 
+def deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of two values or more; NaN where one of them is not finite."""
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
 def paired(differences: Sequence[float], of: str) -> Contrast | None:
     """Return the contrast of figures that belong together pair by pair.
 
-    Returns None below two pairs, or if all differences are equal.
+    Returns None below two pairs, or if all differences are equal or one of them is not finite.
 
     Args:
         differences: difference of each pair.
         of: kind of the replicates, in the plural: ``seeds``.
     """
     n = len(differences)
-    error = statistics.stdev(differences) / math.sqrt(n) if n > 1 else 0.0
-    if error <= ROUNDING * max(map(abs, differences), default=0.0):
+    error = deviation(differences) / math.sqrt(n) if n > 1 else 0.0
+    if not error > ROUNDING * max(map(abs, differences), default=0.0):
         return None
     return Contrast(
         difference=statistics.fmean(differences), error=error, df=n - 1, over=f"{n} {of}"
@@ -121,7 +126,7 @@ def paired(differences: Sequence[float], of: str) -> Contrast | None:
 def independent(first: Sequence[float], second: Sequence[float], of: str) -> Contrast | None:
     """Return the contrast of figures that do not belong together.
 
-    Returns None below two figures on either side, or if all are equal.
+    Returns None below two figures on either side, or if all are equal or one of them is not finite.
 
     Args:
         first: figures of the first mean.
@@ -129,6 +134,8 @@ def independent(first: Sequence[float], second: Sequence[float], of: str) -> Con
         of: kind of the replicates, in the plural: ``seeds``.
     """
     if min(len(first), len(second)) < 2:
+        return None
+    if not all(map(math.isfinite, (*first, *second))):
         return None
     parts = [statistics.variance(values) / len(values) for values in (first, second)]
     if math.sqrt(sum(parts)) <= ROUNDING * max(map(abs, (*first, *second))):

@@ -172,9 +172,9 @@ def spread_measures(found: Sequence[Entry]) -> list[str]:
 def interval(values: Sequence[float], level: float = 0.95) -> float | None:
     """Return half the width of the mean's confidence interval, by Student's t.
 
-    Returns None below two values.
+    Returns None below two values, or where one of them is not finite.
     """
-    if len(values) < 2:
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     from scipy.special import stdtrit  # scipy.stats takes a second to load
 

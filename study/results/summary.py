@@ -27,6 +27,7 @@ from study.config.keys import lookup
 from study.config.space import Params
 from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
+from study.results.contrasts import deviation
 from study.results.objectives import test_value
 
 
@@ -182,7 +183,7 @@ def _row(
     gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
         label=wanted.label, mean=statistics.fmean(figures) if figures else None,
-        sd=statistics.stdev(figures) if len(figures) > 1 else None, finished=len(figures),
+        sd=deviation(figures) if len(figures) > 1 else None, finished=len(figures),
         failed=sum(trial.status == FAILED for trial in trials), seeds=len(trials),
         published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline, metric),
         verdict=judge(wanted, gap, metric) if comparable else "", trials=choice.trials,

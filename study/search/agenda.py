@@ -84,7 +84,6 @@ class Agenda:
         with refusals():
             self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
-        self._turn = 0
         self._seconds: dict[str, float] = {}
         self._estimated = -math.inf
         self.tail = 0
@@ -158,12 +157,13 @@ class Agenda:
             self._enter(race.next(self._state))
 
     def _propose(self) -> None:
-        """Enter one more configuration, from the proposers in turn."""
+        """Enter one more configuration, from the proposer that has proposed least.
+
+        So they take turns, and a study that is continued goes on with the one whose turn it was.
+        """
         for proposer in self._proposers:
             proposer.learn(self._state)
-        for _ in self._proposers:
-            proposer = self._proposers[self._turn % len(self._proposers)]
-            self._turn += 1
+        for proposer in sorted(self._proposers, key=lambda each: each.proposed):
             with refusals():
                 trials = proposer.propose()
             if trials:

@@ -183,6 +183,8 @@ def worse(errors: Sequence[float], others: Sequence[float], level: float) -> boo
     if len(errors) < PAIRS:
         return False
     differences = [a - b for a, b in zip(errors, others, strict=True)]
+    if not all(map(math.isfinite, differences)):  # one of the two has diverged
+        return all(map(math.isfinite, others))
     if not any(value != differences[0] for value in differences):
         return differences[0] > 0
     from scipy.special import stdtr

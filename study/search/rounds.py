@@ -92,6 +92,11 @@ class Rounds(ABC):
         """Whether nothing more will be proposed."""
         return not self._waiting and (self._round == self._last or not self._members)
 
+    @property
+    def proposed(self) -> int:
+        """Number of trials that were proposed, in earlier runs of the study too."""
+        return len(self._planned)
+
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
         """Learn what earlier runs of the study did."""
         self._planned = {trial.id for trial in trials}

@@ -11,7 +11,8 @@ anew each time a run of the study begins, so no point is ever there twice.
 
 Alerts: each event is noted in ``alerts.jsonl`` before its command runs, and a noted event runs
 nothing again: at most once, over restarts too. What happened before alerts were first asked for
-runs nothing. Commands run one after another, and their output goes to ``alerts.log``.
+runs nothing. Commands of one kind run one after another, and their output goes to ``alerts.log``.
+Once the study has ended, all that are left have :data:`ALERT_SECONDS` together.
 
 Standard input: a line ``finish`` asks the process to end once it has caught up.
 """
@@ -31,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -215,12 +217,16 @@ class Alerts:
         if text and not text.endswith("\n"):  # torn as a machine died
             path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
         self._known = {json.loads(line)["key"] for line in text.splitlines()}
+        self._lanes: dict[str, ThreadPoolExecutor] = {}
+        self._until = math.inf
+        self._writing = threading.Lock()
         self._note("began")
 
     def hear(self, state: StudyState, events: list[Event], quiet: bool = False) -> None:
         """Run the commands for events, which ``state`` has applied; with ``quiet`` note them only.
 
-        Several new bests among the events run the command once, for the last of them.
+        Several new bests among the events run the command once, for the last of them. The commands
+        of each kind run in a thread, so that one that hangs keeps no other kind waiting.
         """
         if any(event["event"] == "finished" for event in events):
             self._hear_best(state, quiet)
@@ -250,24 +256,37 @@ class Alerts:
     def _run(self, kind: str, key: str, facts: Mapping[str, str], quiet: bool) -> None:
         if key in self._known:
             return
-        self._note(key)
+        self._known.add(key)
         command = self._study.alerts.get(kind)
         if quiet or not command:
+            self._note(key)
             return
         facts = {"EVENT": kind, "STUDY": self._study.name, "FOLDER": str(self._folder), **facts}
         variables = {
             f"LNS_STUDY_{name}": value.replace("\0", " ")[:FACT_LENGTH]
             for name, value in facts.items()
         }
+        if kind not in self._lanes:
+            self._lanes[kind] = ThreadPoolExecutor(1, thread_name_prefix=kind)
+        self._lanes[kind].submit(self._carry_out, key, command, os.environ | variables)
+
+    def close(self) -> None:
+        """Wait for the commands, which have :data:`ALERT_SECONDS` from now, all together."""
+        self._until = time.monotonic() + ALERT_SECONDS
+        for lane in self._lanes.values():
+            lane.shutdown()
+
+    def _carry_out(self, key: str, command: str, environment: Mapping[str, str]) -> None:
+        self._note(key)
         with (self._folder / LOG).open("a", encoding="utf-8") as log:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             log.write(f"{when} UTC {key}\n")
             log.flush()
-            log.write(f"{_outcome(command, os.environ | variables, log)}\n")
+            seconds = min(ALERT_SECONDS, self._until - time.monotonic())
+            log.write(f"{key}: {_outcome(command, environment, log, seconds)}\n")
 
     def _note(self, key: str) -> None:
-        self._known.add(key)
-        with (self._folder / NOTES).open("a", encoding="utf-8") as notes:
+        with self._writing, (self._folder / NOTES).open("a", encoding="utf-8") as notes:
             notes.write(json.dumps({"key": key}) + "\n")
             notes.flush()
             os.fsync(notes.fileno())
@@ -282,8 +301,10 @@ def _facts(trial: TrialState) -> dict[str, str]:
     }
 
 
-def _outcome(command: str, environment: Mapping[str, str], log: Any) -> str:
+def _outcome(command: str, environment: Mapping[str, str], log: Any, seconds: float) -> str:
     """Run a command in a shell, with its output to ``log``; describe how it ended."""
+    if seconds <= 0:
+        return f"not run, as {ALERT_SECONDS:g} s were over since the end"
     try:
         process = subprocess.Popen(
             command,
@@ -297,11 +318,11 @@ def _outcome(command: str, environment: Mapping[str, str], log: Any) -> str:
     except (OSError, ValueError) as error:
         return f"could not be run: {error}"
     try:
-        return f"exit code {process.wait(ALERT_SECONDS)}"
+        return f"exit code {process.wait(seconds)}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"killed after {ALERT_SECONDS:g} s"
+        return f"killed after {seconds:.2g} s"
 
 
 class Feed:
@@ -325,10 +346,12 @@ class Feed:
         self._hear(events[start:])
 
     def close(self) -> None:
-        """Pass on the rest, and close all files."""
+        """Pass on the rest, close all files, and wait for the alerts."""
         self.poll()
         if self._board is not None:
             self._to_board(self._board.close)
+        if self._alerts is not None:
+            self._alerts.close()
 
     def _open(self, study: StudyConfig) -> None:
         metric = study.primary_metric

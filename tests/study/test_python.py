@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from matplotlib.figure import Figure
 
@@ -155,6 +157,14 @@ def test_a_study_runs_and_is_read(
     assert found.best is not None
     by_row = trials.groupby("row")["validation/error"].mean()
     assert found.best.objectives["validation/error"] == pytest.approx(by_row.min())
+    for rows, frame in (("trials", trials), ("epochs", epochs)):
+        table = found.polars(rows)
+        assert table.columns == list(frame.columns)
+        assert table["id"].to_list() == list(frame["id"])
+        assert table["validation/error"].to_list() == list(frame["validation/error"])
+        assert table["number"].null_count() == len(frame)
+    with pytest.raises(UserError, match="no such rows; use 'trials' or 'epochs'"):
+        found.polars("trial")
     assert list(found.summary().index) == ["float32", "lns matmul"]
     assert found.answer in found._repr_html_()
     figure = found.figure("error_per_epoch")
@@ -181,6 +191,17 @@ def test_a_study_runs_and_is_read(
     assert len(read_ledger(again.folder)) > before
     with pytest.raises(UserError, match="that would be another study"):
         again.run(name="other")
+
+
+def test_polars_is_asked_for_where_it_is_missing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = study.create(tiny("no-polars"))
+    assert found.polars("epochs").shape == (0, 0)
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(UserError, match=r"pip install 'lns-study\[polars\]'`, or .epochs"):
+        found.polars("epochs")
+    assert len(found.trials) == 2
 
 
 @pytest.mark.parametrize(
@@ -332,6 +353,31 @@ def test_a_trial_that_a_dead_process_asked_for_is_asked_again(tiny: Tiny, tmp_pa
         found.tell(suggestion, 0.5)
     assert found.ask() is None
     assert "finished; 2 finished" in repr(found)
+
+
+@pytest.mark.parametrize("born", ["later", "dead"])
+def test_a_process_with_the_id_of_a_dead_one_holds_no_trial(tiny: Tiny, born: str) -> None:
+    """Ids of processes are used again, and a process that nobody waited for keeps its own."""
+    found = study.create(tiny(f"reused-{born}", *SEARCH), search={"num_samples": 1})
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    here = {"pid": process.pid, "host": socket.gethostname()}
+    begun = psutil.Process(process.pid).create_time()
+    with Ledger(found.folder) as ledger:
+        (planned,) = [event for event in ledger.history if event["event"] == "planned"]
+        (trial,) = planned["trials"]
+        ledger.append("started", trial=trial["id"], time=begun + 60, **here)
+        assert planned["time"] < begun + 60
+    assert found.ask() is None
+    if born == "later":
+        with Ledger(found.folder) as ledger:
+            ledger.append("started", trial=trial["id"], time=begun - 60, **here)
+    process.kill()
+    if born == "dead":
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    suggestion = found.ask()
+    process.communicate()
+    assert suggestion is not None
+    assert suggestion.trial == trial["id"]
 
 
 LOOP = """

@@ -13,13 +13,17 @@ sources publish none, the SHA-256 of the files there.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import os
+import shutil
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -28,6 +32,8 @@ from trainers.config.data import COLLECTIONS
 
 DATA_VARIABLE = "LNS_STUDY_DATA"
 DOWNLOAD_TIMEOUT_S = 20
+SCRATCH = ".fetch-"
+"""Beginning of the name of a folder for the parts of a download, which its process has locked."""
 LEGAL = "%/:?#[]@!$&'()*+,;=~"
 """Characters that an address may have beside letters, digits and ``_.-``; others are quoted."""
 
@@ -216,6 +222,34 @@ def read_url(url: str, remedy: str) -> bytes:
     return content
 
 
+def remove_left(folder: Path) -> None:
+    """Remove the parts of downloads whose processes were killed, but none that are being written.
+
+    Where the file system has no locks, they stay.
+    """
+    for left in folder.glob(f"{SCRATCH}*"):
+        with suppress(OSError), (left / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+
+
+@contextmanager
+def scratch_in(folder: Path) -> Iterator[Path]:
+    """Provide a folder in ``folder`` for the parts of a download.
+
+    It takes its name after it has been locked, so that :func:`remove_left` never finds it unlocked.
+    """
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        with (scratch / "lock").open("w") as lock:
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                scratch = scratch.rename(folder / f"{SCRATCH}{scratch.name}")
+            yield scratch
+    finally:
+        shutil.rmtree(scratch)
+
+
 def download(name: str) -> Path:
     """Download the files of a data set into its cache, checked, and return the folder.
 
@@ -227,6 +261,7 @@ def download(name: str) -> Path:
     remote, folder = REMOTES[name], cache_folder(name)
     unpacked = any(all(file_in(folder, file) for file in files) for files in remote.needs)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_left(folder)
     for file, checksum in remote.files.items():
         if unpacked if file.endswith(".tar.gz") else _is_whole(folder / file, checksum):
             continue
@@ -238,8 +273,8 @@ def download(name: str) -> Path:
             raise DownloadError(
                 f"{url}: sent something else ({kind.upper()} {found}, must be {expected}); {other}"
             )
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            part = Path(scratch) / file
+        with scratch_in(folder) as scratch:
+            part = scratch / file
             part.write_bytes(content)
             if file.endswith(".tar.gz"):
                 _unpack(part, folder, remote.needs[0])

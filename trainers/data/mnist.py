@@ -11,7 +11,6 @@ import gzip
 import hashlib
 import os
 import struct
-import tempfile
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +26,8 @@ from trainers.data.download import (
     file_in,
     mirror_of,
     read_url,
+    remove_left,
+    scratch_in,
 )
 from trainers.data.split import PIXELS, Split, scaled
 
@@ -161,10 +162,11 @@ def download_mnist(folder: Path) -> None:
         DownloadError: the mirror does not answer, or sends something else.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    remove_left(folder)
     for name in _missing_in(folder):
         url = f"{_mirror()}/{name}.gz"
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            part = Path(scratch) / f"{name}.gz"
+        with scratch_in(folder) as scratch:
+            part = scratch / f"{name}.gz"
             remedy = (
                 "put MNIST's four files in a folder and set LNS_STUDY_DATA to it, or use"
                 " data.name=digits"

@@ -13,7 +13,8 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -101,6 +102,16 @@ two seconds, to be told of some."""
 
 def _settings() -> dict[str, Any]:
     return {name: get() for name, (get, _) in _SETTINGS.items()}
+
+
+@contextmanager
+def kept_settings() -> Iterator[None]:
+    """Put back, afterwards, the settings of the process that are changed within."""
+    settings = _settings()
+    try:
+        yield
+    finally:
+        _restore(settings)
 
 
 def _restore(settings: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ from trainers.workers.messages import (
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
-from trainers.workers.process_reset import LeakError, Leftovers
+from trainers.workers.process_reset import LeakError, Leftovers, kept_settings
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
@@ -256,10 +256,11 @@ def why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
         info: its data; None for a loop of the user's own, which has its own.
     """
     try:
-        if info is None:
-            load_loop(config.trainable.name, config.trainable.code)
-        else:
-            check(config, info)
+        with kept_settings():
+            if info is None:
+                load_loop(config.trainable.name, config.trainable.code)
+            else:
+                check(config, info)
     except ValueError as error:
         return str(error)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,21 @@ import pytest
 from study.claims.record import FILE, record, write_record
 from study.claims.stated import state_claims, stated
 from study.claims.verdict import decide
-from study.claims.verdicts import judge
+from study.claims.verdicts import by_row, judge
 from study.config import ClaimConfig, StudyConfig
 from study.config.compose import load
 from study.config.study import RowConfig
 from study.ledger.lines import Event
 from study.ledger.state import fold
+from study.plan.plan import make_plan
+from study.plan.trials import PlannedTrial
+from study.report.write import write_report
+from study.results.answer import answer
 from study.results.summary import summarise
 from study.tracking.payload import claim_tags
 from tests.study.conftest import made_up_events
 from tests.study.results.test_answer import with_errors
+from tests.study.search.conftest import Pretend
 
 Tiny = Callable[..., StudyConfig]
 FIVE = "seeds=[0,1,2,3,4]"
@@ -95,6 +101,79 @@ def test_no_row_beats_another_by_chance_or_by_little(tiny: Tiny) -> None:
     assert verdict(tiny, best, BETTER[:3], alike[:3])["outcome"] == "undecided"
     by = {"no_row_beats": {"row": "float32", "by": 0.01}}
     assert verdict(tiny, by, BETTER, alike)["outcome"] == "undecided"
+
+
+@pytest.mark.parametrize("by", [{}, {"by": 0.5}])
+@pytest.mark.parametrize(("seeds", "outcome"), [(5, "fails"), (3, "undecided")])
+def test_a_row_that_is_better_by_the_same_at_every_seed_is_seen(
+    tiny: Tiny, by: dict[str, float], seeds: int, outcome: str
+) -> None:
+    rows = (
+        "rows=[{label: a}, {label: b, overrides: {epochs: 4}}, {label: c, overrides: {epochs: 5}}]"
+    )
+    check = json.dumps([claim(no_row_beats={"row": "a", **by})])
+    study = tiny("same", f"seeds={list(range(seeds))}", rows, "baseline=null", f"claims={check}")
+    ours = WORSE[:seeds]
+    others = {"b": [x - 1 for x in ours], "c": [x + y for x, y in zip(ours, BETTER, strict=False)]}
+    state = fold(with_errors(study, {"a": ours, **others}))
+    (found,) = judge(state, study.folder)
+    assert found.outcome == outcome
+
+
+def test_a_row_that_diverged_at_a_seed_beats_none_and_is_not_judged(tiny: Tiny) -> None:
+    for loss in (math.nan, math.inf):
+        check = json.dumps([claim(row, no_row_beats={"row": row}) for row in ("a", "b")])
+        rows = "rows=[{label: a}, {label: b, overrides: {epochs: 4}}]"
+        study = tiny(
+            "loss", FIVE, rows, "baseline=null", "metric=validation/loss", f"claims={check}"
+        )
+        events = made_up_events(study)
+        first = next(event for event in events if event["event"] == "finished")
+        first["metrics"]["test/loss"] = loss
+        state = fold(events)
+        found = {verdict.claim.name: verdict for verdict in judge(state, study.folder)}
+        row = state.known[first["trial"]].row
+        assert found[row].outcome == "undecided"
+        assert "diverged" in found[row].note
+        assert (write_report(state, study.folder / "report") / "report.html").is_file()
+        answered = answer(state, summarise(state))
+        assert f"Lowest test loss: {'b' if row == 'a' else 'a'}" in answered
+
+
+def test_a_search_that_was_broken_off_decides_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    check = json.dumps([claim(difference={"rows": ["lns matmul", "float32"], "at_least": 0.0})])
+    study = tiny(
+        "broken-off",
+        FIVE,
+        "space={optimizer.lr: {loguniform: [0.001, 1.0]}}",
+        "search={algorithm: tpe, num_samples: 4}",
+        f"claims={check}",
+    )
+
+    def errors(trial: PlannedTrial) -> list[float]:
+        worse = 1.3 if trial.row == "lns matmul" else 1.0
+        return [(0.1 + 0.01 * trial.seed) * worse] * trial.config.epochs
+
+    for done in (3, 12, 39):
+        begun = Pretend(make_plan(study), errors)
+        begun.run(at_most=done)
+        assert [each.outcome for each in judge(begun.state, tmp_path)] == ["undecided"]
+        assert set(by_row(begun.state, summarise(begun.state)).values()) <= {"c undecided"}
+
+
+def test_what_is_claimed_after_results_were_taken_over_is_not_stated_before(tiny: Tiny) -> None:
+    old = tiny("late", FIVE)
+    new = tiny(
+        "late", FIVE, f"claims={json.dumps([claim(value={'row': 'float32', 'at_most': 9})])}"
+    )
+    events = [event for event in made_up_events(old) if event["event"] in ("planned", "report")]
+    plans = [
+        {**events[0], "study": each.to_dict(), "stated": state_claims(each.to_dict()), "time": time}
+        for each, time in ((old, 1.0), (new, 9e9))
+    ]
+    said = stated(fold([plans[0], *events[1:], plans[1]]))
+    assert said is not None
+    assert said.claims == {"c": "added"}
 
 
 def test_a_claim_waits_for_every_seed(tiny: Tiny) -> None:

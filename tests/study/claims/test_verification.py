@@ -132,6 +132,30 @@ def test_a_falsified_figure_of_the_report_is_seen(
         file.write_text(true)
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("claims", "claims: the report has trains, best, the study trains, perfect, best"),
+        ("rows", "rows: the report has large, the study large, none"),
+        ("stated", "statement: the report has as changed"),
+    ],
+)
+def test_what_the_report_leaves_out_is_seen(reproduced: Path, part: str, said: str) -> None:
+    file = study_of(reproduced).folder / "report" / FILE
+    true = file.read_text()
+    values = json.loads(true)
+    if part == "stated":
+        values[part]["changed"] = ["seeds"]
+    else:
+        del values[part][1]
+    file.write_text(json.dumps(values))
+    try:
+        found = list(verify(study_of(reproduced).folder, "none"))
+        assert any(line.startswith(said) for line in found), found
+    finally:
+        file.write_text(true)
+
+
 def test_a_falsified_page_is_seen(reproduced: Path) -> None:
     folder = study_of(reproduced).folder
     page = folder / "report" / "report.md"

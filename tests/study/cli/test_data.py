@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.server
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +116,39 @@ def test_a_download_that_breaks_off_is_said_and_goes_on(
     assert main(["data", "fetch", "text"]) == 0
     assert mirror.asked == ["/a%20folder/%C3%A9/two"]
     assert {path.name: path.read_bytes() for path in cache_folder("text").iterdir()} == CONTENT
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainers.data.download import scratch_in
+with scratch_in(Path(sys.argv[1])) as scratch:
+    (scratch / "part").write_bytes(b"half")
+    print(scratch, flush=True)
+    input()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_fetch_left_is_removed_and_nothing_of_a_live_one(
+    mirror: type[Mirror],
+) -> None:
+    folder = cache_folder("text")
+    folder.mkdir(parents=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    scratch = Path(process.stdout.readline().strip())
+    assert main(["data", "fetch", "text"]) == 0
+    assert (scratch / "part").read_bytes() == b"half"
+    process.communicate("\n")
+    assert (scratch / "part").exists()
+    assert main(["data", "fetch", "text"]) == 0
+    assert {path.name for path in folder.iterdir()} == set(CONTENT)
 
 
 @pytest.mark.parametrize("url", ["no address", "http://127.0.0.1:port", "http://[", "ftp2://x"])

@@ -108,6 +108,21 @@ def test_a_file_with_a_secret_is_refused(here: Path, name: str, content: str) ->
     assert not list(here.glob(".lns-study/*"))
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_link_to_a_hidden_file_is_refused(
+    here: Path, tmp_path_factory: pytest.TempPathFactory, inside: bool
+) -> None:
+    home = here if inside else tmp_path_factory.mktemp("home")
+    (home / ".cloud").mkdir()
+    (home / ".cloud" / "credentials").write_text("secret_key = correct-horse")
+    (home / "layer.py").write_text("W = 8")
+    (here / "linked.py").symlink_to(home / "layer.py")
+    assert "linked.py" in names(packed())
+    (here / "credentials.txt").symlink_to(home / ".cloud" / "credentials")
+    with pytest.raises(ValueError, match=r"^credentials.txt: is a link to .*, a hidden file"):
+        packed()
+
+
 def test_a_password_in_the_command_is_refused(here: Path) -> None:
     word = "tracking_uri=https://ada:hunter2-hunter2@mlflow.example.org"
     with pytest.raises(ValueError, match="holds a password, which every user") as told:

@@ -83,6 +83,20 @@ def test_a_network_that_does_not_fit_is_refused_before_anything_starts(folder: P
         preflight(make_plan(study))
 
 
+def test_what_a_network_sets_in_the_process_is_not_there_where_the_next_is_checked(
+    folder: Path,
+) -> None:
+    (folder / "double.py").write_text(
+        "import torch\n\ndef make(inputs, classes):\n    torch.set_default_dtype(torch.float64)\n"
+        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes,"
+        " dtype=torch.float32))\n"
+    )
+    first = f"{{label: first, overrides: {{model.name: '{folder}/double.py:make'}}}}"
+    rows = f"rows=[{first}, {{label: second, overrides: {{optimizer.lr: 0.2}}}}]"
+    study = load(str(folder / "own.yaml"), [f"storage={folder}", rows, "baseline=null"])
+    preflight(make_plan(study))
+
+
 def test_its_trials_do_not_share_a_process(folder: Path) -> None:
     study = load(str(folder / "own.yaml"), [f"storage={folder}", "executor=packed"])
     with pytest.raises(ValueError, match=r"executor=packed with model\.name=.*use executor=auto"):

@@ -140,6 +140,22 @@ def test_a_search_broken_off_proposes_what_it_would_have(
         assert params == whole
 
 
+@pytest.mark.parametrize("broken_off", [7, 8, 15])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_search_of_rows_broken_off_goes_on_with_the_row_whose_turn_it_was(
+    searched: Make, rows: int, broken_off: int
+) -> None:
+    labels = ", ".join(
+        f"{{label: r{row}, overrides: {{batch_size: {16 + row}}}}}" for row in range(rows)
+    )
+    study = searched("search.algorithm=tpe", f"rows=[{labels}]", "baseline=null")
+    whole = [trial.id for trial in Pretend(make_plan(study), steady(bowl)).run()]
+    begun = Pretend(make_plan(study), steady(bowl))
+    first = begun.run(at_most=broken_off)
+    rest = Pretend(make_plan(study), steady(bowl), begun.events).run()
+    assert [trial.id for trial in [*first, *rest]] == whole
+
+
 WIDE = {
     "batch_size": "{choice: [16, 32, 64]}",
     "optimizer.lr": "{loguniform: [0.001, 1.0]}",
