@@ -53,24 +53,25 @@ def against_int8(study: Study) -> dict[str, Any]:
 def measured(study: Study) -> dict[str, Any]:
     """Return the measured joules of LNS trials over those of float32 trials of the same networks.
 
-    The ratio is of the sums over the networks, by seed: LNS is 12 bits with Kahan summation. The
-    interval is Student's t over seeds.
+    LNS is 12 bits with Kahan summation. A seed's joules are summed over its networks.
     """
-    metric, sums = study.config.primary_metric, {}
+    metric, sums = study.config.primary_metric, []
     for row in ("lns12 + kahan", "float32"):
-        trials = [trial for trial in study.state.trials if trial.row == row]
-        joules = [measure(trial, "joules", metric) for trial in trials]
-        if None in joules:
-            note = "trials without measured joules: needs GPUs; run it with trial.device=cuda"
-            return {"figure": math.nan, "verdict": "undecided", "note": note}
         by_seed: dict[int, float] = {}
-        for trial, value in zip(trials, joules, strict=True):
-            by_seed[trial.seed] = by_seed.get(trial.seed, 0.0) + (value or 0.0)
-        sums[row] = by_seed
-    ratios = [joules / sums["float32"][seed] for seed, joules in sums["lns12 + kahan"].items()]
-    mean, half = float(np.mean(ratios)), interval(ratios)
-    if half is None:
-        return {"figure": mean, "verdict": "undecided", "note": "one seed has no interval"}
+        for trial in study.state.trials:
+            if trial.row == row:
+                joules = measure(trial, "joules", metric)
+                by_seed[trial.seed] = by_seed.get(trial.seed, 0.0) + (joules or math.nan)
+        sums.append(by_seed)
+    return ratio(*sums)
+
+
+def ratio(ours: dict[int, float], theirs: dict[int, float]) -> dict[str, Any]:
+    """Return the mean ratio of two figures by seed, its interval Student's t over seeds."""
+    ratios = np.array([value / theirs.get(seed, math.nan) for seed, value in ours.items()])
+    if len(ratios) < 2 or np.isnan(ratios).any():
+        return _undecided("needs joules of both rows at two seeds: run it with trial.device=cuda")
+    mean, half = float(ratios.mean()), interval(ratios.tolist()) or 0.0
     return {"figure": mean, "low": mean - half, "high": mean + half, "unit": "times float32"}
 
 
@@ -79,17 +80,22 @@ def _break_even(study: Study, rival: str) -> dict[str, Any]:
     found = entries(study.state)
     formats = [entry.categories["format"] for entry in found]
     macs = np.array([mean_objective(entry.trials, MACS) for entry in found])
+    if not {"float32", rival} <= set(formats) or np.isnan(macs).any():
+        return _undecided(f"needs rows of float32 and {rival}, and trial.telemetry=true")
     errors = _errors(study, found)
     seeds, rng = errors.shape[1], np.random.default_rng(0)
     drawn = rng.integers(seeds, size=(RESAMPLES, seeds))
     values = [find(errors[:, picked].mean(axis=1), macs, formats, rival) for picked in drawn]
     figure = find(errors.mean(axis=1), macs, formats, rival)
-    if math.isnan(figure) or np.isnan(values).any() or seeds < 2:
-        note = f"neither LNS nor {rival} comes near float32's error, or one seed has no interval"
-        return {"figure": figure, "verdict": "undecided", "unit": "pJ", "note": note}
+    if np.isnan([figure, *values]).any() or seeds < 2:
+        return _undecided(f"neither LNS nor {rival} comes near float32's error, or there is 1 seed")
     low, high = np.quantile(values, [0.025, 0.975], method="closest_observation")
     note = "bootstrap over seeds; networks within half a point of the best in float32"
     return {"figure": figure, "low": low, "high": high, "unit": "pJ a look-up", "note": note}
+
+
+def _undecided(note: str) -> dict[str, Any]:
+    return {"figure": math.nan, "verdict": "undecided", "note": note}
 
 
 def find(errors: np.ndarray, macs: np.ndarray, formats: list[str], rival: str) -> float:

@@ -11,6 +11,7 @@ import pytest
 
 import study
 from study.handle import Study
+from study.report.reproduction import reproduced
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.user_code import load_code
 
@@ -87,6 +88,15 @@ def test_energy_finds_the_look_up_at_which_formats_break_even(
         assert find(*arrays, ENERGY_FORMATS, rival) == pytest.approx(expected, nan_ok=True)
 
 
+def test_energy_compares_joules_by_seed() -> None:
+    ratio = check("energy.py:ratio")
+    found = ratio({0: 6.0, 1: 8.0, 2: 3.0}, {0: 2.0, 1: 4.0, 2: 3.0})
+    assert found["figure"] == pytest.approx(2.0)
+    assert found["high"] - 2.0 == pytest.approx(2.4841377, rel=1e-6)  # 4.3026527 / sqrt(3)
+    for ours in ({}, {0: 6.0}, {0: 6.0, 1: math.nan}, {0: 6.0, 5: 1.0}):
+        assert ratio(ours, {0: 2.0, 1: 4.0})["verdict"] == "undecided"
+
+
 @pytest.mark.slow
 def test_energy_without_a_gpu_is_modelled_and_not_measured(tmp_path: Path) -> None:
     rows = [
@@ -104,6 +114,8 @@ def test_energy_without_a_gpu_is_modelled_and_not_measured(tmp_path: Path) -> No
     assert "trial.device=cuda" in check("energy.py:measured")(ran)["note"]
     found = check("energy.py:against_float32")(ran)
     assert found["low"] <= found["figure"] <= found["high"]
+    assert "float16" in check("energy.py:against_float16")(ran)["note"]  # no such row
+    assert "the line joins" in reproduced(ran.folder, "").alt
     networks = ran.state.trials
     assert len(networks) == 3 * 3 * 2
     by_row = {row: [trial for trial in networks if trial.row == row] for row in ("float32", "int8")}
