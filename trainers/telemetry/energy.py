@@ -32,7 +32,7 @@ from lns_ops.formats import Logarithmic, parse
 from trainers.config import TrialConfig
 
 ADD_BITS, ADD_PICOJOULES = (8, 16, 32), (0.03, 0.05, 0.1)
-"""Energy of an integer addition by its width; linear in between."""
+"""Energy of an integer addition by its width; linear in between, below 8 bits that of 8."""
 MULTIPLY_ADD = {"float32": 3.7 + 0.9, "float16": 1.1 + 0.9, "int8": 0.2 + 0.1}
 """Energy of a multiplication and an addition in formats other than LNS, picojoules."""
 LOOK_UP_RANGE = (0.05, 2.5)
