@@ -231,11 +231,7 @@ class StudyConfig:
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")
-        if self.limits.joules is not None and not self.trial.telemetry:
-            raise ValueError(
-                f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
-                " trial.telemetry=true"
-            )
+        self._check_telemetry()
         self._check_alerts()
         self._check_baseline()
         check_claims(self.claims, [row.label for row in self.rows] or [self.name])
@@ -249,6 +245,20 @@ class StudyConfig:
         )
         if self.search.objectives == OBJECTIVES:
             object.__setattr__(self, "search", replace(self.search, objectives=self._objectives))
+
+    def _check_telemetry(self) -> None:
+        if self.trial.telemetry:
+            return
+        if self.limits.joules is not None:
+            raise ValueError(
+                f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
+                " trial.telemetry=true"
+            )
+        for metric in (*self.search.objectives, *self.search.constraints):
+            if metric.startswith("telemetry/") and not self.trial.own_loop:
+                raise ValueError(
+                    f"search: {metric}: trials do not tell it; add trial.telemetry=true"
+                )
 
     def _check_alerts(self) -> None:
         for event, command in self.alerts.items():

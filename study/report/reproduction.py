@@ -36,7 +36,8 @@ RULE = (
     " of it does, and is undecided otherwise. What was stated, and when, is in each study's list."
 )
 PICTURES = ("law_of_bits", "ranks", "importance", "test_error")
-"""Pictures of a report by what they say about claims; the page has the first that there is."""
+"""Pictures of a report by what they say about claims; the page has the first that there is, or the
+front of a search with several objectives."""
 SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
 WIDTH = 100
 """Longest line of the Markdown page's prose."""
@@ -153,7 +154,8 @@ def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
 def _picture(state: StudyState, summary: Summary) -> tuple[bytes, str]:
     """Return the picture that says most about the claims, and its description."""
     draw, metric = drawings(state, summary), summary.metric
-    for name in PICTURES:
+    several = len(state.config.search.objectives) > 1
+    for name in ("pareto", *PICTURES) if several else PICTURES:
         figure = draw[name](LIGHT) if name in draw else None
         if figure is not None:
             alt = TITLES[name][1].format(

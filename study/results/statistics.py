@@ -2,9 +2,9 @@
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
 the measures that can be weighed against each other: the study's metric, bits of the format,
-seconds, joules, bytes sent. It counts once every seed's trial has finished, in the last round where
-there are rounds. The metric is that of the validation split, errors in per cent: the test set
-chooses nothing.
+seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts once
+every seed's trial has finished, in the last round where there are rounds. The metric is that of the
+validation split, errors in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
@@ -42,10 +42,15 @@ COSTS = {
     "bits": "bits a value",
     "seconds": "seconds of training",
     "joules": "joules",
+    "modelled_joules": "modelled joules of products",
     "bytes": "bytes sent",
 }
 """The other measures of a configuration, all the smaller the better, with their axis labels."""
-REPORTED = {"joules": "telemetry/joules", "bytes": "bytes/sent"}
+REPORTED = {
+    "joules": "telemetry/joules",
+    "modelled_joules": "telemetry/modelled_joules",
+    "bytes": "bytes/sent",
+}
 """Reported metrics behind those measures that trials report."""
 CATEGORIES = {
     "row": "row",

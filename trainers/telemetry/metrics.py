@@ -18,6 +18,8 @@ each metric):
   over the trial's first step, and their rate as a share of the kernel's measured ceiling
   (:mod:`trainers.telemetry.roofline`).
 - **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), of whole devices.
+- **modelled energy** of the products, in hardware made for their format
+  (:mod:`trainers.telemetry.energy`): the only metric that is not measured.
 
 A metric that the hardware or the system does not offer is absent, never estimated. All names begin
 with :data:`PREFIX`. The values depend on the machine and its load, and are left out where results
@@ -55,6 +57,10 @@ NAMES = {
         "multiply-accumulates a second over what the kernel reaches on a large product, a worker"
     ),
     "joules": "energy of the workers' GPUs during the epoch's training, whole devices",
+    "modelled_joules": (
+        "energy of the epoch's products by a model of single operations' energies, all workers; not"
+        " measured"
+    ),
     "sm_busy": "share of multiprocessors that were busy, mean over time and GPUs",
     "sm_occupancy": "share of the possible warps that were resident",
     "integer_busy": "share of time with integer operations",
@@ -94,6 +100,8 @@ class Telemetry:
         aligned: whether all workers take the same steps.
         waits: whether the spans contain all waiting; if not, a step's time is not divided.
         formulas: formulas of operations that replace those of torch's FLOP counter.
+        picojoules: returns the energy of a multiply-accumulate of an operator by the operator's
+            name; infinite where it is not known.
     """
 
     def __init__(
@@ -106,6 +114,7 @@ class Telemetry:
         aligned: bool,
         waits: bool = True,
         formulas: dict[Any, Callable[..., int]] | None = None,
+        picojoules: Callable[[str], float] = lambda _: math.inf,
     ) -> None:
         self._spans, self._device, self._world_size, self._aligned, self._ceiling = (
             spans,
@@ -118,6 +127,7 @@ class Telemetry:
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
+        self._picojoules, self._step_joules = picojoules, math.inf
         self._resettable = self._begun = False
         spans.timing = True
 
@@ -135,6 +145,11 @@ class Telemetry:
         with counter:
             yield
         self._macs = counter.get_total_flops() / 2 / steps
+        counts = counter.get_flop_counts().get("Global", {})
+        self._step_joules = 1e-12 * sum(
+            count / 2 / steps * self._picojoules(str(operator))
+            for operator, count in counts.items()
+        )
 
     def begin(self) -> None:
         """Begin the training of an epoch."""
@@ -172,7 +187,8 @@ class Telemetry:
             }
             found["macs_per_step"] = all_macs / all_steps * self._world_size
             found["ceiling_fraction"] = all_macs / all_possible
-        for name in ("joules", *SHARES):
+        counted["modelled_joules"] = self._step_joules * steps if steps else 0.0
+        for name in ("joules", "modelled_joules", *SHARES):
             total = self._over_all(counted.get(name, math.inf), "SUM")
             found[name] = total / (self._world_size if name in SHARES else 1)
         return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}

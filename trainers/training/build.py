@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from trainers.optim.wrappers import OffloadedOptimizer, ScaledOptimizer
 from trainers.parallel.factory import make_parts
 from trainers.sync.factory import make_synchroniser
 from trainers.sync.pairwise import add_pairwise_
+from trainers.telemetry.energy import operator_picojoules
 from trainers.telemetry.metrics import Telemetry
 from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
@@ -383,4 +385,5 @@ def _make_telemetry(
         aligned=config.sync.name != "asynchronous",
         waits=not (config.layout.fsdp and device.type == "cuda"),
         formulas=partition.formulas if partition else None,
+        picojoules=partial(operator_picojoules, config),
     )

@@ -212,6 +212,11 @@ REFUSED = [
         ["trial.precision.fromat", "(did you mean 'trial.precision.format'?)"],
     ),
     (["table", "trial.optimizer.epochs=1"], ["(did you mean 'trial.epochs'?)"]),
+    (
+        ["energy", "trial.telemetry=false"],
+        ["search: telemetry/modelled_joules", "do not tell it; add trial.telemetry=true"],
+    ),
+    (["table", "limits.joules=5"], ["limits.joules=5", "add trial.telemetry=true"]),
     (["table", "serch.num_samples=1"], ["(did you mean 'search.num_samples'?)"]),
     (["table", "epochs=0"], ["epochs=0", "at least 1"]),
     (["table", "zzzzzz=1"], ["zzzzzz: unknown key; "]),

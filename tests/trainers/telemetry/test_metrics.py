@@ -17,6 +17,7 @@ from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
+from trainers.telemetry.energy import mac_picojoules
 from trainers.telemetry.metrics import NAMES, PREFIX, Telemetry, repeatable
 from trainers.telemetry.nvml import GPM, GPUCounters
 from trainers.telemetry.roofline import kernel_ceiling
@@ -161,7 +162,10 @@ def test_workers_tell_the_same_and_learn_the_same(workers: list[dict[str, Any]],
         assert all(
             part > 0 for part in (total, found["compute_seconds"], found["communication_seconds"])
         )
-        assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
+        macs = 64 * (2 * 64 * 16 + 3 * 16 * 10)
+        assert found["macs_per_step"] == macs
+        picojoules = mac_picojoules("lns12" if name == "dp" else "float32")
+        assert math.isclose(found["modelled_joules"], 1e-12 * 10 * macs * picojoules)
         if name == "pp":
             assert found["idle_seconds"] > 0
 
