@@ -316,11 +316,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     kept = offload.own if offload else held
     answers = loss.answers_each(first.y)
     optimizer = make_trial_optimizer(config, config.optimizer, kept, answers, here.pp_rank)
-    telemetry = (
-        _make_telemetry(config, spans, device, world_size, partition)
-        if config.telemetry
-        else NoTelemetry()
-    )
+    telemetry = _make_telemetry(config, spans, device, world_size, partition)
     return Components(
         config=config, workers=Workers(rank, world_size, device), place=here, data=data,
         loss=loss, answers=answers, metrics=Metrics(config.metrics, data.outputs, here, device),
@@ -367,8 +363,10 @@ def _make_telemetry(
     device: torch.device,
     world_size: int,
     partition: PartitionedModel | None,
-) -> Telemetry:
+) -> Telemetry | NoTelemetry:
     """Return the telemetry of this worker."""
+    if not config.telemetry:
+        return NoTelemetry()
     precision = config.precision
 
     def ceiling() -> float:
