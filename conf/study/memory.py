@@ -1,16 +1,12 @@
-"""The figures of ``memory``: how peaks of memory grow with the depth, and what a layer takes."""
+"""The figures of ``memory``: how a step's bytes grow with the depth, and what a layer takes."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
-from scipy import stats
-
 from study import Study
 
-PEAK = "telemetry/peak_memory_bytes"
 FLOAT32, LNS, WITH = "float32", "lns16", " with checkpoints"
 
 
@@ -31,48 +27,33 @@ def exponent_with_lns(study: Study) -> dict[str, Any]:
 
 def lns_over_float32(study: Study) -> dict[str, Any]:
     """Return the bytes of a layer in LNS over those in float32, without checkpoints."""
-    ours, theirs = _peaks(study, LNS), _peaks(study, FLOAT32)
-    ratios = [
-        (ours[seed][-1] - ours[seed][0]) / (theirs[seed][-1] - theirs[seed][0])
-        for seed in sorted(ours.keys() & theirs.keys())
-    ]
-    return _mean(ratios, "")
+    ours, theirs = _bytes(study, LNS), _bytes(study, FLOAT32)
+    return _exactly((ours[-1] - ours[0]) / (theirs[-1] - theirs[0]), "")
 
 
-def _peaks(study: Study, row: str) -> dict[int, list[float]]:
-    """Return the largest peak of each trial of a row in bytes, by seed, by rising depth."""
-    found: dict[int, dict[int, float]] = {}
-    for trial in study.state.trials:
-        peaks = [report["metrics"][PEAK] for report in trial.reports.values()]
-        if trial.row == row and peaks:
-            depth = trial.config["model"]["args"]["depth"]
-            found.setdefault(trial.seed, {})[depth] = max(peaks)
-    most = max((len(each) for each in found.values()), default=0)
-    return {
-        seed: [peak for _, peak in sorted(each.items())]
-        for seed, each in found.items()
-        if len(each) == most
+def _bytes(study: Study, row: str) -> list[float]:
+    """Return the bytes that the trials of a row hold, by rising depth."""
+    found = {
+        _depth(trial): trial.reports[1]["metrics"]["telemetry/tensor_bytes"]
+        for trial in study.state.trials
+        if trial.row == row
     }
+    return [found[depth] for depth in sorted(found)]
+
+
+def _depth(trial: Any) -> int:
+    return int(trial.config["model"]["args"]["depth"])
 
 
 def _exponent(study: Study, row: str) -> dict[str, Any]:
-    """Return p where peaks grow as ``a + b depth^p`` over three depths of one ratio r:
-    ``p = log_r((peak 3 - peak 2) / (peak 2 - peak 1))``."""
-    depths = sorted({trial.config["model"]["args"]["depth"] for trial in study.state.trials})
-    peaks = _peaks(study, row)
-    exponents = [
-        math.log((three - two) / (two - one), depths[1] / depths[0])
-        for one, two, three in peaks.values()
-    ]
-    mean = np.mean(list(peaks.values()), axis=0) / 1e6
-    shown = ", ".join(
-        f"{peak:,.0f} MB at {depth}" for peak, depth in zip(mean, depths, strict=True)
-    )
-    return _mean(exponents, shown)
+    """Return p where bytes grow as ``a + b depth^p`` over three depths of one ratio r:
+    ``p = log_r((bytes 3 - bytes 2) / (bytes 2 - bytes 1))``."""
+    depths, held = sorted({_depth(trial) for trial in study.state.trials}), _bytes(study, row)
+    one, two, three = held
+    shown = ", ".join(f"{each / 1e6:,.0f} MB at {d}" for each, d in zip(held, depths, strict=True))
+    return _exactly(math.log((three - two) / (two - one), depths[1] / depths[0]), shown)
 
 
-def _mean(figures: list[float], note: str) -> dict[str, Any]:
-    """Return the mean over seeds with Student's 95 % interval."""
-    half = float(stats.sem(figures) * stats.t.ppf(0.975, len(figures) - 1))
-    figure = float(np.mean(figures))
-    return {"figure": figure, "low": figure - half, "high": figure + half, "note": note}
+def _exactly(figure: float, note: str) -> dict[str, Any]:
+    """Return a figure that is counted, so without an interval."""
+    return {"figure": figure, "low": figure, "high": figure, "note": note}

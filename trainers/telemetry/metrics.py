@@ -14,6 +14,8 @@ each metric):
 - **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's
   allocator on a GPU; there since the trial's first epoch, as what a CUDA graph uses is allocated
   while it is captured.
+- **tensors**: the most bytes that those made in the trial's first step take at once, activations
+  and gradients among them, whatever the allocator does (:mod:`trainers.telemetry.tensors`).
 - **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
   over the trial's first step, and their rate as a share of the kernel's measured ceiling
   (:mod:`trainers.telemetry.roofline`).
@@ -41,6 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainers.telemetry.nvml import GPUCounters
 from trainers.telemetry.spans import Spans
+from trainers.telemetry.tensors import TensorBytes
 
 PREFIX = "telemetry/"
 NAMES = {
@@ -51,6 +54,9 @@ NAMES = {
     "peak_memory_bytes": (
         "largest of the workers: resident set of the epoch (CPU), or torch's allocations so far"
         " (GPU)"
+    ),
+    "tensor_bytes": (
+        "largest of the workers: tensors that the trial's first step makes and holds at once"
     ),
     "macs_per_step": "multiply-accumulates of a step, all workers",
     "ceiling_fraction": (
@@ -127,13 +133,14 @@ class Telemetry:
         self._gpu = GPUCounters(torch.cuda.current_device() if device.type == "cuda" else None)
         self._ceiling_rate: float | None = None
         self._macs: float | None = None
+        self._tensor_bytes = math.inf
         self._picojoules, self._step_joules = picojoules, math.inf
         self._resettable = self._begun = False
         spans.timing = True
 
     @contextmanager
     def counting(self, steps: int = 1) -> Iterator[None]:
-        """Count the multiply-accumulates of the training steps that run in this context.
+        """Count multiply-accumulates and tensors of the training steps that run in this context.
 
         These are the trial's first step, or ``steps`` equal ones; later contexts count nothing.
         """
@@ -142,8 +149,9 @@ class Telemetry:
             return
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
         counter.mod_tracker = _WholeModel()  # type: ignore[assignment]
-        with counter:
+        with counter, TensorBytes() as tensors:
             yield
+        self._tensor_bytes = tensors.peak
         self._macs = counter.get_total_flops() / 2 / steps
         counts = counter.get_flop_counts().get("Global", {})
         self._step_joules = 1e-12 * sum(
@@ -178,7 +186,10 @@ class Telemetry:
         *times, all_steps, all_macs, all_possible = self._summed(
             torch.cat([parts, counts])
         ).tolist()
-        found = {"peak_memory_bytes": self._over_all(peak, "MAX")}
+        found = {
+            "peak_memory_bytes": self._over_all(peak, "MAX"),
+            "tensor_bytes": self._over_all(self._tensor_bytes, "MAX"),
+        }
         if all_steps:
             found |= {
                 f"{name}_seconds": value / all_steps
