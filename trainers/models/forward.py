@@ -24,12 +24,13 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from trainers.config.memory import MemoryConfig
 
@@ -63,14 +64,27 @@ def _forward(
     )
     with mixed:
         if segments > 1 and torch.is_grad_enabled():
-            y: Tensor = checkpoint_sequential(
-                list(layers), segments, x, use_reentrant=False, preserve_rng_state=draws
-            )
+            *kept, last = _cut(layers, segments)
+            y: Tensor = x
+            for segment in kept:
+                y = checkpoint(segment, y, use_reentrant=False, preserve_rng_state=draws)
+            y = last(y)
         else:
             y = nn.Sequential.forward(layers, x)  # type: ignore[no-untyped-call]
     if autocast is not None:
         y = y.float()
     return y if scaler is None else _ScaledBackward.apply(y, scaler)  # type: ignore[no-untyped-call]
+
+
+def _cut(layers: nn.Sequential, segments: int) -> list[nn.Sequential]:
+    """Return the layers in segments whose lengths differ by one at most.
+
+    torch's ``checkpoint_sequential`` leaves what does not divide to the last segment, whose
+    activations are kept.
+    """
+    ends = [len(layers) * i // segments for i in range(segments + 1)]
+    parts = list(layers)
+    return [nn.Sequential(*parts[start:end]) for start, end in pairwise(ends)]
 
 
 def set_forward_(
