@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from study.config.search import choose_sampler
 from study.config.space import describe
-from study.ledger.log import FILE, read_ledger
+from study.ledger.log import read_ledger
 from study.ledger.state import fold
+from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
@@ -34,8 +34,7 @@ def of_storage(storage: str) -> dict[str, float]:
 
     See :func:`study.plan.durations.seconds_an_epoch`.
     """
-    paths = Path(storage).expanduser().resolve().glob(f"*/{FILE}")
-    return seconds_an_epoch(fold(read_ledger(path.parent)) for path in paths)
+    return seconds_an_epoch(fold(read_ledger(folder)) for folder in study_folders(storage))
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
