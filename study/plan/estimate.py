@@ -22,6 +22,7 @@ from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import PlannedTrial
 from study.text import duration
+from trainers.object_store import is_url
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
 TRIALS_SHOWN = 12
@@ -32,9 +33,15 @@ ARGUMENTS = "trainable.args."
 def of_storage(storage: str) -> dict[str, float]:
     """Return the median seconds per epoch, by pace key, over all studies in a storage.
 
-    See :func:`study.plan.durations.seconds_an_epoch`.
+    See :func:`study.plan.durations.seconds_an_epoch`. Nothing is known of an object store that this
+    machine does not reach, as the one that launches may not.
     """
-    return seconds_an_epoch(fold(read_ledger(folder)) for folder in study_folders(storage))
+    try:
+        return seconds_an_epoch(fold(read_ledger(folder)) for folder in study_folders(storage))
+    except ValueError:
+        if is_url(storage):
+            return {}
+        raise
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
