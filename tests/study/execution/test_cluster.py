@@ -4,6 +4,7 @@ node that dies."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -320,3 +321,39 @@ def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
     events = read_ledger(folder)
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * 3
     assert len([each for each in events if each["event"] == "started"]) == 3
+
+
+def test_a_node_with_other_code_is_refused_before_it_computes(tmp_path: Path) -> None:
+    """A node whose copy of the package differs by a comment, and later one that has the same."""
+    from ray.cluster_utils import Cluster
+
+    other = tmp_path / "other"
+    for package in ("lns_ops", "trainers", "study"):
+        shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("*.pyc"))
+    with (other / "trainers" / "files.py").open("a") as file:
+        file.write("# another version\n")
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=2, env_vars={"PYTHONPATH": str(other)})
+        cluster.wait_for_nodes()
+        (tmp_path / "tiny.yaml").write_text(TINY)
+        process = command(tmp_path, cluster.address, "rows=[{label: a}]", "baseline=null")
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if "Refused" in line:
+                break
+        assert "lns-study code" in said, said
+        assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
+        cluster.add_node(num_cpus=1)
+        rest, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said + rest
+        assert "Refused" not in rest
+        events = read_ledger(tmp_path / "studies" / "tiny")
+        assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
+        assert [trial.status for trial in fold(events).trials] == [FINISHED]
+    finally:
+        cluster.shutdown()
