@@ -191,6 +191,7 @@ def _status(options: argparse.Namespace) -> int:
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     from study.cli.progress import Clock, render
     from study.manage.studies import condition
+    from study.results.utilisation import first_epoch
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
@@ -205,6 +206,8 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     console.print(
         render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None)
     )
+    if stages := first_epoch(state.runs[-1] if state.runs else None):
+        console.print(stages, markup=False, highlight=False)
 
 
 def _show(options: argparse.Namespace) -> int:
