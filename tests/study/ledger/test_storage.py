@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from study.config import StudyConfig
+from study.execution.control import Wish, ask
 from study.ledger import storage
 from study.ledger.log import FILE, Ledger, is_locked, open_ledger
 from study.ledger.storage import check_storage, study_folders
+from study.manage.studies import condition, find, read
 from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, SECRET, Line, cache, s3, s3_server  # noqa: F401
 from trainers import object_store
@@ -295,22 +297,18 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
     third = start(tmp_path / "study", URL, tmp_path / "third")
     seen = await_epoch(third, 1)
     assert "2 continue from their last checkpoint" in seen
-    command = [sys.executable, "-m", "study"]
-    fourth = os.environ | {object_store.CACHE: str(tmp_path / "fourth")}
-    where = ["tiny", "--storage", URL]
-    status = subprocess.run(
-        [*command, "status", *where], env=fourth, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert "running" in status.stdout, status
-    subprocess.run([*command, "cancel", *where], env=fourth, check=True, timeout=TIMEOUT)
+    with cache(tmp_path / "fourth"):
+        folder = find(NAME, URL)
+        assert condition(folder, read(folder)) == "running"
+        ask(folder, wish=Wish.CANCEL)
     output, _ = third.communicate(timeout=TIMEOUT)
     assert "asked to cancel" in output
     with cache(tmp_path / "fourth"):
-        folder = local_folder(f"{URL}/{NAME}")
+        assert condition(folder, read(folder)) == "stopped"
         done = [e["epoch"] for e in open_ledger(folder).events if e["event"] == "report"]
-    last = subprocess.run(
-        [*command, "resume", *where], env=fourth, capture_output=True, text=True, timeout=TIMEOUT
-    )
+    fourth = os.environ | {object_store.CACHE: str(tmp_path / "fourth")}
+    resume = [sys.executable, "-m", "study", "resume", NAME, "--storage", URL]
+    last = subprocess.run(resume, env=fourth, capture_output=True, text=True, timeout=TIMEOUT)
     assert last.returncode == 0, last
     assert weights(f"{URL}/{NAME}") == expected
     with cache(tmp_path / "fourth"):
