@@ -24,7 +24,7 @@ from study.ledger.lines import Event
 from study.ledger.log import FILE, Ledger, is_locked
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
-from study.ledger.storage import check_writable
+from study.ledger.storage import check_storage, check_writable, share
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import read
@@ -39,6 +39,7 @@ from study.tracking.sinks import Sinks
 from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, stored
+from trainers.object_store import is_url, local_folder, place_of
 from trainers.workers.node import Node
 
 EXCLUDED_SHOWN = 3
@@ -144,7 +145,7 @@ def _opened(
 ) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState]]:
     """Check a study; provide its plan, data, ledger, and state before this run."""
     with refusals():
-        check_writable(Path(study.storage).expanduser().resolve(), "storage")
+        check_storage(study.storage)
         plan = make_plan(study)
         plan, data = preflight(plan, node)
     if data:
@@ -213,15 +214,28 @@ def _run(
         say(f"Writing the report{sent} ...")
         with control.watch_storage():
             report, error = _close(state, folder / "report", tracker, sinks)
+            _share(report, say)
     if control.storage_error:
         raise UserError(
-            f"{control.storage_error}; free some space in {folder.parent}, then give the same"
-            " command again: trials that finished are kept, the others continue from their last"
+            f"{control.storage_error}; {_mend(folder)}, then give the same command"
+            " again: trials that finished are kept, the others continue from their last"
             " checkpoint"
         )
     if idle := remark(state.runs[-1]):
         say(idle)
     return _outcome(state, report, plan.study, error, tracker.where())
+
+
+def _mend(folder: Path) -> str:
+    """Return what to do after the storage of a study refused a write."""
+    place = place_of(folder.parent)
+    return f"make {place} answer" if is_url(place) else f"free some space in {place}"
+
+
+def _share(report: Path, say: Callable[[str], None]) -> None:
+    """Send the report to the study's object store, if it has one."""
+    if error := share(report):
+        say(f"The report is in {report} only: {error}")
 
 
 def _failed(plan: Plan, state: StudyState) -> list[str]:
@@ -334,6 +348,7 @@ def report_study(
         if tracking_uri:
             check_tracking(study.tracking)
     report = write_report(state, folder / "report")
+    _share(report, say)
     error, where = "", dict[str, str]()
     if state.damage:
         say(f"{state.config.name}: {state.damage}")
@@ -386,7 +401,7 @@ def _reportable(folder: Path) -> StudyState:
 
 
 def _artifacts(study: StudyConfig) -> Path:
-    return Path(study.storage).expanduser().resolve() / "artifacts"
+    return local_folder(study.storage) / "artifacts"
 
 
 def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:

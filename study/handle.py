@@ -31,6 +31,7 @@ from study.errors import UserError, refusals
 from study.execution.ask_tell import Suggestion, ask, asked, tell
 from study.ledger.log import FILE
 from study.ledger.state import ALL, UNFINISHED, StudyState
+from study.ledger.storage import refresh
 from study.manage.export import export_rows
 from study.manage.extend import extended
 from study.manage.studies import condition, find, read
@@ -39,6 +40,7 @@ from study.report.tables import cells, headings
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
+from trainers.object_store import place_of
 from trainers.workers.node import Node
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ class Study:
     @property
     def state(self) -> StudyState:
         """State of the study, read again once its ledger has grown."""
+        with refusals():
+            refresh(self.folder)
         size = (self.folder / FILE).stat().st_size
         if self._read is None or self._read[0] != size:
             with refusals():
@@ -74,7 +78,7 @@ class Study:
     @property
     def config(self) -> StudyConfig:
         """Config as last planned, with the storage in which the study lies now."""
-        return dataclasses.replace(self.state.config, storage=str(self.folder.parent))
+        return dataclasses.replace(self.state.config, storage=place_of(self.folder.parent))
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -197,7 +201,7 @@ class Study:
         """
         with refusals():
             changed = extended(self.state, as_overrides({**(overrides or {}), **keys}))
-        return _run(dataclasses.replace(changed, storage=str(self.folder.parent)), ALL)
+        return _run(dataclasses.replace(changed, storage=place_of(self.folder.parent)), ALL)
 
     def resume(self) -> Study:
         """Run what is left, without the trials that failed."""

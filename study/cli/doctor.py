@@ -24,6 +24,7 @@ from study.manage.studies import find, folders
 from study.program import lns_study
 from study.tracking.supervisor import OFF, check_tracking
 from study.tracking_uri import REMEDY, hide, stored
+from trainers.object_store import local_folder, place_of
 
 DAMAGED_SHOWN, RECOVERED_SHOWN = 3, 20
 SHORT_OF_SPACE = 2 << 30
@@ -152,12 +153,12 @@ def _store(folder: Path, tracking_uri: str | None) -> str | None:
     plan = fold(read_ledger(folder)).plan
     own = (
         dataclasses.replace(
-            StudyConfig.from_dict(plan["study"]), storage=str(folder.parent)
+            StudyConfig.from_dict(plan["study"]), storage=place_of(folder.parent)
         ).tracking
         if plan
         else None
     )
-    uri = tracking_uri or own or default_tracking_uri(str(folder.parent))
+    uri = tracking_uri or own or default_tracking_uri(place_of(folder.parent))
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
     return None if uri == OFF or missing else uri
 
@@ -212,7 +213,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _storage(storage: str) -> Finding:
-    folder = Path(storage).expanduser().resolve()
+    folder = local_folder(storage)
     try:
         check_writable(folder, "storage")
     except ValueError as error:

@@ -32,7 +32,8 @@ goes on.
   --to slurm     sbatch, with conf/cluster/slurm.sh
   --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
 
-storage=... must be an absolute path that all nodes see. The same command again continues the study.
+storage=... must be an absolute path that all nodes see, or s3://bucket/prefix. The same command
+again continues the study.
 """
 
 
@@ -76,13 +77,14 @@ def _launch(options: argparse.Namespace) -> int:
 
     small = ["--small"] if options.small else []
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    began = time.monotonic()
     with refusals():
         study = load(options.config, options.overrides, say, download=False, small=options.small)
         plan = make_plan(study, download=False)
         package = pack(options.config, [*small, *options.overrides], study)
     print(
         f"Package: {package.files} files and the wheel, {package.size / 2**20:.1f} MiB, code"
-        f" {package.digest[:12]}"
+        f" {package.digest[:12]}, packed in {time.monotonic() - began:.1f} s"
     )
     print(f"{study.name}: {plan.size} trials. {describe_cost(plan)}", flush=True)
     target = {"ray": _to_ray, "slurm": _to_slurm, "kuberay": _to_kuberay}[options.to]
@@ -98,7 +100,9 @@ def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -
     path.write_text(json.dumps(request, indent=1) + "\n")
     if options.dry_run:
         return _written(path)
+    began = time.monotonic()
     client, job = ray_jobs.submit(options.address, request), request["submission_id"]
+    print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    {ray_jobs.how_to_stop(options.address, job)}")
     again = ray_jobs.how_to_follow(options.address, job)
     try:
@@ -115,7 +119,9 @@ def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package)
     path.write_text(shlex.join(command) + "\n")
     if options.dry_run:
         return _written(path)
+    began = time.monotonic()
     job, log = slurm.submit(command), package.stage / slurm.LOG
+    print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    scancel {job}", flush=True)
     log.touch()
     reader = subprocess.Popen(["tail", "-n", "+1", "-F", str(log)])
@@ -140,7 +146,9 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
     path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
     if options.dry_run:
         return _written(path)
+    began = time.monotonic()
     print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
+    print(f"Submitted in {time.monotonic() - began:.1f} s")
     name = kuberay.object_name(study.slug, package.digest)
     print(f"Stop:    kubectl delete rayjob {name}", flush=True)
     # the operator makes a Job of the RayJob's name once its cluster is ready

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from study.errors import UserError, refusals
 from study.program import lns_study
 from study.text import duration, when
+from trainers.object_store import local_folder, place_of
 
 if TYPE_CHECKING:
     from study.config import Metric, StudyConfig
@@ -158,7 +159,7 @@ def _list(options: argparse.Namespace) -> int:
     lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
         print(
-            f"no studies in {Path(options.storage).resolve()}; run one with"
+            f"no studies in {place_of(local_folder(options.storage))}; run one with"
             f" `{lns_study('run', 'quickstart')}`"
         )
         return 0
@@ -190,6 +191,7 @@ def _status(options: argparse.Namespace) -> int:
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     from study.cli.progress import Clock, render
     from study.manage.studies import condition
+    from study.results.utilisation import first_epoch
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
@@ -204,6 +206,8 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     console.print(
         render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None)
     )
+    if stages := first_epoch(state.runs[-1] if state.runs else None):
+        console.print(stages, markup=False, highlight=False)
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -233,7 +237,7 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
         "time": duration(seconds) if (seconds := objective(trial, "seconds")) is not None else None,
         "restarts": trial.restarts,
         "code": ", ".join(trial.commits) or None,
-        "checkpoints": [str(Path(path)) for path in trial.checkpoints_left()] or None,
+        "checkpoints": trial.checkpoints_left() or None,
         "study": str(folder),
     }
     print(
@@ -297,7 +301,7 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     overrides = getattr(options, "overrides", [])
     with refusals():
         study = extended(state, overrides)
-    return run(dataclasses.replace(study, storage=str(folder.parent)), options.plain, only)
+    return run(dataclasses.replace(study, storage=place_of(folder.parent)), options.plain, only)
 
 
 def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
 from study.text import duration
+from trainers.object_store import place_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -335,7 +336,7 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
             download=False,
         )
     return dataclasses.replace(
-        change(read(folder).config, options.overrides), storage=str(folder.parent)
+        change(read(folder).config, options.overrides), storage=place_of(folder.parent)
     )
 
 
@@ -403,7 +404,7 @@ def _report(options: argparse.Namespace) -> int:
         if options.verify:
             return _verify(folder, options.tracking_uri)
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
-    _print_outcome(outcome, str(folder.parent))
+    _print_outcome(outcome, place_of(folder.parent))
     if options.format != "html":
         from study.report.formats import write_format
 

@@ -9,6 +9,7 @@ from study.cli.run import say_plainly
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
 from study.tracking_uri import reveal
+from trainers.object_store import local_folder
 
 
 def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -55,7 +56,7 @@ def _ui(options: argparse.Namespace) -> int:
 
     with refusals():
         uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
-    storage = Path(options.storage).expanduser().resolve()
+    storage = local_folder(options.storage)
     if options.team:
         return _ui_of_team(options, uri, storage)
     with refusals():

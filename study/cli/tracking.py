@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from study.cli.manage import Commands, add_command
 from study.errors import UserError, refusals
 from study.program import lns_study
+from trainers.object_store import place_of
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -120,7 +121,7 @@ def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
         study = whole(folder).config
         study = dataclasses.replace(
             study,
-            storage=str(folder.parent),
+            storage=place_of(folder.parent),
             tracking_uri=options.tracking_uri or study.tracking_uri,
         )
         if study.tracking == OFF:

@@ -26,6 +26,7 @@ from study.tracking_uri import hide, without_password
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import CHANGEABLE
 from trainers.config.validation import at_least, finite, one_of
+from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
 EXECUTORS = ("auto", "packed", "train")
@@ -143,8 +144,8 @@ class StudyConfig:
         comparable_seeds: number of seeds that a row needs for its figures to be comparable.
         claims: claims that the study decides (:mod:`study.config.claims`).
         small: changes that make the study's small form, by dotted key, as on the command line.
-        storage: folder of all studies: ledgers, checkpoints, reports, the default tracking
-            database.
+        storage: folder, or s3://bucket/prefix, of all studies: ledgers, checkpoints, reports, the
+            default tracking database (of a URL: in its cache).
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
             ``none`` to send nothing. A password in it is taken out and kept in this process only
             (:mod:`study.tracking_uri`).
@@ -223,6 +224,7 @@ class StudyConfig:
                 " address=auto`, or address=auto on a node of the cluster"
             )
         one_of("executor", self.executor, EXECUTORS)
+        self._check_storage()
         if self.executor == "train" and self.search.population:
             raise ValueError(
                 f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials"
@@ -395,6 +397,14 @@ class StudyConfig:
                 f" storage; use for example name={self.slug}, and storage=... for another place"
             )
 
+    def _check_storage(self) -> None:
+        check_place("storage", self.storage)
+        if self.executor == "train" and is_url(self.storage):
+            raise ValueError(
+                f"executor=train with storage={self.storage!r}: Ray Train's checkpoints are not"
+                " fetched from an object store; use executor=auto, or a folder that all nodes see"
+            )
+
     def _check_baseline(self) -> None:
         labels = [row.label for row in self.rows]
         if self.baseline is not None and self.baseline not in labels:
@@ -411,8 +421,11 @@ class StudyConfig:
 
     @property
     def folder(self) -> Path:
-        """Absolute path of the folder of this study's ledger, checkpoints and report."""
-        return Path(self.storage).expanduser().resolve() / self.slug
+        """Absolute path of the folder of this study's ledger, checkpoints and report.
+
+        With a storage at a URL, it is the cache of what is there.
+        """
+        return local_folder(self.storage) / self.slug
 
     @property
     def tracking(self) -> str:
@@ -472,4 +485,4 @@ def check_tracking_uri(uri: str | None) -> None:
 
 def default_tracking_uri(storage: str) -> str:
     """Return the URI of the sqlite database in a storage folder."""
-    return f"sqlite:///{Path(storage).expanduser().resolve() / 'mlflow.db'}"
+    return f"sqlite:///{local_folder(storage) / 'mlflow.db'}"

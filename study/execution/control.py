@@ -7,8 +7,9 @@ ends those too (they continue from their last checkpoint when the study is run a
 limit has the effect of *stop*. The strongest wish wins.
 
 A wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
-the process that runs the study reads it twice a second. So any machine that sees the storage can
-steer a study. Limits edited on a running study travel the same way and are noted in its ledger.
+the process that runs the study reads it twice a second, that of an object store every two seconds.
+So any machine that sees the storage can steer a study. Limits edited on a running study travel the
+same way and are noted in its ledger.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from study.config import LimitsConfig
 from study.ledger.state import ENDED, FAILED, StudyState
+from study.ledger.storage import ANSWER_SECONDS
 from trainers.files import write_whole
+from trainers.object_store import open_store, place_of
 from trainers.workers.resources import gpus_of
 
 FILE = "control.json"
 POLL_SECONDS = 0.5
+FETCH_SECONDS = 2.0
+"""Seconds between looks at an object store."""
 
 
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
@@ -78,6 +83,8 @@ class Control:
     ) -> None:
         self._path, self._state, self._edited = folder / FILE, state, edited
         self._limits = limits
+        self._store = open_store(place_of(folder), 0.0)
+        self._fetched = -FETCH_SECONDS
         self._began = time.monotonic()
         self._asked = Decision()
         self._looked = -POLL_SECONDS
@@ -141,7 +148,18 @@ class Control:
             else asked
         )
 
+    def _fetch(self) -> None:
+        """Bring the file up to date with the object store, if the study has one that answers."""
+        if self._store is None or time.monotonic() - self._fetched < FETCH_SECONDS:
+            return
+        self._fetched = time.monotonic()
+        with suppress(OSError):
+            content = self._store.get(FILE)
+            if not self._path.exists() or self._path.read_bytes() != content:
+                write_whole(self._path, content)
+
     def _read(self) -> None:
+        self._fetch()
         try:
             stamp = self._path.stat().st_mtime_ns
             if stamp == self._stamp:
@@ -210,18 +228,23 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
 
     An argument left out leaves what was asked before.
     """
-    path = folder / FILE
+    path, store = folder / FILE, open_store(place_of(folder), ANSWER_SECONDS)
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(store.get(FILE) if store else path.read_text())
     except (FileNotFoundError, ValueError):
         values = {}
     if wish is not None:
         values["wish"] = wish.name.lower()
     if limits is not None:
         values["limits"] = limits
-    write_whole(path, json.dumps(values).encode())
+    content = json.dumps(values).encode()
+    if store is not None:
+        store.put(FILE, content)
+    write_whole(path, content)
 
 
 def clear(folder: Path) -> None:
     """Remove the wishes left by an earlier run."""
+    if (store := open_store(place_of(folder))) is not None:
+        store.remove(FILE)
     (folder / FILE).unlink(missing_ok=True)

@@ -6,8 +6,9 @@ one lease, of all that it may use, and needs no Ray. On a Ray cluster a lease is
 these resources, so that Ray, its autoscaler and other users see them as taken: one per node, of all
 that the node has. If others hold a part of the node, such an actor waits; after
 :data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
-needs. Nodes that join get a lease within a second or so. While trials wait and nothing is free, one
-more small lease is requested on any node, which an autoscaler takes as demand.
+needs. Nodes that join get a lease within a second or so, unless their Python, torch or code of this
+package differ from the driver's: those are given back before they compute. While trials wait and
+nothing is free, one more small lease is requested on any node, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.workers.node import Node
+from trainers.workers.node import Node, versions
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
@@ -169,6 +170,7 @@ class Cluster:
         on_events: called with the processes' messages, and with None at the end of a lease, from
             threads.
         nodes: returns the nodes in the form of ``ray.nodes()``.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -178,6 +180,7 @@ class Cluster:
         make: tuple[Any, ...],
         on_events: OnEvents,
         nodes: Callable[[], list[dict[str, Any]]],
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._unit, self._most, self._make, self._on_events, self._nodes = (
             unit,
@@ -186,6 +189,8 @@ class Cluster:
             on_events,
             nodes,
         )
+        self._say, self._versions = say, versions()
+        self._refused: set[str] = set()
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -210,7 +215,7 @@ class Cluster:
             return
         self._asked = time.monotonic()
         for node in self._nodes():
-            if node["Alive"]:
+            if node["Alive"] and node["NodeID"] not in self._refused:
                 self._claim(node["NodeID"], node["Resources"])
         for request in list(self._requests):
             if (
@@ -222,7 +227,8 @@ class Cluster:
         pending = [
             request for request in self._requests if request.lease is None and request.node is None
         ]
-        if waiting and not pending and self._wanted()[0] > EPSILON:
+        # such a request could only land on a refused node again
+        if waiting and not pending and not self._refused and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
 
     def close(self) -> None:
@@ -320,12 +326,38 @@ class Cluster:
                 return ray.get(reference)
         raise EOFError
 
+    def _refuses(self, request: _Request, host: str) -> bool:
+        """Give a node back that has other versions than this machine, and say so once."""
+        try:
+            theirs = self._answer(request.actor.versions.remote())
+        except AttributeError:
+            theirs = {"lns-study": "of a version before this check"}
+        ours = self._versions
+        wrong = [
+            f"{name} {theirs[name]}" for name in theirs if theirs[name] != self._versions[name]
+        ]
+        if not wrong:
+            return False
+        assert request.node is not None
+        news = request.node not in self._refused
+        self._refused.add(request.node)
+        self._drop(request)
+        if news:
+            wanted = ", ".join(f"{name} {version}" for name, version in ours.items())
+            self._say(
+                f"Refused: the node {host} has {', '.join(wrong)}, and this study runs on {wanted}:"
+                " its bits could differ; install the same there, and restart its Ray"
+            )
+        return True
+
     def _follow(self, request: _Request) -> None:
         """Pass on the messages of a node from its start to its end."""
         lease: Lease | None = None
         try:
             host, address, names, node = self._answer(request.actor.describe.remote())
             request.node = node
+            if self._refuses(request, host):
+                return
             lease = Lease(
                 host=host,
                 address=address,

@@ -26,6 +26,7 @@ from study.plan.identity import pace_key
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
+from trainers.object_store import place_of
 from trainers.user_loop import RESERVED
 from trainers.workers.messages import (
     BEGAN,
@@ -426,8 +427,8 @@ class Loop:
         return {
             "config": trial.config.to_dict(),
             "origin": origin_of(trial, self._ledger.id, self._state.plan),
-            "checkpoints": str(study.folder / "checkpoints" / trial.id),
-            "profile": str(study.folder / "profiles" / trial.id),
+            "checkpoints": place_of(study.folder / "checkpoints" / trial.id),
+            "profile": place_of(study.folder / "profiles" / trial.id),
             "checkpoint_every": study.checkpoint_every,
             "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
@@ -448,11 +449,15 @@ class Loop:
 
     def _append(self, events: list[Event]) -> bool:
         """Write events to the ledger; return False if the storage refuses them."""
+        began = time.monotonic()
         try:
             self._ledger.append_all(events)
         except OSError as error:
             self._control.fail_storage(f"ledger: {error}")
             return False
+        # whoever waited for a store that did not answer was not silent
+        waited = time.monotonic() - began
+        self._heard = {trial: heard + waited for trial, heard in self._heard.items()}
         return True
 
 

@@ -11,14 +11,13 @@ import dataclasses
 import pickle
 import shlex
 import socket
-from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
-from study.ledger.storage import check_writable
+from study.ledger.storage import check_storage, check_writable
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
@@ -50,7 +49,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     Raises:
         ValueError: the first thing that would make the study fail.
     """
-    check_writable(Path(plan.study.storage).expanduser().resolve(), "storage")
+    check_storage(plan.study.storage)
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
     check_elastic(plan)

@@ -129,7 +129,7 @@ def _pool(
                 math.ceil(max(each.get("GPU", 0.0) for each in largest)),
             )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes)
+            return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes, tell)
 
         def here() -> Machines:
             own = node or Node()

@@ -26,6 +26,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.ledger.log import FILE
+from trainers.object_store import local_folder
 from trainers.user_code import SENT, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
@@ -93,7 +94,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _files_in(folder: Path, study: StudyConfig) -> Iterator[Path]:
     """Yield the files of a folder that are sent, those of its folders included."""
-    storage = Path(study.storage).expanduser().resolve()
+    storage = local_folder(study.storage)
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(
             name

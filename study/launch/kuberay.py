@@ -23,6 +23,7 @@ import yaml
 from study.config import StudyConfig
 from study.errors import UserError
 from study.launch.package import Package
+from trainers.object_store import is_url, local_folder
 
 ARCHIVE = "package.tar.xz"
 VOLUME = "package"
@@ -80,7 +81,9 @@ def object_name(slug: str, digest: str) -> str:
 
 
 def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
-    """Refuse a storage that no lasting volume of the pod's first container holds."""
+    """Refuse a storage that no lasting volume of the pod's first container holds, nor a store."""
+    if is_url(storage):
+        return
     lasting = {
         volume["name"]
         for volume in pod.get("volumes", [])
@@ -91,11 +94,11 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
         for mount in pod["containers"][0].get("volumeMounts", [])
         if mount["name"] in lasting
     ]
-    if not any(PurePosixPath(storage).is_relative_to(mount) for mount in mounts):
+    if not any(PurePosixPath(local_folder(storage)).is_relative_to(mount) for mount in mounts):
         raise UserError(
             f"storage={storage!r}: must lie in a volume that outlives the cluster; {template.name}"
             f" mounts {', '.join(mounts) or 'none'}: use for example"
-            f" storage={mounts[0] if mounts else '/studies'}"
+            f" storage={mounts[0] if mounts else '/studies'}, or s3://bucket/prefix"
         )
 
 

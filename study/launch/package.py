@@ -36,6 +36,7 @@ from study.config.compose import find_study
 from study.ledger.log import FILE
 from study.program import NAME
 from study.tracking_uri import without_password
+from trainers.object_store import local_folder
 
 STAGE = ".lns-study"
 """Folder, in the current one, in which what is launched is put together."""
@@ -131,7 +132,8 @@ def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
     if not os.path.isabs(loaded.storage) and "://" not in loaded.storage:
         raise ValueError(
             f"storage={loaded.storage!r}: a relative path ends with the job's folder; use an"
-            " absolute path that every node sees, for example storage=/shared/studies"
+            " absolute path that every node sees, for example storage=/shared/studies, or"
+            " s3://bucket/prefix"
         )
 
 
@@ -170,7 +172,7 @@ def _study_files(config: str, loaded: StudyConfig) -> list[tuple[str, Path]]:
 def _elsewhere(loaded: StudyConfig) -> set[Path]:
     """Return the folders that do not travel: the storage and the data."""
     named = (loaded.storage, loaded.trial.data.root, os.environ.get("LNS_STUDY_DATA"))
-    return {Path(name).expanduser().resolve() for name in named if name and "://" not in name}
+    return {local_folder(name) for name in named if name}
 
 
 def _walk(top: Path, left_out: set[Path]) -> Iterator[Path]:

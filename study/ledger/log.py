@@ -39,7 +39,7 @@ repaired.
 
 Limits: there is one writer at a time. A lock file names the writer's process and host or, once it
 has closed, the number of lines that it left. The storage is local or NFS, with working fsync and
-locks.
+locks, or an object store, of which the folder is a cache (:mod:`study.ledger.storage`).
 """
 
 from __future__ import annotations
@@ -61,11 +61,12 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias
 
 from study.errors import UserError
+from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
 from study.program import STORAGE, lns_study
+from trainers.object_store import is_url, place_of
 
-FILE = "ledger.jsonl"
-LOCK = "ledger.lock"
+FILE, LOCK = storage.FILE, storage.LOCK
 LOCK_ATTEMPTS = 6
 ID_LENGTH = 12
 """Number of hex digits of a ledger's id."""
@@ -99,6 +100,7 @@ class Contents:
 
 def open_ledger(folder: Path) -> Contents:
     """Return the contents of the ledger in a study's folder; empty ones if there is no ledger."""
+    storage.refresh(folder)
     closed = _closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
     with suppress(FileNotFoundError):
         return _contents((folder / FILE).read_bytes(), closed)
@@ -121,10 +123,9 @@ def describe_damage(damage: list[Damage]) -> str:
 
 def how_to_repair(folder: Path) -> str:
     """Return the command that repairs the ledger in ``folder``."""
-    usual = folder.parent == Path(STORAGE).resolve()
-    return lns_study(
-        "doctor", folder.name, "--repair", storage=STORAGE if usual else str(folder.parent)
-    )
+    place = place_of(folder.parent)
+    usual = place == place_of(Path(STORAGE).resolve())
+    return lns_study("doctor", folder.name, "--repair", storage=STORAGE if usual else place)
 
 
 class Follower:
@@ -183,12 +184,17 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._lock = folder, take_lock(folder)
+        self._remote: storage.Remote | None = None
         try:
+            if is_url(place_of(folder)):
+                self._remote = storage.Remote(folder, self._lock)
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
             write_lock(self._lock, _this_process())
         except BaseException:
+            if self._remote is not None:
+                self._remote.close({})
             self._lock.close()
             raise
         self.history, self.id = contents.events, contents.id or new_id()
@@ -254,6 +260,8 @@ class Ledger:
 
     def _write(self, lines: bytes) -> None:
         """Write all of the lines to disk, or none of them."""
+        if self._remote is not None:
+            self._remote.append(self._number + 1, lines)
         start = self._file.tell()
         try:
             try:
@@ -298,7 +306,10 @@ class Ledger:
         self._file.close()
         if not self._lock.closed:
             with suppress(OSError):  # the storage may be full; the note is optional
-                write_lock(self._lock, {"lines": self._number} if self.broken is None else {})
+                note = {"lines": self._number} if self.broken is None else {}
+                if self._remote is not None:
+                    self._remote.close(note)
+                write_lock(self._lock, note)
             self._lock.close()
 
     def __enter__(self) -> Ledger:
@@ -410,8 +421,9 @@ def is_locked(folder: Path) -> bool:
         with (folder / LOCK).open(encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in BUSY  # without locks nobody writes
-    return False
+        if error.errno in BUSY:  # without locks nobody writes
+            return True
+    return storage.is_locked_remotely(folder)
 
 
 def take_lock(folder: Path) -> IO[str]:

@@ -17,6 +17,7 @@ from study.config.keys import apply
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
 from study.tracking_uri import without_password
+from trainers.object_store import is_url
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
 """Options for which trials a run takes on.
@@ -115,8 +116,9 @@ class TrialState:
         }
 
     def checkpoints_left(self) -> list[str]:
-        """Return the checkpoints that are still on disk, newest first, each once."""
-        return [path for path in dict.fromkeys(reversed(self.checkpoints)) if Path(path).exists()]
+        """Return the checkpoints that are still on disk, or were in a store, newest first."""
+        paths = dict.fromkeys(reversed(self.checkpoints))
+        return [path for path in paths if is_url(path) or Path(path).exists()]
 
 
 @dataclass(kw_only=True)

@@ -1,9 +1,53 @@
-"""The folder that studies are stored in."""
+"""The place that studies are stored in: a folder, or a URL of an object store.
+
+At a URL the folder of a study is a cache (:mod:`trainers.object_store`), and what must last is in
+the store::
+
+    ledger/0000000042.jsonl   lines of the ledger from number 42 on, written once
+    locks/000003.json         the third writer: pid, host, and a beat every few seconds; at the
+                              end, the number of lines that it left
+    checkpoints/TRIAL/EPOCH/  checkpoints, the manifest last
+    control.json, report/     wishes of the user's; the report
+
+A writer's lines are in the store before its own copy of the ledger has them, and so before anybody
+acts on them. Each object of lines is named after its first line's number and is written only where
+none is, so of two writers one is refused, whatever their clocks and locks say; the lock only makes
+that rare. A writer that has been silent for :data:`SILENT_SECONDS` is taken for dead.
+
+Limits: MLflow's default database, the trials' output and their profiles stay in the cache of the
+machine that wrote them. One request per round of the loop is one object: a ledger of many thousand
+lines takes a while to fetch.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import shutil
+import socket
 import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import psutil
+
+from study.ledger.lines import Lines
+from trainers.files import write_whole
+from trainers.object_store import Store, local_folder, open_store, place_of
+
+FILE, LOCK = "ledger.jsonl", "ledger.lock"
+SEGMENTS, LOCKS = "ledger", "locks"
+BEAT_SECONDS, SILENT_SECONDS = 5.0, 30.0
+ANSWER_SECONDS = 20.0
+"""Seconds that commands which only read wait for the store."""
+
+Found = TypeVar("Found")
 
 
 def check_writable(folder: Path, key: str, remedy: str = "") -> None:
@@ -21,3 +65,254 @@ def check_writable(folder: Path, key: str, remedy: str = "") -> None:
             f"{key}={str(folder)!r}: must be a folder that can be written ({error.strerror}); "
             f"{remedy or f'choose another with {key}=/path/to/folder'}"
         ) from None
+
+
+def check_storage(place: str) -> None:
+    """Check that studies can be stored at a path or a URL.
+
+    Raises:
+        ValueError: it cannot be written, or its store would let two writers write one object.
+    """
+    check_writable(local_folder(place), "storage")
+    if (store := open_store(place, ANSWER_SECONDS)) is None:
+        return
+    name = f".probe-{uuid.uuid4().hex}"
+    try:
+        store.put(name, b"first", new=True)
+        try:
+            store.put(name, b"second", new=True)
+        except FileExistsError:
+            return
+        finally:
+            store.remove(name)
+    except OSError as error:
+        raise ValueError(
+            f"storage={place!r}: cannot be written ({error}); the bucket must exist, credentials be"
+            " in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or the machine's role,"
+            " and AWS_ENDPOINT_URL name a store other than AWS's"
+        ) from None
+    raise ValueError(
+        f"storage={place!r}: the store overwrites an object despite If-None-Match, so two drivers"
+        " could write one ledger; use a store with conditional writes, or a folder"
+    )
+
+
+def study_folders(place: str) -> list[Path]:
+    """Return the folders of all studies at a path or a URL, by name.
+
+    Raises:
+        ValueError: the store does not answer.
+    """
+    top = local_folder(place)
+    if (store := open_store(place, ANSWER_SECONDS)) is None:
+        return sorted(path.parent for path in top.glob(f"*/{FILE}"))
+    folders = [top / name for name in _answered(store.folders)]
+    for folder in folders:
+        refresh(folder)
+    return [folder for folder in folders if (folder / FILE).exists()]
+
+
+def refresh(folder: Path) -> None:
+    """Fetch what the store's ledger of a study has beyond the copy in ``folder``.
+
+    Does nothing for a folder that is no cache, and where a process of this machine writes the copy.
+
+    Raises:
+        ValueError: the store does not answer.
+    """
+    store = open_store(place_of(folder), ANSWER_SECONDS)
+    if store is None or (not folder.exists() and not _answered(store.names, SEGMENTS)):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _answered(_pull, folder, store, lock)
+
+
+def is_locked_remotely(folder: Path) -> bool:
+    """Tell whether a driver on any machine has written the store's lock within the last seconds.
+
+    Compares the store's clock with this machine's.
+    """
+    store = open_store(place_of(folder), ANSWER_SECONDS)
+    if store is None:
+        return False
+    names = _answered(store.names, LOCKS)
+    if not names:
+        return False
+    path = f"{LOCKS}/{names[-1]}"
+    return "pid" in json.loads(store.get(path)) and store.age(path) < SILENT_SECONDS
+
+
+def share(folder: Path) -> str:
+    """Send all files of a folder to the store, if it lies in a cache; return the error or ""."""
+    if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
+        return ""
+    try:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(folder).as_posix()
+            store.put(name, path.read_bytes())
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class Remote:
+    """The one writer of a study's ledger in an object store.
+
+    Taking the lock waits for :data:`SILENT_SECONDS` where another writer may be dead.
+
+    Args:
+        folder: the cache, whose own lock is taken; its ledger is brought up to date.
+        lock: file of that lock.
+
+    Raises:
+        ValueError: another driver writes the ledger, the store does not answer, or it has
+            checkpoints and no ledger.
+    """
+
+    def __init__(self, folder: Path, lock: IO[str]) -> None:
+        self._store = Store(place_of(folder))
+        self._note = {"pid": os.getpid(), "host": socket.gethostname(), "id": uuid.uuid4().hex}
+        self._lost = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="lock")
+        self._name = _answered(self._take)
+        _answered(_pull, folder, self._store, lock)
+        if not (folder / FILE).exists() and self._store.names("checkpoints"):
+            self.close({})
+            raise ValueError(
+                f"{self._store.url}: has checkpoints, and their ledger is gone; remove what is"
+                " there, or choose another name with name=..."
+            )
+        self._thread.start()
+
+    def append(self, number: int, lines: bytes) -> None:
+        """Write the lines that begin with ``number``; they are durable on return.
+
+        Raises:
+            OSError: another driver has written lines or taken the lock, or the store does not
+                answer.
+        """
+        if not self._lost:
+            with suppress(FileExistsError):
+                self._store.put(f"{SEGMENTS}/{number:010d}.jsonl", lines, new=True)
+                return
+        raise OSError(f"{self._store.url}: {self._lost or 'another driver continues this study'}")
+
+    def close(self, note: dict[str, Any]) -> None:
+        """Release the lock with a note, such as the number of lines."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with suppress(OSError):  # then the lock falls silent
+            store = Store(self._store.url, ANSWER_SECONDS)
+            store.put(f"{LOCKS}/{self._name}", json.dumps(note).encode())
+
+    def _take(self) -> str:
+        """Take the lock; return its object's name."""
+        names = self._store.names(LOCKS)
+        number = int(names[-1].removesuffix(".json")) + 1 if names else 1
+        if names:
+            self._await_end(f"{LOCKS}/{names[-1]}")
+        name = f"{number:06d}.json"
+        try:
+            self._store.put(f"{LOCKS}/{name}", json.dumps(self._note).encode(), new=True)
+        except FileExistsError:
+            raise self._busy(self._store.get(f"{LOCKS}/{name}")) from None
+        return name
+
+    def _await_end(self, path: str) -> None:
+        """Return when the writer of a lock has ended, or has been silent for long enough."""
+        content = self._store.get(path)
+        until = time.monotonic() + SILENT_SECONDS
+        while (note := json.loads(content)).get("pid") is not None:
+            if note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"]):
+                return
+            time.sleep(1.0)
+            before, content = content, self._store.get(path)
+            if content != before and "pid" in json.loads(content):
+                raise self._busy(content)
+            if time.monotonic() > until:
+                return
+
+    def _busy(self, content: bytes) -> ValueError:
+        note = json.loads(content)
+        return ValueError(
+            f"{self._store.url}: process {note.get('pid')} on {note.get('host')} is running this"
+            " study; only one may write its ledger; wait for it, or give this one another name with"
+            " name=..."
+        )
+
+    def _beat(self) -> None:
+        """Show that this writer lives, and look whether another has taken its place."""
+        store, beat = Store(self._store.url, 0.0), 0
+        while not self._ended.wait(BEAT_SECONDS):
+            beat += 1
+            with suppress(OSError):
+                if store.names(LOCKS)[-1:] != [self._name]:
+                    self._lost = "another driver has taken the lock, after a silence of this one"
+                    return
+                content = json.dumps(self._note | {"beat": beat}).encode()
+                store.put(f"{LOCKS}/{self._name}", content)
+
+
+def _answered(request: Callable[..., Found], *arguments: Any) -> Found:
+    """Return what a request finds; an error of its store becomes one for the user.
+
+    Raises:
+        ValueError: the store does not answer or refuses.
+    """
+    try:
+        return request(*arguments)
+    except OSError as error:
+        raise ValueError(
+            f"storage: {error}; check the network, AWS_ENDPOINT_URL and the credentials"
+        ) from None
+
+
+def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
+    """Bring the copy of a ledger up to date, and its lock's note; the caller has the lock.
+
+    A copy of another ledger is thrown away with the rest of the cache.
+    """
+    path = folder / FILE
+    names = store.names(SEGMENTS)
+    starts = [int(name.removesuffix(".jsonl")) for name in names]
+    have = path.read_bytes() if path.exists() else b""
+    lines = have.splitlines(keepends=True)
+    if have and not (names and have.startswith(store.get(f"{SEGMENTS}/{names[0]}"))):
+        _empty(folder)
+        have, lines = b"", []
+    if _damaged(lines):
+        lines = []
+    # the last object that the copy may have in part, and those after it
+    after = max((start for start in starts if start <= len(lines)), default=1)
+    new = [
+        f"{SEGMENTS}/{name}" for name, start in zip(names, starts, strict=True) if start >= after
+    ]
+    content = b"".join([*lines[: after - 1], *store.get_all(new)])
+    if content != have:
+        write_whole(path, content)
+    locks = [f"{LOCKS}/{name}" for name in store.names(LOCKS)]
+    notes = [json.loads(note) for note in store.get_all(locks)]
+    lock.truncate(0)
+    lock.write(json.dumps({"lines": max((note.get("lines", 0) for note in notes), default=0)}))
+    lock.flush()
+
+
+def _damaged(lines: list[bytes]) -> bool:
+    reader = Lines()
+    for line in lines:
+        reader.read(line)
+    reader.end()
+    return bool(reader.damage)
+
+
+def _empty(folder: Path) -> None:
+    """Remove everything in a cache but the lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()

@@ -51,6 +51,7 @@ from study.manage.evidence import (
     add_known_to_mlflow,
     known_to_checkpoints,
 )
+from trainers.object_store import is_url, place_of
 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 """Events that can be restored."""
@@ -94,8 +95,15 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         uri: tracking URI of the MLflow store with the study's runs; None to ask none.
 
     Raises:
-        ValueError: another process writes the ledger, or the store does not answer.
+        ValueError: another process writes the ledger, the store does not answer, or the ledger is
+            in an object store, whose lines nobody replaces.
     """
+    if is_url(place := place_of(folder)):
+        raise ValueError(
+            f"{place}: a ledger in an object store is not repaired in place; copy what is there to"
+            " a folder (the objects under ledger/, one after the other, are ledger.jsonl), and"
+            " repair it with --storage /that/folder"
+        )
     with take_lock(folder) as lock:
         contents = open_ledger(folder)
         known = known_to_checkpoints(folder)

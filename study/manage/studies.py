@@ -13,8 +13,10 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, is_locked, open_ledger
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
+from study.ledger.storage import refresh, study_folders
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
+from trainers.object_store import local_folder, place_of
 
 
 def find(study: str, storage: str) -> Path:
@@ -27,18 +29,20 @@ def find(study: str, storage: str) -> Path:
     if (direct / FILE).exists():
         return direct.resolve()
     folder = StudyConfig(name=study, storage=storage).folder
+    refresh(folder)
     if (folder / FILE).exists():
         return folder
     names = ", ".join(path.name for path in folders(storage)) or "none"
+    place = place_of(local_folder(storage))
     raise ValueError(
-        f"study {study!r}: no such study in {Path(storage).resolve()} (there: {names}); name its"
-        " storage with --storage, in Python with storage=..."
+        f"study {study!r}: no such study in {place} (there: {names}); name its storage with"
+        " --storage, in Python with storage=..."
     )
 
 
 def folders(storage: str) -> list[Path]:
     """Return the folders of all studies in a storage, by name."""
-    return sorted(path.parent for path in Path(storage).expanduser().resolve().glob(f"*/{FILE}"))
+    return study_folders(storage)
 
 
 def read(folder: Path) -> StudyState:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from study.config.search import choose_sampler
 from study.config.space import describe
-from study.ledger.log import FILE, read_ledger
+from study.ledger.log import read_ledger
 from study.ledger.state import fold
+from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
@@ -22,6 +22,7 @@ from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import PlannedTrial
 from study.text import duration
+from trainers.object_store import is_url
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
 TRIALS_SHOWN = 12
@@ -32,10 +33,15 @@ ARGUMENTS = "trainable.args."
 def of_storage(storage: str) -> dict[str, float]:
     """Return the median seconds per epoch, by pace key, over all studies in a storage.
 
-    See :func:`study.plan.durations.seconds_an_epoch`.
+    See :func:`study.plan.durations.seconds_an_epoch`. Nothing is known of an object store that this
+    machine does not reach, as the one that launches may not.
     """
-    paths = Path(storage).expanduser().resolve().glob(f"*/{FILE}")
-    return seconds_an_epoch(fold(read_ledger(path.parent)) for path in paths)
+    try:
+        return seconds_an_epoch(fold(read_ledger(folder)) for folder in study_folders(storage))
+    except ValueError:
+        if is_url(storage):
+            return {}
+        raise
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:

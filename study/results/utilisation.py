@@ -24,6 +24,7 @@ started later *waited* if it was known already.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -191,6 +192,26 @@ def what_held(run: Run, now: float | None = None) -> dict[str, float]:
             ((cause, amount / capacity) for cause, amount in idle.items() if amount > 0),
             key=lambda item: -item[1],
         )
+    )
+
+
+def first_epoch(run: Run | None) -> str:
+    """Describe in a line how long a run took from its plan to its first epoch, by stage.
+
+    Returns "" before a trial of the run has reported.
+    """
+    if run is None or not run.capacity or not run.intervals:
+        return ""
+    firsts = [found.first for found in run.intervals if found.first is not None]
+    if not firsts:
+        return ""
+    times = (run.begin, run.capacity[0].time, run.intervals[0].begin, min(firsts))
+    ready, handed_out, trained = (
+        f"{after - before:.1f} s" for before, after in itertools.pairwise(times)
+    )
+    return (
+        f"first epoch {times[-1] - times[0]:.1f} s after the plan: machines up {ready}, a trial"
+        f" handed out {handed_out}, its process and the epoch {trained}"
     )
 
 

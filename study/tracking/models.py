@@ -19,6 +19,7 @@ from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.objectives import last_value
 from study.results.summary import summarise
 from study.tracking.names import sanitise
+from trainers.checkpoint.remote import fetched
 
 MOST_BYTES = 200 * 2**20
 MODEL_TYPE = "lns-study checkpoint (safetensors)"
@@ -41,7 +42,7 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
     }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
     folders = {
-        run: Path(trial.checkpoints_left()[0])
+        run: fetched(trial.checkpoints_left()[0])
         for run, trial in wanted.items()
         if trial.checkpoints_left()
     }

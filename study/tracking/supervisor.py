@@ -26,6 +26,7 @@ from typing import Any
 from study.program import lns_study
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
+from trainers.object_store import place_of
 
 OFF = "none"
 """Tracking URI with which nothing is sent to MLflow."""
@@ -240,7 +241,7 @@ class Tracker:
         )
 
     def _sync_later(self) -> str:
-        return lns_study("sync", self._folder.name, storage=str(self._folder.parent))
+        return lns_study("sync", self._folder.name, storage=place_of(self._folder.parent))
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "opened":

@@ -30,18 +30,30 @@ def read_state(folder: Path) -> dict[str, Any]:
         ValueError: there is none, or it does not match its digest.
     """
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        return parse_state((folder / STATE).read_bytes(), folder)
+    except OSError as error:
+        raise _none_there(folder, error) from None
+
+
+def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
+    """Return what a manifest says, see :func:`read_state`; ``folder`` is named in errors."""
+    try:
+        state: dict[str, Any] = json.loads(content)
         digest = state.pop("digest", None)
-    except (OSError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote"
-        ) from None
+    except (AttributeError, ValueError) as error:
+        raise _none_there(folder, error) from None
     if digest is not None and digest != _digest(state):
         raise ValueError(
             f"{folder}: {STATE} does not match its digest; the checkpoint is damaged, use an"
             " earlier one"
         )
     return state
+
+
+def _none_there(folder: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{folder}: no whole checkpoint there ({error}); name a folder that Training.save wrote"
+    )
 
 
 def file_digests(state: Mapping[str, Any]) -> dict[str, str]:

@@ -11,8 +11,10 @@ The death of a process is reported after all messages that it sent before.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pickle
+import platform
 import queue
 import selectors
 import signal
@@ -21,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from trainers.workers.messages import DIED, Message
 
 BATCH = 1000
 """Most messages in one piece."""
+SOURCES = (".py", ".cu", ".cuh")
+"""Endings of the files that are code."""
 
 
 @dataclass
@@ -45,6 +50,26 @@ class _Process:
     connection: Connection
     pid: int | None = None
     unwanted: bool = False
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on all machines of a study, for equal bits, by name.
+
+    The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``,
+    which are all that a worker runs of this package. Builds of one torch for other devices count as
+    one.
+    """
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for package in ("lns_ops", "trainers"):
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in SOURCES:
+                digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+                digest.update(path.read_bytes())
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": metadata.version("torch").partition("+")[0],
+        "lns-study": f"code {digest.hexdigest()[:12]}",
+    }
 
 
 class Node:
@@ -156,6 +181,10 @@ class Node:
             gpus,
             str(ray.get_runtime_context().get_node_id()),
         )
+
+    def versions(self) -> dict[str, str]:
+        """Return :func:`versions` of this machine."""
+        return versions()
 
     def __enter__(self) -> Node:
         return self

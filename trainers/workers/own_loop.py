@@ -29,7 +29,9 @@ from typing import Any
 
 from trainers.checkpoint.loops import keep, load, note, stage
 from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.remote import fetched
 from trainers.config import TrialConfig
+from trainers.object_store import local_folder
 from trainers.training.build import set_threads
 from trainers.training.device import check_device, resolve_device
 from trainers.user_code import describe_error, find_source, seeded
@@ -70,7 +72,7 @@ class OwnLoop(Executor):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._staged = Path(context.plan["checkpoints"]) / "staged"
+        self._staged = local_folder(context.plan["checkpoints"]) / "staged"
         self._said: queue.SimpleQueue[dict[str, float] | _End] = queue.SimpleQueue()
         self._goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -166,7 +168,7 @@ class OwnLoop(Executor):
             state: dict[str, Any] = {}
             wrong = ""
             try:
-                found, state = load(Path(path))
+                found, state = load(fetched(path))
             # whatever a damaged file leads to, the epochs can be computed again
             except Exception as error:
                 wrong = in_a_line(error)

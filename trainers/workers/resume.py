@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from trainers.checkpoint.files import load_checkpoint
 from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.remote import fetched
 from trainers.config import TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import Beginning
@@ -34,7 +34,7 @@ def resume(
         training = Training(config, rank=rank, world_size=world_size)
         if not wrong:
             try:
-                training.restore(Path(path))
+                training.restore(fetched(path))
             # whatever a damaged file leads to, the epochs can be computed again
             except Exception as error:
                 wrong = in_a_line(error)
@@ -56,8 +56,9 @@ def _differing(path: str, world_size: int) -> str:
         return ""
     digest = wrong = ""
     try:
-        load_checkpoint(Path(path))
-        digest = hashlib.sha256((Path(path) / STATE).read_bytes()).hexdigest()
+        folder = fetched(path)
+        load_checkpoint(folder)
+        digest = hashlib.sha256((folder / STATE).read_bytes()).hexdigest()
     except (ValueError, OSError) as error:
         wrong = in_a_line(error)
     found = gathered((digest, wrong), world_size)

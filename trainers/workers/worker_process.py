@@ -32,9 +32,11 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
+from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import TrialConfig
 from trainers.data import DatasetInfo
+from trainers.object_store import is_url, local_folder
 from trainers.training.trainer import check
 from trainers.user_loop import load_loop
 from trainers.workers.executors import Context, Executor, make_executor
@@ -198,16 +200,16 @@ class Worker:
 
     def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
         """Train until the trial is done or stopped, and return which of both."""
-        folder = Path(plan["checkpoints"])
-        paths = list(dict.fromkeys([*map(str, checkpoints_in(folder)), *plan["resume_from"]]))
+        place = str(plan["checkpoints"])
+        paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
         beginning = executor.begin(config, paths)
         self._say(BEGAN, trial, beginning)
         while True:
             metrics = executor.step()
             if config.profile.steps:
-                write_files(Path(plan["profile"]), executor.profile())
-            metrics |= self._keep(executor, folder, metrics, int(plan["checkpoint_every"]))
+                write_files(local_folder(plan["profile"]), executor.profile())
+            metrics |= self._keep(executor, place, metrics, int(plan["checkpoint_every"]))
             self._say(REPORT, trial, metrics)
             if metrics["done"]:
                 return DONE
@@ -215,7 +217,7 @@ class Worker:
                 return STOPPED
 
     def _keep(
-        self, executor: Executor, folder: Path, metrics: dict[str, Any], every: int
+        self, executor: Executor, place: str, metrics: dict[str, Any], every: int
     ) -> dict[str, str]:
         """Write a checkpoint if one is due, and drop those before :data:`CHECKPOINTS_KEPT`.
 
@@ -225,16 +227,20 @@ class Worker:
         epoch = int(metrics["epoch"])
         if not metrics["done"] and epoch % every:
             return {}
-        path = folder / f"{epoch:06d}"
-        if not executor.save(path):
+        path = f"{place}/{epoch:06d}"
+        if not executor.save(local_folder(path)):
             return {}
         if self._place["rank"] == 0:
-            for old in checkpoints_in(folder)[CHECKPOINTS_KEPT:]:
+            if is_url(place):
+                upload(local_folder(path), path)
+                for url in remote_checkpoints(place)[CHECKPOINTS_KEPT:]:
+                    remove(url)
+            for old in checkpoints_in(local_folder(place))[CHECKPOINTS_KEPT:]:
                 # first of all, so that one that is half removed is no checkpoint
                 with suppress(OSError):
                     (old / STATE).unlink()
                 shutil.rmtree(old, ignore_errors=True)
-        return {"checkpoint_path": str(path)}
+        return {"checkpoint_path": path}
 
     def _end(self, executor: Executor | None) -> str:
         """End a trial and put back what it left behind; return why the process must end, or ""."""
@@ -283,6 +289,16 @@ def connect_to_ray(address: str) -> None:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def checkpoints_at(place: str) -> list[str]:
+    """Return the checkpoints of a trial that keeps them at a path or a URL, the newest first.
+
+    Of a URL these are the store's: its cache may be another study's.
+    """
+    if is_url(place):
+        return remote_checkpoints(place)
+    return [str(path) for path in checkpoints_in(Path(place))]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ node that dies."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,11 +17,14 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
+from tests.study.object_store import BUCKET, Line, s3, s3_server  # noqa: F401
 from tests.study.sleeping import most_at_once
+from trainers.object_store import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
+EPOCHS = 200
 GANG = [
     "trial.workers=2",
     "rows=[{label: a, overrides: {precision.format: lns12}}]",
@@ -320,3 +324,90 @@ def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
     events = read_ledger(folder)
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * 3
     assert len([each for each in events if each["event"] == "started"]) == 3
+
+
+def test_a_node_with_other_code_is_refused_before_it_computes(tmp_path: Path) -> None:
+    """A node whose copy of the package differs by a comment, and later one that has the same."""
+    from ray.cluster_utils import Cluster
+
+    other = tmp_path / "other"
+    for package in ("lns_ops", "trainers", "study"):
+        shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("*.pyc"))
+    with (other / "trainers" / "files.py").open("a") as file:
+        file.write("# another version\n")
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        cluster.add_node(num_cpus=2, env_vars={"PYTHONPATH": str(other)})
+        cluster.wait_for_nodes()
+        (tmp_path / "tiny.yaml").write_text(TINY)
+        process = command(tmp_path, cluster.address, "rows=[{label: a}]", "baseline=null")
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if "Refused" in line:
+                break
+        assert "lns-study code" in said, said
+        assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
+        cluster.add_node(num_cpus=1)
+        rest, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, said + rest
+        assert "Refused" not in rest
+        events = read_ledger(tmp_path / "studies" / "tiny")
+        assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
+        assert [trial.status for trial in fold(events).trials] == [FINISHED]
+    finally:
+        cluster.shutdown()
+
+
+def last_weights(names: list[str]) -> dict[str, str]:
+    """The tensor file of the last epoch, which its digest names, by trial."""
+    found = [name.split("/") for name in names if f"/{EPOCHS:06d}/tensors-" in name]
+    return {trial: file for trial, _, file in found}
+
+
+def test_the_head_is_lost_and_a_new_cluster_goes_on_from_an_object_store_alone(
+    s3: Line,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    place, epochs = f"s3://{BUCKET}/studies", f"trial.epochs={EPOCHS}"
+    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", epochs]
+    subprocess.run([*words, "tracking_uri=none"], cwd=tmp_path, check=True, stdout=subprocess.PIPE)
+    kept = tmp_path / "studies" / "tiny" / "checkpoints"
+    expected = last_weights([path.relative_to(kept).as_posix() for path in kept.rglob("*")])
+    assert len(expected) == 2
+
+    def made() -> Any:
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        cluster.add_node(num_cpus=2)
+        cluster.wait_for_nodes()
+        return cluster
+
+    cluster = made()
+    try:
+        process = command(tmp_path, cluster.address, epochs, f"storage={place}")
+        assert process.stdout is not None
+        assert any(f"/{EPOCHS}, validation" in line for line in process.stdout)
+        cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode != 0, said
+    finally:
+        cluster.shutdown()
+    shutil.rmtree(tmp_path / "cache")
+    assert set(last_weights(Store(f"{place}/tiny/checkpoints").names())) < set(expected)
+    cluster = made()
+    try:
+        again = command(tmp_path, cluster.address, epochs, f"storage={place}")
+        said, _ = again.communicate(timeout=300)
+    finally:
+        cluster.shutdown()
+    assert again.returncode == 0, said
+    assert "Resuming: " in said
+    assert last_weights(Store(f"{place}/tiny/checkpoints").names()) == expected

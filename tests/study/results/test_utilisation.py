@@ -24,6 +24,7 @@ from study.results.utilisation import (
     STARTS,
     TAIL,
     epochs_a_second,
+    first_epoch,
     line,
     remark,
     sentences,
@@ -374,3 +375,17 @@ def test_a_run_that_used_little_says_so_at_its_end(
     said.clear()
     run_study(study, SilentView(), said.append)
     assert not any(text.startswith("Slots were") for text in said)  # there was nothing left to run
+
+
+def test_the_way_to_the_first_epoch_by_stage() -> None:
+    held = [
+        Held(trial="a", begin=4.0, end=30.0, reports=(9.0, 12.0)),
+        Held(trial="b", begin=4.5, end=30.0, slots=(1,), reports=(8.5,)),
+    ]
+    assert first_epoch(run_of(held, [(1.5, 2, 0)], 30.0)) == (
+        "first epoch 8.5 s after the plan: machines up 1.5 s, a trial handed out 2.5 s, its process"
+        " and the epoch 4.5 s"
+    )
+    unheard = [Held(trial="a", begin=4.0, end=None)]
+    assert first_epoch(run_of(unheard, [(1.5, 2, 0)], None)) == ""
+    assert first_epoch(None) == ""

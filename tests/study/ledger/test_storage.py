@@ -1,0 +1,331 @@
+"""Studies in an object store: one writer, whatever happens to the store, the driver or a cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from study.config import StudyConfig
+from study.execution.control import Wish, ask
+from study.ledger import storage
+from study.ledger.log import FILE, Ledger, is_locked, open_ledger
+from study.ledger.storage import check_storage, study_folders
+from study.manage.studies import condition, find, read
+from tests.study.conftest import TINY
+from tests.study.object_store import BUCKET, SECRET, Line, cache, s3, s3_server  # noqa: F401
+from trainers import object_store
+from trainers.checkpoint.files import load_checkpoint, save_checkpoint
+from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.remote import fetched, remote_checkpoints, upload
+from trainers.object_store import Store, check_place, local_folder, place_of
+
+URL = f"s3://{BUCKET}/studies"
+NAME = "tiny"
+TIMEOUT = 300
+EPOCHS = 250
+
+
+@pytest.fixture
+def folder(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """The cache of a study in an empty bucket, whose lock is looked at often."""
+    monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(storage, "SILENT_SECONDS", 2.0)
+    return local_folder(f"{URL}/{NAME}")
+
+
+def note(ledger: Ledger, number: int) -> None:
+    ledger.append("capacity", cpus=number, gpus=0, nodes=1)
+
+
+def noted(folder: Path) -> list[int]:
+    contents = open_ledger(folder)
+    assert not contents.damage
+    return [event["cpus"] for event in contents.events]
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["gs://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://bucket/../x", "s3://bucket/x?y=1",
+     "http://bucket", "file://relative", "S3://bucket"],
+)  # fmt: skip
+def test_places_that_are_none_are_refused_and_no_login_is_shown(place: str) -> None:
+    with pytest.raises(ValueError, match=r"storage=.*must be") as error:
+        StudyConfig(name="x", storage=place)
+    assert "secret@" not in str(error.value)
+
+
+def test_a_folder_and_a_url_name_each_other(tmp_path: Path) -> None:
+    for place in ("s3://bucket/a/b", "s3://bucket"):
+        assert place_of(local_folder(place)) == place
+    assert local_folder(f"file://{tmp_path}") == local_folder(str(tmp_path)) == tmp_path
+    assert place_of(tmp_path) == str(tmp_path)
+    check_place("storage", "relative/folder")
+
+
+def test_ray_train_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"executor=train with storage='s3://bucket/x'"):
+        StudyConfig(name="x", storage="s3://bucket/x", executor="train")
+
+
+def test_another_machine_reads_what_one_wrote(folder: Path, tmp_path: Path) -> None:
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+        written = (folder / FILE).read_bytes()
+        with cache(tmp_path / "other"):
+            other = local_folder(f"{URL}/{NAME}")
+            assert noted(other) == [1]
+            assert (other / FILE).read_bytes() == written
+            note(ledger, 2)
+            assert noted(other) == [1, 2]
+            assert is_locked(other)
+    with cache(tmp_path / "other"):
+        assert not is_locked(other)
+        assert study_folders(URL) == [other]
+        with Ledger(other) as ledger:
+            assert [event["cpus"] for event in ledger.history] == [1, 2]
+            note(ledger, 3)
+    assert noted(folder) == [1, 2, 3]
+
+
+def test_a_second_driver_is_refused(folder: Path, tmp_path: Path) -> None:
+    with Ledger(folder) as ledger, cache(tmp_path / "other"):
+        other = local_folder(f"{URL}/{NAME}")
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"process {os.getpid()} .* is running this"):
+                Ledger(other)
+        note(ledger, 1)
+        assert noted(other) == [1]
+
+
+def test_a_driver_that_was_silent_for_too_long_writes_no_more(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hold that they have the lock; the store's order of lines decides."""
+    monkeypatch.setattr(storage, "BEAT_SECONDS", 100.0)
+    first = Ledger(folder)
+    note(first, 1)
+    with cache(tmp_path / "other"):
+        other = local_folder(f"{URL}/{NAME}")
+        with Ledger(other) as second:
+            note(second, 2)
+            with pytest.raises(OSError, match="another driver continues this study"):
+                note(first, 3)
+            note(second, 4)
+        assert noted(other) == [1, 2, 4]
+        first.close()
+        assert noted(other) == [1, 2, 4]
+    assert noted(folder) == [1, 2, 4]
+
+
+def test_a_store_that_is_away_holds_the_driver_up_and_doubles_nothing(
+    folder: Path,
+    s3: Line,  # noqa: F811
+) -> None:
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+        s3.cut()
+        thread = threading.Thread(target=note, args=(ledger, 2))
+        thread.start()
+        thread.join(3.0)
+        assert thread.is_alive()
+        assert (folder / FILE).read_bytes().count(b'"cpus"') == 1
+        s3.mend()
+        thread.join(TIMEOUT)
+        note(ledger, 3)
+    assert noted(folder) == [1, 2, 3]
+
+
+def test_a_request_whose_answer_was_lost_is_no_second_writer(folder: Path) -> None:
+    store = Store(f"{URL}/{NAME}")
+    store.put("a", b"mine", new=True)
+    store.put("a", b"mine", new=True)
+    with pytest.raises(FileExistsError):
+        store.put("a", b"other", new=True)
+
+
+def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(folder: Path) -> None:
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+        note(ledger, 2)
+    whole = (folder / FILE).read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for content in (whole[:-20], b"".join(lines[:2]), b"nonsense\n" + whole, lines[0] + lines[2]):
+        (folder / FILE).write_bytes(content)
+        assert noted(folder) == [1, 2]
+        assert (folder / FILE).read_bytes() == whole
+    store = Store(f"{URL}/{NAME}")
+    for name in store.names():
+        store.remove(name)
+    (folder / "checkpoints").mkdir()
+    with Ledger(folder) as ledger:
+        assert not ledger.history
+        note(ledger, 3)
+    assert noted(folder) == [3]
+    assert not (folder / "checkpoints").exists()
+
+
+def test_lines_that_the_store_lost_are_seen(folder: Path) -> None:
+    with Ledger(folder) as ledger:
+        for number in range(3):
+            note(ledger, number)
+    store = Store(f"{URL}/{NAME}")
+    segments = store.names("ledger")
+    for lost in (segments[-1], segments[1]):
+        store.remove(f"ledger/{lost}")
+        assert open_ledger(folder).damage
+        with pytest.raises(ValueError, match="nothing was started"):
+            Ledger(folder)
+
+
+def test_checkpoints_without_a_ledger_are_refused(folder: Path) -> None:
+    Store(f"{URL}/{NAME}").put("checkpoints/t/000001/state.json", b"{}")
+    with pytest.raises(ValueError, match="has checkpoints, and their ledger is gone"):
+        Ledger(folder)
+
+
+def test_an_upload_that_broke_off_leaves_no_checkpoint(
+    folder: Path,
+    s3: Line,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trial = f"{URL}/{NAME}/checkpoints/t"
+    tensors = {"w": torch.arange(100_000, dtype=torch.float32)}
+    for epoch in (1, 2):
+        save_checkpoint(local_folder(f"{trial}/{epoch:06d}"), tensors, {"epoch": epoch})
+    upload(local_folder(f"{trial}/000001"), f"{trial}/000001")
+    monkeypatch.setattr(object_store.Store.__init__, "__defaults__", (1.0,))
+    s3.left = 200_000
+    with pytest.raises(OSError, match="000002"):
+        upload(local_folder(f"{trial}/000002"), f"{trial}/000002")
+    s3.mend()
+    assert remote_checkpoints(trial) == [f"{trial}/000001"]
+    with cache(folder / "other"):
+        found = fetched(f"{trial}/000001")
+        assert load_checkpoint(found)[0]["w"].equal(tensors["w"])
+        tensor_file = next(found.glob("tensors-*"))
+        tensor_file.write_bytes(b"damaged")
+        assert load_checkpoint(fetched(f"{trial}/000001"))[1] == {"epoch": 1}
+        with pytest.raises(OSError, match="000002"):
+            fetched(f"{trial}/000002")
+    upload(local_folder(f"{trial}/000002"), f"{trial}/000002")
+    assert remote_checkpoints(trial)[0] == f"{trial}/000002"
+
+
+def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:  # noqa: F811
+    check_storage(URL)
+    assert Store(URL).names() == []
+    s3.change = lambda content: content.replace(b"If-None-Match", b"X-None-Match-")
+    with pytest.raises(ValueError, match="overwrites an object despite If-None-Match"):
+        check_storage(URL)
+    with pytest.raises(ValueError, match=r"cannot be written.*bucket must exist"):
+        check_storage("s3://no-such-bucket/studies")
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, place: str, other_cache: Path | None = None) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "tiny.yaml").write_text(TINY)
+    words = [sys.executable, "-m", "study", "run", "tiny.yaml", "--plain", f"storage={place}",
+             "tracking_uri=none", f"trial.epochs={EPOCHS}"]  # fmt: skip
+    env = os.environ | ({object_store.CACHE: str(other_cache)} if other_cache else {})
+    return subprocess.Popen(
+        words, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def await_epoch(process: subprocess.Popen[str], epoch: int) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        found = re.search(rf"epoch (\d+)/{EPOCHS}", line)
+        if found and int(found[1]) >= epoch:
+            return seen
+    raise AssertionError(seen)
+
+
+def weights(url: str) -> dict[str, str]:
+    """The digest of each trial's last weights."""
+    names = Store(url).names("checkpoints")
+    return {
+        name.split("/")[0]: name.rpartition("tensors-")[2]
+        for name in names
+        if f"/{EPOCHS:06d}/tensors-" in name
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was_away(
+    s3: Line,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    undisturbed = start(tmp_path / "study", str(tmp_path / "local"))
+    output, _ = undisturbed.communicate(timeout=TIMEOUT)
+    assert undisturbed.returncode == 0, output
+    expected = {
+        path.parent.parent.name: path.name.removeprefix("tensors-")
+        for path in (tmp_path / "local" / NAME / "checkpoints").glob(f"*/{EPOCHS:06d}/tensors-*")
+    }
+    assert len(expected) == 2
+
+    first = start(tmp_path / "study", URL)
+    await_epoch(first, 3)
+    second = start(tmp_path / "study", URL, tmp_path / "second")
+    output, _ = second.communicate(timeout=TIMEOUT)
+    assert second.returncode == 2, output
+    assert f"process {first.pid} " in output
+    s3.cut()
+    time.sleep(60.0)
+    assert first.poll() is None
+    s3.mend()
+    time.sleep(3.0)  # some epochs more
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+
+    third = start(tmp_path / "study", URL, tmp_path / "third")
+    seen = await_epoch(third, 1)
+    assert "2 continue from their last checkpoint" in seen
+    with cache(tmp_path / "fourth"):
+        folder = find(NAME, URL)
+        assert condition(folder, read(folder)) == "running"
+        ask(folder, wish=Wish.CANCEL)
+    output, _ = third.communicate(timeout=TIMEOUT)
+    assert "asked to cancel" in output
+    with cache(tmp_path / "fourth"):
+        assert condition(folder, read(folder)) == "stopped"
+        done = [e["epoch"] for e in open_ledger(folder).events if e["event"] == "report"]
+    fourth = os.environ | {object_store.CACHE: str(tmp_path / "fourth")}
+    resume = [sys.executable, "-m", "study", "resume", NAME, "--storage", URL]
+    last = subprocess.run(resume, env=fourth, capture_output=True, text=True, timeout=TIMEOUT)
+    assert last.returncode == 0, last
+    assert weights(f"{URL}/{NAME}") == expected
+    with cache(tmp_path / "fourth"):
+        contents = open_ledger(folder)
+    assert not contents.damage
+    reports = [(e["trial"], e["epoch"]) for e in contents.events if e["event"] == "report"]
+    assert sorted(reports) == sorted(
+        {(trial, n) for trial in expected for n in range(1, EPOCHS + 1)}
+    )
+    assert len(done) < 2 * EPOCHS
+    assert any(name.startswith("report/") for name in Store(f"{URL}/{NAME}").names())
+    assert_nowhere(SECRET, tmp_path)
+
+
+def assert_nowhere(secret: str, folder: Path) -> None:
+    store = Store(URL)
+    assert all(secret.encode() not in content for content in store.get_all(store.names()))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert any(path.name == STATE for path in files)
+    assert all(secret.encode() not in path.read_bytes() for path in files)

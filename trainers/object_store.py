@@ -1,0 +1,215 @@
+"""Places in an object store (S3 and what speaks its protocol), and the folders that stand for them.
+
+A place is a path, or a URL ``s3://bucket/prefix``. What lies at a URL has a *cache*, the folder
+``~/.cache/lns-study/s3/bucket/prefix`` or the same below ``$LNS_STUDY_CACHE``: programs work there,
+and upload what must last. The path follows from the URL and the URL from the path, so nothing else
+notes which folder belongs to which.
+
+Objects are written whole or not at all, and a new one only where none is (``PutObject`` with
+``If-None-Match: *``), by which two writers find out about each other. A store that does not answer
+is asked again for :data:`PATIENCE_SECONDS`.
+
+Credentials are found by the AWS client library as ever, in the environment or the machine's role,
+and are never part of a URL; ``$AWS_ENDPOINT_URL`` names a store other than AWS's.
+
+Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+CACHE = "LNS_STUDY_CACHE"
+"""Environment variable with the folder of all caches."""
+FILE_SCHEME, S3_SCHEME = "file://", "s3://"
+PATIENCE_SECONDS = 600.0
+"""Seconds for which a store that does not answer is asked again."""
+LONGEST_PAUSE = 2.0
+CONNECT_SECONDS, READ_SECONDS = 5, 60
+FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
+"""Answers of a store, which asking again does not change."""
+_PLACE = re.compile(r"s3://[a-z0-9][a-z0-9.-]+(/[\w.=+ -]+)*/?")
+
+Found = TypeVar("Found")
+
+
+def is_url(place: str) -> bool:
+    """Tell whether a place lies in an object store."""
+    return place.startswith(S3_SCHEME)
+
+
+def check_place(key: str, place: str) -> None:
+    """Refuse a URL that this package does not store at.
+
+    Raises:
+        ValueError: the scheme is unknown, or the URL holds a login, a query or ``..``.
+    """
+    if "://" not in place or place.startswith(FILE_SCHEME + "/"):
+        return
+    if not is_url(place):
+        raise ValueError(
+            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be a path, file:///path or"
+            " s3://bucket/prefix; mount other stores, or use their S3 endpoint by AWS_ENDPOINT_URL"
+        )
+    if not _PLACE.fullmatch(place) or ".." in place:
+        raise ValueError(
+            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be s3://bucket/prefix with letters,"
+            " digits and . _ - = +; credentials go into the environment (AWS_ACCESS_KEY_ID,"
+            " AWS_SECRET_ACCESS_KEY), the endpoint into AWS_ENDPOINT_URL"
+        )
+
+
+def local_folder(place: str) -> Path:
+    """Return the absolute folder of a place: its path, or the cache of its URL."""
+    if is_url(place):
+        return _caches() / place.replace("://", "/").rstrip("/")
+    return Path(place.removeprefix(FILE_SCHEME)).expanduser().resolve()
+
+
+def place_of(folder: Path) -> str:
+    """Return the place that a folder stands for: the URL of a cache, else the folder's path."""
+    s3 = _caches() / "s3"
+    return (
+        S3_SCHEME + folder.relative_to(s3).as_posix() if folder.is_relative_to(s3) else str(folder)
+    )
+
+
+def open_store(place: str, patience: float = PATIENCE_SECONDS) -> Store | None:
+    """Return the store at a URL, see :class:`Store`; None for a path."""
+    return Store(place, patience) if is_url(place) else None
+
+
+class Store:
+    """The objects below a URL, by their names there.
+
+    Args:
+        url: the URL.
+        patience: seconds for which every method asks again while the store does not answer.
+
+    Raises:
+        OSError: the store does not answer, or refuses the request.
+    """
+
+    def __init__(self, url: str, patience: float = PATIENCE_SECONDS) -> None:
+        self.url, self._patience = url.rstrip("/"), patience
+
+    def put(self, name: str, content: bytes, *, new: bool = False) -> None:
+        """Write an object; with ``new`` only if there is none with other content.
+
+        A request whose answer was lost is sent again, so one's own object may be there.
+
+        Raises:
+            FileExistsError: with ``new``, the object is there and has other content.
+        """
+        mode = "create" if new else "overwrite"
+        try:
+            self._ask(lambda fs, path: fs.pipe_file(path, content, mode=mode), name)
+        except FileExistsError:
+            if self.get(name) != content:
+                raise
+
+    def get(self, name: str) -> bytes:
+        """Return an object's content.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return bytes(self._ask(lambda fs, path: fs.cat_file(path), name))
+
+    def get_all(self, names: list[str]) -> list[bytes]:
+        """Return the contents of several objects, which are fetched at the same time."""
+        paths = [self._path(name) for name in names]
+        found = self._ask(lambda fs, _: fs.cat(paths) if paths else {}, "")
+        return [found[path] for path in paths] if isinstance(found, dict) else [found]
+
+    def names(self, under: str = "") -> list[str]:
+        """Return the names of all objects below ``under``, relative to it, in order."""
+        top = self._path(under)
+        found = self._ask(lambda fs, path: fs.find(path), under)
+        return sorted(path[len(top) + 1 :] for path in found)
+
+    def folders(self) -> list[str]:
+        """Return the first parts of the names that have several, in order."""
+        try:
+            found = self._ask(lambda fs, path: fs.ls(path, detail=True), "")
+        except FileNotFoundError:
+            return []
+        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+
+    def age(self, name: str) -> float:
+        """Return the seconds since an object was written, by this machine's clock."""
+        info = self._ask(lambda fs, path: fs.info(path), name)
+        return time.time() - float(info["LastModified"].timestamp())
+
+    def remove(self, name: str) -> None:
+        """Remove an object if it is there."""
+        self._ask(lambda fs, path: fs.rm_file(path), name)
+
+    def _path(self, name: str) -> str:
+        return f"{self.url.removeprefix(S3_SCHEME)}/{name}".rstrip("/")
+
+    def _ask(self, request: Callable[[Any, str], Found], name: str) -> Found:
+        filesystem, path, pause = _filesystem(), self._path(name), 0.1
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                return request(filesystem, path)
+            except FINAL:
+                raise
+            except Exception as error:  # the client library has a tree of its own
+                if _is_precondition(error):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+                if _is_refusal(error) or time.monotonic() > until:
+                    raise OSError(errno.EIO, f"{S3_SCHEME}{path}: {error}") from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _is_precondition(error: Exception) -> bool:
+    """Tell whether an error is the answer to ``If-None-Match`` (HTTP status 412)."""
+    return isinstance(error, OSError) and error.errno == errno.EINVAL
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Tell whether an error is this machine's own, such as missing credentials."""
+    from botocore.exceptions import BotoCoreError, ConnectionError, HTTPClientError
+
+    transient = (ConnectionError, HTTPClientError)
+    return isinstance(error, BotoCoreError) and not isinstance(error, transient)
+
+
+@functools.lru_cache(maxsize=1)
+def _filesystem_of(process: int) -> Any:
+    try:
+        import s3fs
+    except ImportError:
+        raise ValueError(
+            "storage=s3://...: needs the package s3fs; install it with pip install 'lns-study[s3]'"
+        ) from None
+    found = s3fs.S3FileSystem(
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        config_kwargs={
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+            "retries": {"total_max_attempts": 1},
+        },
+    )
+    found.retries = 1
+    return found
+
+
+def _filesystem() -> Any:
+    """Return the client of this process, which a forked one does not share."""
+    return _filesystem_of(os.getpid())
+
+
+def _caches() -> Path:
+    return Path(os.environ.get(CACHE) or "~/.cache/lns-study").expanduser().resolve()
