@@ -35,7 +35,8 @@ def test_the_list_says_what_there_is_and_where(capsys: pytest.CaptureFixture[str
     for name in DATA:
         assert sum(line.split()[0] == name for line in lines) == 1
     (cifar,) = (line for line in lines if line.startswith("cifar10 "))
-    assert re.search(r"50,000 \+ 10,000 +3 x 32 x 32 +augment=none +lns-study data fetch cifar10", cifar)
+    words = r"50,000 \+ 10,000 +3 x 32 x 32 +augment=none +lns-study data fetch cifar10"
+    assert re.search(words, cifar)
     assert any(str(cache_folder("text") / "input.txt") in line for line in lines)
     assert any("seed=0, examples=4000" in line for line in lines)
 
