@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli.run import add_study
 from study.errors import UserError, refusals
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    launch.add_argument(
-        "config", metavar="CONFIG", help="YAML or Python file, or name in conf/study"
-    )
-    launch.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    add_study(launch)
     launch.add_argument("--to", required=True, choices=TARGETS, help="kind of cluster")
     launch.add_argument(
         "--address",
@@ -57,9 +55,6 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     launch.add_argument(
         "--template", type=Path, help="your copy of conf/cluster/slurm.sh or rayjob.yaml"
-    )
-    launch.add_argument(
-        "--small", action="store_true", help="the study's small form, as its key `small` says"
     )
     launch.add_argument(
         "--dry-run",

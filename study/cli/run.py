@@ -62,8 +62,7 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
-    run.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    add_study(run)
     run.add_argument(
         "--dry-run", action="store_true", help="print the resolved config and trials, start nothing"
     )
@@ -73,14 +72,22 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="one line per epoch instead of a live table (the default when piped)",
     )
     run.add_argument(
-        "--small", action="store_true", help="the study's small form, as its key `small` says"
-    )
-    run.add_argument(
         "--job",
         action="store_true",
         help="for job controllers: exit code 0 where it would be 3, and --plain",
     )
     run.set_defaults(command=_run)
+
+
+def add_study(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a study: its config, changes to it, and its small form."""
+    parser.add_argument(
+        "config", metavar="CONFIG", help="YAML or Python file, or name in conf/study"
+    )
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    parser.add_argument(
+        "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,11 +101,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             " took, the expected time. Starts nothing."
         ),
     )
-    plan.add_argument("config", metavar="CONFIG", help="YAML or Python file, or name in conf/study")
-    plan.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
-    plan.add_argument(
-        "--small", action="store_true", help="the study's small form, as its key `small` says"
-    )
+    add_study(plan)
     plan.set_defaults(command=_plan)
 
 
