@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,21 @@ def test_a_report_is_verified(reproduced: Path, capsys: pytest.CaptureFixture[st
     assert "every figure is as computed again" in capsys.readouterr().out
 
 
+@contextmanager
+def falsified(reproduced: Path, said: str) -> Iterator[dict[str, Any]]:
+    """Yield the report's record to be changed; verifying it then says what begins with ``said``."""
+    file = study_of(reproduced).folder / "report" / FILE
+    true = file.read_text()
+    values = json.loads(true)
+    yield values
+    file.write_text(json.dumps(values))
+    try:
+        found = list(verify(study_of(reproduced).folder, "none"))
+        assert any(line.startswith(said) for line in found), found
+    finally:
+        file.write_text(true)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -116,20 +133,14 @@ def test_a_report_is_verified(reproduced: Path, capsys: pytest.CaptureFixture[st
 def test_a_falsified_figure_of_the_report_is_seen(
     reproduced: Path, path: tuple[str | int, ...], said: str
 ) -> None:
-    file = study_of(reproduced).folder / "report" / FILE
-    true = file.read_text()
-    values = json.loads(true)
-    place = values
-    for key in path[:-1]:
-        place = place[key]
-    old = place[path[-1]]
-    place[path[-1]] = old + 0.01 if isinstance(old, float) else "fails" if old != "fails" else "x"
-    file.write_text(json.dumps(values))
-    try:
-        found = list(verify(study_of(reproduced).folder, "none"))
-        assert any(line.startswith(said) for line in found), found
-    finally:
-        file.write_text(true)
+    with falsified(reproduced, said) as values:
+        place = values
+        for key in path[:-1]:
+            place = place[key]
+        old = place[path[-1]]
+        place[path[-1]] = (
+            old + 0.01 if isinstance(old, float) else "fails" if old != "fails" else "x"
+        )
 
 
 @pytest.mark.parametrize(
@@ -141,19 +152,11 @@ def test_a_falsified_figure_of_the_report_is_seen(
     ],
 )
 def test_what_the_report_leaves_out_is_seen(reproduced: Path, part: str, said: str) -> None:
-    file = study_of(reproduced).folder / "report" / FILE
-    true = file.read_text()
-    values = json.loads(true)
-    if part == "stated":
-        values[part]["changed"] = ["seeds"]
-    else:
-        del values[part][1]
-    file.write_text(json.dumps(values))
-    try:
-        found = list(verify(study_of(reproduced).folder, "none"))
-        assert any(line.startswith(said) for line in found), found
-    finally:
-        file.write_text(true)
+    with falsified(reproduced, said) as values:
+        if part == "stated":
+            values[part]["changed"] = ["seeds"]
+        else:
+            del values[part][1]
 
 
 def test_a_falsified_page_is_seen(reproduced: Path) -> None:

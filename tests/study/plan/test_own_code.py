@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from study.api import Outcome, run_study
 from study.config.compose import load
@@ -95,6 +96,7 @@ def test_what_a_network_sets_in_the_process_is_not_there_where_the_next_is_check
     rows = f"rows=[{first}, {{label: second, overrides: {{optimizer.lr: 0.2}}}}]"
     study = load(str(folder / "own.yaml"), [f"storage={folder}", rows, "baseline=null"])
     preflight(make_plan(study))
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_its_trials_do_not_share_a_process(folder: Path) -> None:
