@@ -171,7 +171,7 @@ def test_commands_of_alerts_are_in_no_report_and_not_in_mlflow(tiny: Tiny) -> No
 def test_a_command_that_fails_or_hangs_is_logged(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "ALERT_SECONDS", 0.5)
+    monkeypatch.setattr(sinks, "ALERT_SECONDS", 3.0)
     study = tiny(
         "bad", "alerts={finished: 'sleep 600 & echo hanging; wait', best: 'no-such-thing'}"
     )
@@ -179,7 +179,7 @@ def test_a_command_that_fails_or_hangs_is_logged(
     Feed(study.folder).close()
     log = (study.folder / "alerts.log").read_text()
     assert "hanging" in log
-    assert "killed after 0.5 s" in log
+    assert re.search(r": killed after [0-3](\.\d+)? s\n", log), log
     assert "exit code 127" in log
 
 
