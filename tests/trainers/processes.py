@@ -6,6 +6,7 @@ Each is a rank of one group, hands back its result and ends without leaving a th
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +20,22 @@ Work = Callable[[int, str], dict[str, Any]]
 """The function that each process runs, given its rank and a folder that all share; its result must
 be writable as JSON."""
 
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["trainers.training.trainer", "trainers.comm.process_group"]
+)
+
 
 def spawned(
     work: Work, folder: Path, world: int = 2, backend: str = "gloo"
 ) -> list[dict[str, Any]]:
     """Return the results of ``work`` in ``world`` new processes, by rank.
 
-    Each has its process's id as ``pid``.
+    Each has its process's id as ``pid``. They are forked from a process that has imported torch and
+    nothing else of the test, with the environment of the first call.
     """
-    mp.spawn(_member, args=(work, str(folder), world, backend), nprocs=world)
+    mp.start_processes(
+        _member, (work, str(folder), world, backend), nprocs=world, start_method="forkserver"
+    )
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
     assert len({os.getpid(), *(result["pid"] for result in results)}) == world + 1
     return results

@@ -97,12 +97,12 @@ def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
 DAMAGED = [
     (HEADER, 0),
     ("planned", 0),
-    ("started", 1),
-    ("report", 0),
     ("report", -1),
-    ("checkpoint", -1),
-    ("finished", 0),
     ("ended", 0),
+    *(
+        pytest.param(*line, marks=pytest.mark.slow)
+        for line in (("started", 1), ("report", 0), ("checkpoint", -1), ("finished", 0))
+    ),
 ]
 
 
@@ -259,7 +259,9 @@ def test_any_line_of_version_1_that_is_no_json_is_named_and_repaired(
         assert all(trial.status == FINISHED for trial in assert_nothing_false(folder, done).trials)
 
 
-@pytest.mark.parametrize("events", [1, 3, 4, 6, 9])
+@pytest.mark.parametrize(
+    "events", [4, *(pytest.param(events, marks=pytest.mark.slow) for events in (1, 3, 6, 9))]
+)
 def test_a_writer_killed_between_two_events_leaves_a_study_that_ends_as_if_nothing_had_been(
     done: Done, tmp_path: Path, events: int
 ) -> None:

@@ -73,7 +73,9 @@ def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make
     assert winner.params["optimizer.lr"] in (0.03, 0.04)
 
 
-@pytest.mark.parametrize("broken_off", [3, 5, 6, 9, 14])
+@pytest.mark.parametrize(
+    "broken_off", [3, 9, *(pytest.param(trials, marks=pytest.mark.slow) for trials in (5, 6, 14))]
+)
 def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: int) -> None:
     study = searched("rows=[]", "baseline=null", space=RACE)
     whole = {trial.id for trial in Pretend(make_plan(study), noisy(lucky), slots=2).run()}

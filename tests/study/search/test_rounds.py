@@ -93,7 +93,7 @@ def test_the_worst_go_on_from_the_best_with_other_values(bred: Make, scheduler: 
 
 
 @pytest.mark.parametrize("scheduler", ["pbt", "pb2"])
-@pytest.mark.parametrize("broken_off", [3, 6, 10])
+@pytest.mark.parametrize("broken_off", [3, pytest.param(6, marks=pytest.mark.slow), 10])
 def test_a_population_broken_off_breeds_what_it_would_have(
     bred: Make, scheduler: str, broken_off: int
 ) -> None:

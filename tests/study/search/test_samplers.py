@@ -96,7 +96,7 @@ def test_pending_proposals_differ(searched: Make) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["tpe", "gp", "nsga2", "auto"])
-@pytest.mark.parametrize("broken_off", [0, 4])
+@pytest.mark.parametrize("broken_off", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_finite_space_is_proposed_whole_and_once(
     searched: Make, algorithm: str, broken_off: int
 ) -> None:
