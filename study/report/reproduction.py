@@ -139,10 +139,13 @@ def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
     known, machine = facts(state), state.plan.get("hardware", {})
     gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
     found = {name: known[name] for name in SHOWN_FACTS if name in known}
-    found["Data"] = "; ".join(
-        f"{entry['name']}, {entry['train']:,} train, {entry['validation']:,} validation,"
-        f" {entry['test']:,} test, sha256 {entry['digest'][:16]}"
-        for entry in state.plan["data"]
+    found["Data"] = (
+        "; ".join(
+            f"{entry['name']}, {entry['train']:,} train, {entry['validation']:,} validation,"
+            f" {entry['test']:,} test, sha256 {entry['digest'][:16]}"
+            for entry in state.plan["data"]
+        )
+        or known["Data"]
     )
     if machine:
         found["Machine"] = f"{machine['processor']}, {machine['cores']} cores, {gpus}"

@@ -233,7 +233,8 @@ def facts(state: StudyState) -> dict[str, str]:
         **({"Statement": said.sentence} if said else {}),
         "Data": "; ".join(
             f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]
-        ),
+        )
+        or "what the study's own code takes",
         "Code": (
             ", ".join(sorted({commit for trial in state.trials for commit in trial.commits}))
             or "nothing trained yet"

@@ -21,7 +21,7 @@ from study.manage.checkpoints import broken_checkpoints
 from study.manage.repair import repair
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
-from study.report.tables import render_text
+from study.report.tables import facts, render_text
 from tests.study.conftest import SilentView
 from tests.study.execution.conftest import count_reports, results, run
 from tests.trainers.user_loops import LOOPS
@@ -82,6 +82,7 @@ def test_a_study_runs_to_its_table_without_anybody_else_s_data(loops: Loops) -> 
         assert trial.metric("plain") == dict.fromkeys((1, 2, 3, 4), 1.0)
         assert trial.test == {"test/error": factor**4, "accuracy": 0.25}
     assert "6.25" in render_text(outcome.state)
+    assert facts(outcome.state)["Data"] == "what the study's own code takes"
     assert list(broken_checkpoints(study.folder)) == []
     kept = Path(outcome.state.trials[0].checkpoints_left()[0])
     (kept / "dict.pt").write_bytes(b"")
