@@ -24,6 +24,7 @@ from scripts.profile_resnet import cifar
 from tests.lns_ops.nets import ResNet18
 from trainers.config.model import GPTArguments
 from trainers.models.gpt import gpt
+from trainers.models.init import initialize_
 
 FORMS = {
     "float32": (None, "contract"),
@@ -46,7 +47,7 @@ def transformer(lns: bool) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tens
     """Return net, optimizer and a batch."""
     torch.manual_seed(0)
     args = GPTArguments(layers=4, heads=4, width=128)
-    model = gpt(args, (64,), classes=65, tokens=65, each_step=True).cuda()
+    model = initialize_(gpt(args, (64,), classes=65, tokens=65, each_step=True), seed=0).cuda()
     if lns:
         lns_ops.convert_(model, "lns16", scope="everywhere")
     optimizer = lns_ops.optim.AdamW(model.parameters(), lr=1e-3, kahan_sum=lns)

@@ -29,6 +29,16 @@ from lns_ops.tensor.decoded import is_decoded
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
 
+_READS = {
+    Tensor.dim,
+    Tensor.numel,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim")
+    ),
+}
+"""The torch functions that only look at a tensor, the most frequent ones of a training step."""
+
 
 class LNSTensor(torch.Tensor):
     """A tensor of LNS values.
@@ -137,6 +147,9 @@ class LNSTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            with DisableTorchFunction():
+                return func(*args)
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
             return _written_to(func, args, kwargs)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -107,7 +107,62 @@ def normalize(
     return _Normalize.apply(x, list(dims), eps, centred)  # type: ignore[no-untyped-call, no-any-return]
 
 
+class _Affine(torch.autograd.Function):
+    """``y w + b`` with ``dy = g w``, ``dw`` the sum of ``g y`` and ``db`` that of ``g``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: LNSTensor, weight: LNSTensor | None, bias: LNSTensor | None, shape: list[int]
+    ) -> LNSTensor:
+        fmt, codes = y.fmt, y.codes
+        ctx.save_for_backward(y, weight, bias)
+        ctx.shape = shape
+        if weight is not None:
+            codes = lns.mul(codes, weight.codes.reshape(shape), fmt)
+        if bias is not None:
+            codes = lns.add(codes, bias.codes.reshape(shape), fmt)
+        return LNSTensor(codes, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor | None, ...]:
+        y, weight, bias = ctx.saved_tensors
+        wanted_y, wanted_weight, wanted_bias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            w, b = (
+                None if p is None else cast(Tensor, p.reshape(ctx.shape)) for p in (weight, bias)
+            )
+            return (
+                None if not wanted_y else grad if w is None else grad * w,
+                (grad * y).sum_to_size(w.shape).view_as(weight) if w is not None else None,
+                grad.sum_to_size(b.shape).view_as(bias) if b is not None else None,
+                None,
+            )
+        fmt, g = grad.fmt, grad.codes
+        dy = dw = db = None
+        if wanted_y and weight is not None:
+            dy = LNSTensor(lns.mul(g, weight.codes.reshape(ctx.shape), fmt), fmt)
+        if wanted_weight:
+            dw = _summed(lns.mul(g, y.codes, fmt), weight, ctx.shape)
+        if wanted_bias:
+            db = _summed(g, bias, ctx.shape)
+        return grad if wanted_y and weight is None else dy, dw, db, None
+
+
+def _summed(codes: Tensor, parameter: LNSTensor, shape: Sequence[int]) -> LNSTensor:
+    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    seen, fmt = parameter.codes.reshape(shape), parameter.fmt
+    new = codes.dim() - seen.dim()
+    dims = [d for d in range(codes.dim()) if d < new or seen.shape[d - new] == 1 != codes.shape[d]]
+    sums = lns.sum(codes, dims, fmt, keepdim=True) if dims else codes
+    return LNSTensor(sums.reshape(parameter.codes.shape), fmt)
+
+
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    if isinstance(y, LNSTensor) and all(
+        isinstance(parameter, LNSTensor) and parameter.fmt == y.fmt for parameter in given
+    ):
+        return _Affine.apply(y, weight, bias, list(shape)) if given else y  # type: ignore[no-untyped-call]
     if weight is not None:
         y = y * weight.reshape(shape)
     return y if bias is None else y + bias.reshape(shape)

@@ -271,26 +271,93 @@ def test_clipping_of_gradients() -> None:
     assert abs(clipped - 0.5) < 0.01
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("leading", [(5,), (2, 3)])
-def test_linear_in_one_step_has_the_bits_of_its_parts(bias: bool, leading: tuple[int, ...]) -> None:
-    """Output, gradients and second derivatives of ``F.linear`` are those of the product and the
-    addition that it is."""
+def images(numbers: Tensor) -> Tensor:
+    return numbers.reshape(1, -1, 1, 1)
 
-    def results(together: bool) -> list[torch.Tensor]:
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """Return the products of two batches of matrices, taken one by one."""
+    pairs = zip(x.flatten(0, -3), y.flatten(0, -3), strict=True)
+    return torch.stack([a @ b for a, b in pairs]).reshape(*x.shape[:-1], y.shape[-1])
+
+
+STATISTICS = (torch.linspace(-1, 1, 6), torch.linspace(0.5, 2, 6))
+STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "linear": (F.linear, lambda x, w, b: x @ w.t() + b, ((5, 7), (4, 7), (4,))),
+    "linear of sequences": (F.linear, lambda x, w, b: x @ w.t() + b, ((2, 3, 7), (4, 7), (4,))),
+    "linear without bias": (F.linear, lambda x, w: x @ w.t(), ((5, 7), (4, 7))),
+    "products": (torch.matmul, products, ((3, 4, 5), (3, 5, 6))),
+    "products of heads": (lambda x, y: x @ y, products, ((2, 3, 4, 5), (2, 3, 5, 6))),
+    "products with the transposed": (
+        lambda x, y: x.transpose(1, 2) @ y.mT,
+        lambda x, y: products(x.transpose(1, 2), y.mT),
+        ((2, 4, 3, 5), (2, 3, 6, 5)),
+    ),
+    "layer norm": (
+        lambda x, w, b: F.layer_norm(x, (6, 5), w, b),
+        lambda x, w, b: F.layer_norm(x, (6, 5)) * w + b,
+        ((4, 6, 5), (6, 5), (6, 5)),
+    ),
+    "layer norm without bias": (
+        lambda x, w: F.layer_norm(x, (5,), w),
+        lambda x, w: F.layer_norm(x, (5,)) * w,
+        ((4, 6, 5), (5,)),
+    ),
+    "group norm": (
+        lambda x, w, b: F.group_norm(x, 3, w, b),
+        lambda x, w, b: F.group_norm(x, 3) * images(w) + images(b),
+        ((4, 6, 5, 1), (6,), (6,)),
+    ),
+    "batch norm": (
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        lambda x, w, b: F.batch_norm(x, None, None, training=True) * images(w) + images(b),
+        ((4, 6, 5, 2), (6,), (6,)),
+    ),
+    "batch norm in evaluation": (
+        lambda x, w, b: F.batch_norm(x, *STATISTICS, w, b),
+        lambda x, w, b: F.batch_norm(x, *STATISTICS) * images(w) + images(b),
+        ((4, 6, 5, 2), (6,), (6,)),
+    ),
+}
+"""Functions that take one step of the graph, the same as several, and the shapes of operands."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_takes_one_step_has_the_bits_of_its_parts(name: str) -> None:
+    """Output, gradients and, where there are any, second derivatives."""
+    *ways, shapes = STEPS[name]
+    twice = "norm" not in name or "evaluation" in name
+
+    def results(way: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(0)
-        x, w, b = (
-            LNSTensor.from_float(torch.randn(shape), "lns12").requires_grad_()
-            for shape in ((*leading, 7), (4, 7), (4,))
-        )
-        operands = [x, w, b] if bias else [x, w]
-        parts = x @ w.t() + b if bias else x @ w.t()
-        out = F.linear(*operands) if together else parts
+        operands = [LNSTensor.from_float(torch.randn(shape), "lns12") for shape in shapes]
+        for operand in operands:
+            operand.requires_grad = True
+        out = way(*operands)
         seed = LNSTensor.from_float(torch.randn(out.shape), "lns12")
-        first = torch.autograd.grad(out, operands, seed, create_graph=True)
-        second = torch.autograd.grad((first[0] * first[0]).sum(), [w])
+        first = torch.autograd.grad(out, operands, seed, create_graph=twice, retain_graph=True)
+        squares = (first[0] * first[0]).sum() if twice else None
+        second = torch.autograd.grad(squares, operands[1:2]) if squares is not None else ()
         out.backward(seed)
         return [out, *first, *second, *(operand.grad for operand in operands)]
 
-    for one, other in zip(results(True), results(False), strict=True):
+    for one, other in zip(*map(results, ways), strict=True):
         assert torch.equal(one.codes, other.codes)
+
+
+@pytest.mark.parametrize("shapes", [((0, 3, 4), (0, 4, 5)), ((2, 3, 0), (2, 0, 5))])
+def test_products_of_nothing_are_zeros(shapes: tuple[tuple[int, ...], ...]) -> None:
+    x, y = (LNSTensor.from_float(torch.zeros(shape), "lns12").requires_grad_() for shape in shapes)
+    (out := x @ y).sum().backward()
+    assert out.shape == (shapes[0][0], 3, 5)
+    assert not out.codes.any()
+    assert x.grad.shape == x.shape
+    assert y.grad.shape == y.shape
+
+
+def test_products_that_do_not_fit_are_refused_as_torch_does() -> None:
+    x, y = (LNSTensor.from_float(torch.ones(shape), "lns12") for shape in ((2, 3, 4), (2, 5, 4)))
+    with pytest.raises(ValueError, match=r"matmul of shapes \(2, 3, 4\) and \(2, 5, 4\)"):
+        x @ y
+    assert (x @ y.mT[0]).shape == (2, 3, 5)
+    assert torch.equal((x @ y[0].mT).codes, (x @ y.mT[:1]).codes)
