@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,17 +264,16 @@ def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe(params: Mapping[str, Any]) -> str:
-    """Describe sampled values in one line: ``optimizer.lr=0.0213, precision={format: lns12}``.
+    """Describe sampled values in one line: ``lr=0.0213, precision={format: lns12}``."""
+    names = short_names(params)
+    return ", ".join(f"{names[key]}={show(value)}" for key, value in params.items())
 
-    A key is shortened to its last part where that is unambiguous.
-    """
-    last = [key.rpartition(".")[2] for key in params]
-    names = [
-        short if last.count(short) == 1 else key for key, short in zip(params, last, strict=True)
-    ]
-    return ", ".join(
-        f"{name}={show(value)}" for name, value in zip(names, params.values(), strict=True)
-    )
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return a name for each dotted key: its last part where no other key ends in it."""
+    last = {key: key.rpartition(".")[2] for key in keys}
+    count = Counter(last.values())
+    return {key: short if count[short] == 1 else key for key, short in last.items()}
 
 
 def show(value: Any) -> str:

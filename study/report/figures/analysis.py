@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from study.config.metric import Metric, is_wide
+from study.config.space import short_names
 from study.report.figures.style import (
     COLOURS,
     DASHES,
@@ -130,11 +131,14 @@ def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> F
     """
     if found is None:
         return None
-    bars = [(key, share, 0) for key, share in found.single.items()]
+    names = short_names([*found.single, *found.best])
+    bars = [(names[key], share, 0) for key, share in found.single.items()]
     bars += [
-        (f"{a} x {b}", share, 1) for (a, b), share in list(found.pairs.items())[:5] if share >= 0.01
+        (f"{names[a]} x {names[b]}", share, 1)
+        for (a, b), share in list(found.pairs.items())[:5]
+        if share >= 0.01
     ]
-    bars += [(f"{key}, best tenth", share, 3) for key, share in found.best.items()]
+    bars += [(f"{names[key]}, best tenth", share, 3) for key, share in found.best.items()]
     figure, axes = canvas(theme, height=1.1 + 0.34 * len(bars))
     for place, (_, share, kind) in enumerate(bars):
         axes.barh(place, 100 * share, 0.7, color=COLOURS[kind], zorder=2)
@@ -148,13 +152,11 @@ def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> F
         )
     axes.set_yticks(range(len(bars)), [plain(name) for name, *_ in bars])
     axes.invert_yaxis()
-    axes.set_xlabel(
-        plain(f"share of the variance of the {metric.words}; of the best tenth's choice, %")
-    )
+    axes.set_xlabel(plain(f"share of the variance of the {metric.words}, %\ngreen: of its choice"))
     set_title(
         axes,
-        f"fANOVA of {found.configurations} configurations, pairs (orange) beyond their keys;"
-        " PED-ANOVA (green)",
+        f"fANOVA of {found.configurations} configurations; orange: pairs beyond their keys\n"
+        "green: what tells the best tenth from all (PED-ANOVA)",
         theme,
     )
     return figure
