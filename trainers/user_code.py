@@ -114,9 +114,9 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     """Return the callable that ``name`` names.
 
     Args:
-        key: of the config, for errors.
+        key: key of the config, for errors.
         name: ``file.py:name`` or ``package.module:name``.
-        digest: of the file when the study was planned; "" checks nothing.
+        digest: digest of the file when the study was planned; "" checks nothing.
 
     Raises:
         ValueError: it cannot be loaded, has changed, or is not callable.
@@ -157,11 +157,11 @@ def call(
     """Call ``function`` with ``args``, and with those of ``offered`` that it has parameters for.
 
     Args:
-        key: of the config, for errors.
-        name: of the function, in the config.
+        key: key of the config, for errors.
+        name: name of the function, in the config.
         function: what is called.
         args: its arguments, of which it gets a copy.
-        seed: of random numbers while it runs.
+        seed: seed of random numbers while it runs.
         offered: further arguments.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
-from study.text import duration
+from study.text import counted, duration
 from trainers.object_store import place_of
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def _dry_run(study: StudyConfig) -> int:
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
         precision = trial.config.precision
-        size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
+        size = f"{trial.config.epochs} epochs, {counted(trial.config.workers, 'worker')}"
         print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
     if any(
         trial.config.data.name == "mnist"
@@ -370,7 +370,7 @@ def _print_download() -> None:
     from trainers.data import describe_download  # loads torch
 
     print(f"# A run would download MNIST first: {describe_download()}")
-    print("# If that failed, data.name=auto would be digits; data.name=mnist would be refused.")
+    print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")
 
 
 def make_view(study: StudyConfig, console: Console, plain: bool = False) -> View:

@@ -30,7 +30,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--tracking-uri", "--backend-store-uri", dest="tracking_uri", metavar="URI", help=store
     )
     ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
-    team = ui.add_argument_group("for a team, with logins, over PostgreSQL (docs/tracking.md)")
+    team = ui.add_argument_group("for a team, with logins, see docs/howto/team-mlflow.md")
     team.add_argument(
         "--team", action="store_true", help="ask for logins; the rest is for this only"
     )

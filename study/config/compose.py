@@ -199,7 +199,7 @@ def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool
     try:
         return resolve(dataclasses.replace(config, name="mnist"), download=download)
     except DownloadError as error:
-        say(f"MNIST is not to be had, so data.name=auto is digits: {error}")
+        say(f"MNIST is not found, so data.name=auto takes scikit-learn's digits: {error}")
     return resolve(dataclasses.replace(config, name="digits"))
 
 

@@ -14,6 +14,7 @@ import socket
 from typing import Any
 
 from study.config import StudyConfig
+from study.config.space import describe
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
@@ -224,9 +225,10 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
                 row=trial.row, params=trial.params, reason=reason
             )
     if plan.trials and not kept:
+        first = next(iter(excluded.values()))
         raise ValueError(
-            "no point of the space makes a trial that can run; change the space, or the data or"
-            f" format of the rows; the first point: {next(iter(excluded.values()))}"
+            f"row {first.row!r}: no point of the space makes a trial that can run; the first,"
+            f" {describe(first.params)}: {first.reason}"
         )
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())

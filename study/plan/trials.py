@@ -10,7 +10,7 @@ from typing import Any
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
-from study.config.space import Params, describe
+from study.config.space import Params
 from study.plan.identity import NAMED, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
@@ -68,9 +68,6 @@ class Excluded:
     def rule(self) -> str:
         """The reason without the values before it, which differ from point to point."""
         return self.reason.partition(": ")[2] or self.reason
-
-    def __str__(self) -> str:
-        return f"{self.row}: {describe(self.params)}: {self.reason}"
 
 
 def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:

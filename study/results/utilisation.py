@@ -206,12 +206,12 @@ def first_epoch(run: Run | None) -> str:
     if not firsts:
         return ""
     times = (run.begin, run.capacity[0].time, run.intervals[0].begin, min(firsts))
-    ready, handed_out, trained = (
+    ready, started, trained = (
         f"{after - before:.1f} s" for before, after in itertools.pairwise(times)
     )
     return (
-        f"first epoch {times[-1] - times[0]:.1f} s after the plan: machines up {ready}, a trial"
-        f" handed out {handed_out}, its process and the epoch {trained}"
+        f"first epoch {times[-1] - times[0]:.1f} s after the plan: {ready} until the machines were"
+        f" up, {started} until a trial started, {trained} until one reported"
     )
 
 

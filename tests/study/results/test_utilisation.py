@@ -383,8 +383,8 @@ def test_the_way_to_the_first_epoch_by_stage() -> None:
         Held(trial="b", begin=4.5, end=30.0, slots=(1,), reports=(8.5,)),
     ]
     assert first_epoch(run_of(held, [(1.5, 2, 0)], 30.0)) == (
-        "first epoch 8.5 s after the plan: machines up 1.5 s, a trial handed out 2.5 s, its process"
-        " and the epoch 4.5 s"
+        "first epoch 8.5 s after the plan: 1.5 s until the machines were up, 2.5 s until a trial"
+        " started, 4.5 s until one reported"
     )
     unheard = [Held(trial="a", begin=4.0, end=None)]
     assert first_epoch(run_of(unheard, [(1.5, 2, 0)], None)) == ""
