@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli.manage import add_storage
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
 from study.text import counted, duration
@@ -153,9 +154,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
     )
     report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
-    report.add_argument(
-        "--storage", default="studies", help="folder of all studies (default: studies)"
-    )
+    add_storage(report)
     report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
     forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
     report.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from study.cli.manage import add_storage
 from study.cli.run import say_plainly
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
@@ -21,7 +22,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."
         ),
     )
-    ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    add_storage(ui)
     store = (
         "another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the"
         " storage's)"

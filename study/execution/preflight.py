@@ -14,7 +14,6 @@ import socket
 from typing import Any
 
 from study.config import StudyConfig
-from study.config.space import describe
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
@@ -225,10 +224,9 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
                 row=trial.row, params=trial.params, reason=reason
             )
     if plan.trials and not kept:
-        first = next(iter(excluded.values()))
         raise ValueError(
-            f"row {first.row!r}: no point of the space makes a trial that can run; the first,"
-            f" {describe(first.params)}: {first.reason}"
+            "no point of the space makes a trial that can run; the first:"
+            f" {next(iter(excluded.values()))}"
         )
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())

@@ -10,7 +10,7 @@ from typing import Any
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
-from study.config.space import Params
+from study.config.space import Params, describe
 from study.plan.identity import NAMED, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
@@ -69,10 +69,8 @@ class Excluded:
         """The reason without the values before it, which differ from point to point."""
         return self.reason.partition(": ")[2] or self.reason
 
-
-def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
-    """Return the data config with concrete name, folder and sizes."""
-    return resolve(config, download=download)
+    def __str__(self) -> str:
+        return f"{self.row}: {describe(self.params)}: {self.reason}"
 
 
 def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
@@ -103,7 +101,7 @@ class Base:
             raise ValueError(f"row {row.label!r}: {error}") from None
         unresolved = data != study.trial.data or study.trial.own_loop
         if unresolved and not self._values["trainable"]["name"]:
-            self._values["data"] = dataclasses.asdict(resolve_data(data, download))
+            self._values["data"] = dataclasses.asdict(resolve(data, download=download))
 
     @property
     def data(self) -> DataConfig:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
-from study.ledger.slots import Run, runs_of
+from study.ledger.slots import Run
 from study.ledger.state import fold
 from study.results import utilisation as module
 from study.results.utilisation import (
@@ -34,7 +34,7 @@ from study.results.utilisation import (
     what_held,
 )
 from tests.study.conftest import SilentView, made_up_events
-from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, with_slots
+from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, runs_of, with_slots
 
 Tiny = Callable[..., StudyConfig]
 
