@@ -177,10 +177,11 @@ def call(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        said = key.rpartition(".")[0]
+        called = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"{key}={name!r}: {error} in {_name_of(function)}{signature} ({path}), called with"
-            f" {', '.join(arguments) or 'no arguments'}; set {said}.args, or give it defaults"
+            f"{key}={name!r}: {error} in {called}{signature} ({path}), called with"
+            f" {', '.join(arguments) or 'no arguments'}; set {key.rpartition('.')[0]}.args, or"
+            " give the function defaults"
         ) from None
     try:
         with seeded(seed):
@@ -261,7 +262,3 @@ def _own(value: object) -> bool:
     return (inspect.isfunction(value) or inspect.isclass(value)) and (
         value.__module__.startswith(PRIVATE)
     )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

@@ -155,5 +155,5 @@ def _enumerate(listed: list[str]) -> str:
 
 def _mean(row: Row, metric: Metric) -> str:
     assert row.mean is not None, "only whole rows are compared"
-    seeds = f"{counted(row.seeds, 'seed')}"
+    seeds = counted(row.seeds, "seed")
     return f"{metric.mean(row.mean, row.sd)}{metric.unit}, {seeds}"
