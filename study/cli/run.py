@@ -353,8 +353,9 @@ def _dry_run(study: StudyConfig) -> int:
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
         precision = trial.config.precision
-        size = f"{trial.config.epochs} epochs, {counted(trial.config.workers, 'worker')}"
-        print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
+        epochs = counted(trial.config.epochs, "epoch")
+        size = f"{precision.format}, {epochs}, {counted(trial.config.workers, 'worker')}"
+        print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {size}")
     if any(
         trial.config.data.name == "mnist"
         and trial.config.data.root is None

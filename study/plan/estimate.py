@@ -166,8 +166,8 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     )
     seconds = known.get(pace_key(values))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
-    size = f"{config.epochs} epochs, {counted(config.workers, 'worker')}, {resources}{time}"
-    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
+    size = f"{counted(config.epochs, 'epoch')}, {counted(config.workers, 'worker')}"
+    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}, {resources}{time}"
 
 
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:
