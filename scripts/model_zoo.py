@@ -33,6 +33,7 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,9 @@ def run(network: Network, limit: float) -> dict[str, Any]:
     sender.close()
     found: dict[str, Any] = {}
     end = time.monotonic() + limit
-    try:
+    with suppress(EOFError):
         while not _complete(found) and receiver.poll(max(0.0, end - time.monotonic())):
             found |= receiver.recv()
-    except EOFError:
-        pass
     if process.is_alive() and not _complete(found):
         process.kill()
         missing = {"trains": "no", "copies": "-", "note": f"not done in {limit:.0f} s"}

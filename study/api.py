@@ -69,7 +69,6 @@ class Outcome:
         report: folder of the report.
         tracking: URI of the MLflow store that has the runs.
         tracking_error: reason for which MLflow lacks something, or "".
-        parent_run: experiment and run id of the parent run, or None.
         page: address of the prepared view within MLflow's interface, or "".
     """
 
@@ -77,7 +76,6 @@ class Outcome:
     report: Path
     tracking: str
     tracking_error: str
-    parent_run: tuple[str, str] | None
     page: str = ""
 
     @property
@@ -194,7 +192,7 @@ def _run(
     ledger.listen(later.hear)
     ledger.listen(view.listen)
     view.start(state)
-    edited = lambda limits: _discard(ledger.append("edited", limits=limits))  # noqa: E731
+    edited = lambda limits: ledger.append("edited", limits=limits)  # noqa: E731
     control = Control(folder, state, plan.study.limits, edited)
     outcome = "interrupted"
     try:
@@ -251,10 +249,6 @@ def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
     ):
         return "stopped"
     return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
-
-
-def _discard(_: object) -> None:
-    pass
 
 
 def write_report(state: StudyState, folder: Path) -> Path:
@@ -376,15 +370,9 @@ def _say_where(plan: Plan, where: dict[str, str], say: Callable[[str], None]) ->
 def _outcome(
     state: StudyState, report: Path, study: StudyConfig, error: str, where: dict[str, str]
 ) -> Outcome:
-    parent = (where["experiment"], where["run"]) if "run" in where else None
     address = page(where["experiment"], where["view"]) if "view" in where else ""
     return Outcome(
-        state=state,
-        report=report,
-        tracking=study.tracking,
-        tracking_error=error,
-        parent_run=parent,
-        page=address,
+        state=state, report=report, tracking=study.tracking, tracking_error=error, page=address
     )
 
 

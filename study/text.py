@@ -18,6 +18,11 @@ def layout_of(config: Mapping[str, Any]) -> str:
     return " x ".join(parts) + (" sharded" if layout.get("fsdp") else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 trial``, ``3 trials``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(fraction: float) -> str:
     """Return a fraction as per cent with two decimals."""
     return f"{100 * fraction:.2f} %"

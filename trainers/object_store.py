@@ -156,7 +156,7 @@ class Store:
         return f"{self.url.removeprefix(S3_SCHEME)}/{name}".rstrip("/")
 
     def _ask(self, request: Callable[[Any, str], Found], name: str) -> Found:
-        filesystem, path, pause = _filesystem(), self._path(name), 0.1
+        filesystem, path, pause = _filesystem(os.getpid()), self._path(name), 0.1
         until = time.monotonic() + self._patience
         while True:
             try:
@@ -186,7 +186,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _filesystem_of(process: int) -> Any:
+def _filesystem(process: int) -> Any:
+    """Return the client of a process, which one that it forks does not share."""
     try:
         import s3fs
     except ImportError:
@@ -204,11 +205,6 @@ def _filesystem_of(process: int) -> Any:
     )
     found.retries = 1
     return found
-
-
-def _filesystem() -> Any:
-    """Return the client of this process, which a forked one does not share."""
-    return _filesystem_of(os.getpid())
 
 
 def _caches() -> Path:

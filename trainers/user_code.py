@@ -114,9 +114,9 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     """Return the callable that ``name`` names.
 
     Args:
-        key: of the config, for errors.
+        key: key of the config, for errors.
         name: ``file.py:name`` or ``package.module:name``.
-        digest: of the file when the study was planned; "" checks nothing.
+        digest: digest of the file when the study was planned; "" checks nothing.
 
     Raises:
         ValueError: it cannot be loaded, has changed, or is not callable.
@@ -157,11 +157,11 @@ def call(
     """Call ``function`` with ``args``, and with those of ``offered`` that it has parameters for.
 
     Args:
-        key: of the config, for errors.
-        name: of the function, in the config.
+        key: key of the config, for errors.
+        name: name of the function, in the config.
         function: what is called.
         args: its arguments, of which it gets a copy.
-        seed: of random numbers while it runs.
+        seed: seed of random numbers while it runs.
         offered: further arguments.
 
     Raises:
@@ -177,10 +177,11 @@ def call(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        said = key.rpartition(".")[0]
+        called = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"{key}={name!r}: {error} in {_name_of(function)}{signature} ({path}), called with"
-            f" {', '.join(arguments) or 'no arguments'}; set {said}.args, or give it defaults"
+            f"{key}={name!r}: {error} in {called}{signature} ({path}), called with"
+            f" {', '.join(arguments) or 'no arguments'}; set {key.rpartition('.')[0]}.args, or"
+            " give the function defaults"
         ) from None
     try:
         with seeded(seed):
@@ -261,7 +262,3 @@ def _own(value: object) -> bool:
     return (inspect.isfunction(value) or inspect.isclass(value)) and (
         value.__module__.startswith(PRIVATE)
     )
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)

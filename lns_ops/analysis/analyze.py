@@ -236,7 +236,7 @@ def analyze(
             or any other of :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is
             simulated. Gradients of weights are then not rounded.
         loss: ``loss(model(inputs), targets)``, the scalar that training minimises.
-        lr: of a plain SGD update, for ``updates_lost``.
+        lr: learning rate of a plain SGD update, for ``updates_lost``.
         optimizer: instead of ``lr``, a function of parameters that makes the optimizer whose first
             update is asked for, as ``lambda parameters: lns_ops.optim.AdamW(parameters, lr=1e-3)``.
         scope, filter_fn: as for ``convert_``.

@@ -57,7 +57,7 @@ class Encoded:
         codes: in the format's :attr:`NumberFormat.storage`.
         scale: float32, broadcasts over the codes: a value is the code's times it; None for formats
             without one. Of MX, one exponent a block.
-        shape: of the values, where codes are padded or packed (MX).
+        shape: shape of the values, where codes are padded or packed (MX).
     """
 
     codes: Tensor

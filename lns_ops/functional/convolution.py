@@ -333,7 +333,7 @@ def convolution(
         weight: ``[G O, C, *kernel]``.
         geometry: stride, padding, dilation, groups.
         fmt: the format.
-        accumulation: of the sums, see :mod:`lns_ops.accumulation`.
+        accumulation: how sums are taken, see :mod:`lns_ops.accumulation`.
 
     Returns:
         ``[N, G O, *positions]``.

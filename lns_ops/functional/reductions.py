@@ -158,7 +158,7 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
     :func:`lns_ops.reference.long_matmul` is the specification. Sums in float32 are not cut.
 
     Args:
-        accumulation: of the sums over k: ``contract``, LNS additions in blocks of 64, or
+        accumulation: how sums over k are taken: ``contract``, LNS additions in blocks of 64, or
             ``float32``; see :mod:`lns_ops.accumulation`.
 
     Raises:

@@ -210,7 +210,7 @@ class _LNSMatmulConv:
     fmt: LNSFormat
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        """``[B, I, ...]`` to ``[B, O, ...]``, or without B."""
+        """Return the convolution of ``[B, I, ...]``: ``[B, O, ...]``, or both without B."""
         x, padding = input, self.padding
         if self.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if self.padding_mode == "zeros" else self.padding_mode

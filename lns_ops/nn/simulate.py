@@ -45,8 +45,8 @@ class Simulation:
     """The formats of a simulated layer: kept as its attribute ``simulation``.
 
     Attributes:
-        format: of parameters and activations.
-        gradient_format: of the gradients of both.
+        format: format of parameters and activations.
+        gradient_format: format of the gradients of both.
         root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale``
             and ``growth_tracker`` if gradients are scaled.
     """
@@ -149,7 +149,7 @@ def simulate_(
     Args:
         module: any torch module of float32 parameters.
         fmt: the format, or its name (:func:`lns_ops.formats.parse`).
-        gradient_format: of gradients, where they need another one (``float8_e5m2`` for its range);
+        gradient_format: format of gradients that need another (``float8_e5m2`` for its range);
             None for ``fmt``.
         filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
 

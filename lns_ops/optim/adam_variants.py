@@ -211,7 +211,7 @@ class Lion(WithBetas):
 
     Args:
         params, lr, rounding: as for :class:`Adamax`.
-        betas: of the direction and of the average, both in [10^-6, 1).
+        betas: decays of the direction and of the average, both in [10^-6, 1).
         weight_decay: at least 0, decoupled.
 
     State: ``step``, ``exp_avg``.

@@ -25,8 +25,8 @@ class Rounding(TypedDict, total=False):
         kahan_sum: keep a Kahan compensation for each parameter.
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
             parameters only.
-        seed: of the random rounding, 0 to 2^31 - 1.
-        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or
+        seed: seed of the random rounding, 0 to 2^31 - 1.
+        arithmetic: how an LNS parameter is updated: ``lns`` (every operation an LNS operation) or
             ``float32`` (codes are decoded when read and rounded when stored).
         maximize: go up the gradient instead of down.
     """

@@ -46,11 +46,11 @@ def quantize_updates_(
 
     Args:
         optimizer: any of torch's interface; it computes in float32 and is called without a closure.
-        module: from :func:`~lns_ops.nn.simulate.simulate_`.
+        module: result of :func:`~lns_ops.nn.simulate.simulate_`.
         kahan_sum: keep a compensation for each parameter.
         stochastic_rounding: round weights at random; the bits come from (seed, parameter, step).
-        seed: of the random rounding, 0 to 2^31 - 1.
-        master_format: of finer copies of the weights; None for none.
+        seed: seed of the random rounding, 0 to 2^31 - 1.
+        master_format: format of finer copies of the weights; None for none.
 
     Returns:
         ``optimizer``.

@@ -51,8 +51,8 @@ class SGD(LNSOptimizer):
             |w|`` are lost all the same (:mod:`lns_ops.optim`).
         stochastic_rounding: round ``w + update`` at random, its expected value exact; LNS
             parameters only.
-        seed: of the random rounding, 0 to 2^31 - 1.
-        arithmetic: of an LNS parameter's update: ``lns`` (every operation an LNS operation) or
+        seed: seed of the random rounding, 0 to 2^31 - 1.
+        arithmetic: how an LNS parameter is updated: ``lns`` (every operation an LNS operation) or
             ``float32`` (between load and store).
         weight_decay: at least 0, added to the gradient.
         nesterov: look ahead; needs a momentum.

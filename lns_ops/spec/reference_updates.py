@@ -178,7 +178,7 @@ def adam_update(
         root: the root of the second moment; ``residue`` holds its bits below the ulp unless a
             ``key`` rounds it at random.
         negative_lr, weight_decay: codes of scalars.
-        key: of :func:`random_bits`, slot 0 for the weight and 1 for the root.
+        key: key of :func:`random_bits`, slot 0 for the weight and 1 for the root.
 
     Returns:
         weight, exp_avg, root, residue, compensation.

@@ -194,10 +194,6 @@ def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _is_lns(x: Any) -> bool:
-    return isinstance(x, LNSTensor)
-
-
 def _is_plain(x: Any) -> bool:
     """Return whether ``x`` is a float or complex tensor, and no LNSTensor."""
     return (
@@ -230,7 +226,8 @@ def _decoded(x: Any) -> Any:
 
 def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
     """Return the format of the first LNSTensor among arguments; None if there is none."""
-    return next((leaf.fmt for leaf in tree_leaves((args, kwargs)) if _is_lns(leaf)), None)
+    leaves = tree_leaves((args, kwargs))
+    return next((leaf.fmt for leaf in leaves if isinstance(leaf, LNSTensor)), None)
 
 
 def _met(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -133,7 +134,7 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     )
     q = float(studentized_range.isf(ALPHA, k, math.inf))
     return Ranks(
-        of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=_second)),
+        of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=itemgetter(1))),
         blocks=list(whole), p=p, critical=q / math.sqrt(2) * math.sqrt(k * (k + 1) / (6 * n)),
         runs=sum(len(cell) for row in whole.values() for cell in row),
     )  # fmt: skip
@@ -160,10 +161,6 @@ def chosen(
     return {
         block: {name: entry.trials for name, entry in cell.items()} for block, cell in best.items()
     }
-
-
-def _second(item: tuple[str, float]) -> float:
-    return item[1]
 
 
 def _value(trial: TrialState, key: str) -> str:

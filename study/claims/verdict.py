@@ -84,7 +84,7 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
     Args:
         claim: a claim with a bound.
         figures: one figure per replicate.
-        unit: of the figures.
+        unit: unit of the figures.
         over: kind of the replicates, in the plural: ``seeds``.
     """
     mean = math.fsum(figures) / len(figures)

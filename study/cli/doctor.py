@@ -22,6 +22,7 @@ from study.manage.checkpoints import broken_checkpoints, checkpoints_of
 from study.manage.repair import needs_repair, repair
 from study.manage.studies import find, folders
 from study.program import lns_study
+from study.text import counted
 from study.tracking.supervisor import OFF, check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 from trainers.object_store import local_folder, place_of
@@ -205,7 +206,7 @@ def _machine() -> Finding:
 def _kernels() -> Iterator[Finding]:
     for device, info in lns_ops.backends().items():
         text = (
-            ", ".join(f"{key} {value}" for key, value in info.items())
+            "; ".join(f"{key}: {value}" for key, value in info.items())
             if isinstance(info, dict)
             else str(info)
         )
@@ -263,5 +264,5 @@ def _ray(address: str | None) -> Finding:
             nodes = sum(node["Alive"] for node in ray.nodes()) if address is not None else 1
     except (UserError, ValueError) as error:
         return Finding(name="Ray", good=False, text=str(address), remedy=str(error))
-    text = f"{nodes} node(s), {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"
+    text = f"{counted(nodes, 'node')}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"
     return Finding(name="Ray", good=True, text=f"{address or 'a local one'} starts: {text}")

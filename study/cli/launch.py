@@ -98,12 +98,11 @@ def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -
     began = time.monotonic()
     client, job = ray_jobs.submit(options.address, request), request["submission_id"]
     print(f"Submitted in {time.monotonic() - began:.1f} s")
-    print(f"Stop:    {ray_jobs.how_to_stop(options.address, job)}")
-    again = ray_jobs.how_to_follow(options.address, job)
+    print(f"Stop:    {ray_jobs.command(options.address, job, 'stop')}")
     try:
         return 0 if ray_jobs.follow(client, job, lambda line: print(line, flush=True)) else 1
     except KeyboardInterrupt:
-        return _detached(again)
+        return _detached(ray_jobs.command(options.address, job, "logs", "--follow"))
 
 
 def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
-from study.program import lns_study
-from study.text import duration, when
+from study.program import STORAGE, lns_study
+from study.text import counted, duration, when
 from trainers.object_store import local_folder, place_of
 
 if TYPE_CHECKING:
@@ -135,11 +135,15 @@ def add_command(
     )
     if study:
         parser.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
-    parser.add_argument(
-        "--storage", default="studies", help="folder of all studies (default: studies)"
-    )
+    add_storage(parser)
     parser.set_defaults(command=command)
     return parser
+
+
+def add_storage(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--storage``."""
+    text = "folder of all studies, or s3://bucket/prefix (default: studies)"
+    parser.add_argument("--storage", default=STORAGE, help=text)
 
 
 def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
@@ -276,7 +280,7 @@ def _export(options: argparse.Namespace) -> int:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror}); choose another file"
         ) from None
-    print(f"{count} {'epochs' if options.epochs else 'trials'} in {path}")
+    print(f"{counted(count, 'epoch' if options.epochs else 'trial')} in {path}")
     return 0
 
 
@@ -448,9 +452,7 @@ def add_doctor(commands: Commands) -> None:
         action="store_true",
         help="repair a damaged ledger from what checkpoints and MLflow know",
     )
-    doctor.add_argument(
-        "--storage", default="studies", help="folder of all studies (default: studies)"
-    )
+    add_storage(doctor)
     doctor.add_argument(
         "--tracking-uri",
         help=(

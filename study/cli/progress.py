@@ -36,7 +36,7 @@ from study.ledger.state import (
 )
 from study.results.objectives import infeasible, lacking, last_value, objective, test_value
 from study.results.utilisation import line as slots_line
-from study.text import duration
+from study.text import counted, duration
 
 STYLES = {
     PLANNED: "dim",
@@ -123,7 +123,9 @@ class PlainView:
         """Print how much there is to do."""
         self._state, self._metric = state, state.config.primary_metric
         epochs = sum(trial.epochs for trial in state.trials)
-        self._line(f"{state.config.name}: {len(state.trials)} trials, {epochs} epochs in all")
+        more = "so far; the search proposes more" if state.config.search.adaptive else "in all"
+        trials, all_epochs = counted(len(state.trials), "trial"), counted(epochs, "epoch")
+        self._line(f"{state.config.name}: {trials}, {all_epochs} {more}")
 
     def listen(self, event: Event) -> None:
         """Print an event, if the user needs to know it."""

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli.manage import add_storage
 from study.errors import UserError, refusals
-from study.program import NAME, STORAGE, lns_study
+from study.program import NAME, lns_study
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -39,7 +40,7 @@ def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     reproduce.add_argument(
         "--page-only", action="store_true", help="run nothing; write the page from the storage"
     )
-    reproduce.add_argument("--storage", default=STORAGE, help="folder of all studies")
+    add_storage(reproduce)
     reproduce.add_argument(
         "--output", metavar="FOLDER", help="folder of the page (default: STORAGE/claims)"
     )

@@ -8,9 +8,10 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from study.cli.manage import add_storage
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
-from study.text import duration
+from study.text import counted, duration
 from trainers.object_store import place_of
 
 if TYPE_CHECKING:
@@ -153,9 +154,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
     )
     report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
-    report.add_argument(
-        "--storage", default="studies", help="folder of all studies (default: studies)"
-    )
+    add_storage(report)
     report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
     forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
     report.add_argument(
@@ -354,8 +353,9 @@ def _dry_run(study: StudyConfig) -> int:
     print(f"# {len(plan.trials)} trials:")
     for trial in plan.trials:
         precision = trial.config.precision
-        size = f"{trial.config.epochs} epochs, {trial.config.workers} worker(s)"
-        print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {precision.format}, {size}")
+        epochs = counted(trial.config.epochs, "epoch")
+        size = f"{precision.format}, {epochs}, {counted(trial.config.workers, 'worker')}"
+        print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {size}")
     if any(
         trial.config.data.name == "mnist"
         and trial.config.data.root is None
@@ -370,7 +370,7 @@ def _print_download() -> None:
     from trainers.data import describe_download  # loads torch
 
     print(f"# A run would download MNIST first: {describe_download()}")
-    print("# If that failed, data.name=auto would be digits; data.name=mnist would be refused.")
+    print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")
 
 
 def make_view(study: StudyConfig, console: Console, plain: bool = False) -> View:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from study.cli.manage import add_storage
 from study.cli.run import say_plainly
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
@@ -21,7 +22,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             "Serve MLflow's web interface for a storage folder on 127.0.0.1, until Ctrl-C."
         ),
     )
-    ui.add_argument("--storage", default="studies", help="folder of all studies (default: studies)")
+    add_storage(ui)
     store = (
         "another MLflow database to serve, such as sqlite:////path/mlflow.db (default: the"
         " storage's)"
@@ -30,7 +31,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--tracking-uri", "--backend-store-uri", dest="tracking_uri", metavar="URI", help=store
     )
     ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
-    team = ui.add_argument_group("for a team, with logins, over PostgreSQL (docs/tracking.md)")
+    team = ui.add_argument_group("for a team, with logins, see docs/howto/team-mlflow.md")
     team.add_argument(
         "--team", action="store_true", help="ask for logins; the rest is for this only"
     )

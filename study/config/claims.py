@@ -205,8 +205,8 @@ def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> No
     """Refuse claims of one name, and claims about rows that the study does not have.
 
     Args:
-        claims: of a study.
-        labels: of its rows.
+        claims: claims of a study.
+        labels: labels of its rows.
 
     Raises:
         ValueError: with value, rule and remedy.

@@ -19,7 +19,6 @@ values of the wrong type, and they refuse values outside their range, with value
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,8 +43,8 @@ from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
-from trainers.config import DataConfig, TrialConfig
-from trainers.data import DownloadError, resolve
+from trainers.config import TrialConfig
+from trainers.data import resolve
 
 SELF = "_self_"
 SMALL = "-small"
@@ -177,7 +176,9 @@ def _with_data(
     """
     study = _finish(_with_keys(merged, keys))
     auto = study.trial.data.name == "auto" and not study.trial.own_loop
-    data = _resolve_auto(study.trial.data, say, download) if auto else study.trial.data
+    data = study.trial.data
+    if auto:
+        data = resolve(data, download=download, say=say)
     if data.name == "digits" and study.digits:
         merged = _merge(
             merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial."
@@ -189,18 +190,6 @@ def _with_data(
         if auto
         else merged
     )
-
-
-def _resolve_auto(config: DataConfig, say: Callable[[str], None], download: bool) -> DataConfig:
-    """Return MNIST if it is there or can be downloaded, else digits; tell the user why.
-
-    Tries to download once at most.
-    """
-    try:
-        return resolve(dataclasses.replace(config, name="mnist"), download=download)
-    except DownloadError as error:
-        say(f"MNIST is not to be had, so data.name=auto is digits: {error}")
-    return resolve(dataclasses.replace(config, name="digits"))
 
 
 def find_study(config: str) -> Path:

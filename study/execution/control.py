@@ -79,7 +79,7 @@ class Control:
         folder: Path,
         state: StudyState,
         limits: LimitsConfig,
-        edited: Callable[[dict[str, Any]], None] = lambda limits: None,
+        edited: Callable[[dict[str, Any]], object] = lambda limits: None,
     ) -> None:
         self._path, self._state, self._edited = folder / FILE, state, edited
         self._limits = limits

@@ -25,6 +25,7 @@ from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
+from study.text import counted
 from trainers.config import TrialConfig
 from trainers.object_store import place_of
 from trainers.user_loop import RESERVED
@@ -179,11 +180,11 @@ class Loop:
             self._no_room_since = None
             return None
         cpus, gpus, nodes = self._pool.capacity()
-        on_gpu = f" and {shape.gpus_in_all:g} GPU(s) in all" if shape.gpus_in_all else ""
-        needs = f"{shape.workers} worker(s) with {shape.threads} CPU(s) each{on_gpu}"
+        on_gpu = f" and {shape.gpus_in_all:g} GPUs in all" if shape.gpus_in_all else ""
+        each = counted(shape.threads, "CPU")
         problem = (
-            f"needs {needs}, and the {nodes} machine(s) of this study have {cpus:g} CPUs and {gpus}"
-            " GPUs in all"
+            f"needs {counted(shape.workers, 'worker')} of {each} each{on_gpu}, and this study has"
+            f" {cpus:g} CPUs and {gpus} GPUs on {counted(nodes, 'machine')}"
         )
         if self._study.address is None:
             self._agenda.take(trial)

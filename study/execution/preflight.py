@@ -225,8 +225,8 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
             )
     if plan.trials and not kept:
         raise ValueError(
-            "no point of the space makes a trial that can run; change the space, or the data or"
-            f" format of the rows; the first point: {next(iter(excluded.values()))}"
+            "no point of the space makes a trial that can run; the first:"
+            f" {next(iter(excluded.values()))}"
         )
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())

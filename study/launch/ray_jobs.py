@@ -69,11 +69,6 @@ def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
     return status == "SUCCEEDED"
 
 
-def how_to_follow(address: str, job: str) -> str:
-    """Return the command that follows a job's log again."""
-    return shlex.join(["ray", "job", "logs", "--follow", "--address", address, job])
-
-
-def how_to_stop(address: str, job: str) -> str:
-    """Return the command that ends a job in order."""
-    return shlex.join(["ray", "job", "stop", "--address", address, job])
+def command(address: str, job: str, *words: str) -> str:
+    """Return a command of Ray's on a job: ``stop``, or ``logs --follow``."""
+    return shlex.join(["ray", "job", *words, "--address", address, job])

@@ -191,7 +191,7 @@ class Ledger:
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
-            write_lock(self._lock, _this_process())
+            storage.write_lock(self._lock, _this_process())
         except BaseException:
             if self._remote is not None:
                 self._remote.close({})
@@ -291,7 +291,7 @@ class Ledger:
             self._lock = take_lock(self.folder)
         except ValueError:
             raise stale from None
-        write_lock(self._lock, _this_process())
+        storage.write_lock(self._lock, _this_process())
         content = (self.folder / FILE).read_bytes()
         if not content[:end].endswith(self._last) or len(content) < end:
             raise stale
@@ -309,7 +309,7 @@ class Ledger:
                 note = {"lines": self._number} if self.broken is None else {}
                 if self._remote is not None:
                     self._remote.close(note)
-                write_lock(self._lock, note)
+                storage.write_lock(self._lock, note)
             self._lock.close()
 
     def __enter__(self) -> Ledger:
@@ -459,13 +459,6 @@ def no_locks(folder: Path, error: OSError) -> UserError:
 
 def _this_process() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
-    """Write ``note`` to the lock file: ``pid`` and ``host`` of the writer, or ``lines`` left."""
-    lock.truncate(0)
-    lock.write(json.dumps(note))
-    lock.flush()
 
 
 def _read_lock(path: Path) -> dict[str, Any]:

@@ -175,14 +175,6 @@ class Run:
         self._alone_since = time if len(self.running) == 1 else None
 
 
-def runs_of(events: list[Event]) -> list[Run]:
-    """Return all runs in a ledger, the oldest first."""
-    runs: list[Run] = []
-    for event in events:
-        follow(runs, event)
-    return runs
-
-
 def follow(runs: list[Run], event: Event) -> None:
     """Apply the next event of a ledger to its runs; a ``planned`` event begins a run."""
     if event["event"] == "planned":

@@ -157,6 +157,13 @@ def share(folder: Path) -> str:
     return ""
 
 
+def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
+    """Write ``note`` to the lock file: ``pid`` and ``host`` of the writer, or ``lines`` left."""
+    lock.truncate(0)
+    lock.write(json.dumps(note))
+    lock.flush()
+
+
 class Remote:
     """The one writer of a study's ledger in an object store.
 
@@ -296,9 +303,7 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
         write_whole(path, content)
     locks = [f"{LOCKS}/{name}" for name in store.names(LOCKS)]
     notes = [json.loads(note) for note in store.get_all(locks)]
-    lock.truncate(0)
-    lock.write(json.dumps({"lines": max((note.get("lines", 0) for note in notes), default=0)}))
-    lock.flush()
+    write_lock(lock, {"lines": max((note.get("lines", 0) for note in notes), default=0)})
 
 
 def _damaged(lines: list[bytes]) -> bool:

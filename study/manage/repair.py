@@ -27,6 +27,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from study.ledger.lines import HEADER, Damage, Event, seal
@@ -39,9 +40,9 @@ from study.ledger.log import (
     open_ledger,
     sync_folder,
     take_lock,
-    write_lock,
 )
 from study.ledger.state import FINISHED, fold, study_without_password
+from study.ledger.storage import write_lock
 from study.manage.checkpoints import checkpoints_of
 from study.manage.evidence import (
     CHECKPOINT,
@@ -200,7 +201,7 @@ class _Restoration:
         numbered += [
             (number, 0, event)
             for number, events in self._inserted.items()
-            for event in sorted(events, key=_time)
+            for event in sorted(events, key=itemgetter("time"))
         ]
         self.events = [event for *_, event in sorted(numbered, key=lambda entry: entry[:2])]
         self.recovered = [
@@ -413,10 +414,6 @@ class _Restoration:
                 first,
                 CHECKPOINT,
             )
-
-
-def _time(event: Event) -> float:
-    return float(event["time"])
 
 
 def _code(known: Known) -> dict[str, str]:

@@ -156,9 +156,9 @@ def draw(
     A point that is refused or known already is replaced by the next.
 
     Args:
-        base: of the row.
+        base: common part of the row's trials.
         make: gives a configuration's trials, of its sampled values and its number.
-        points: to try, in order.
+        points: points to try, in order.
         seen: ids of the first trials of configurations that are known; takes those found.
         wanted: configurations; None for as many as there are.
         before: configurations of the row that have numbers already.

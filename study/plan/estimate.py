@@ -21,7 +21,7 @@ from study.plan.identity import pace_key
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import PlannedTrial
-from study.text import duration
+from study.text import counted, duration
 from trainers.object_store import is_url
 from trainers.workers.resources import cpus_of, gpus_of, lanes_of
 
@@ -50,8 +50,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     known = of_storage(study.storage)
     rows = ", ".join(row.label for row in plan.rows)
     yield (
-        f"{study.name}: {plan.size} trials = {len(plan.rows)} rows ({rows}) x"
-        f" {_configurations(plan)} x {len(study.seeds)} seeds"
+        f"{study.name}: {counted(plan.size, 'trial')} = {counted(len(plan.rows), 'row')} ({rows})"
+        f" x {_configurations(plan)} x {counted(len(study.seeds), 'seed')}"
     )
     for trial in plan.trials[:TRIALS_SHOWN]:
         yield f"  {_describe_trial(trial, known)}"
@@ -62,7 +62,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         chosen, why = choose_sampler(search, study.parsed_space)
         auto = f" (auto: {why})" if search.algorithm == "auto" else ""
         yield (
-            "  the rest is proposed by"
+            f"  {'more are' if plan.trials else 'they are'} proposed by"
             f" {search.scheduler if search.in_rounds else chosen}{auto} as results come in"
         )
     for loop in dict.fromkeys(_describe_loop(trial) for trial in plan.trials):
@@ -153,7 +153,7 @@ def _configurations(plan: Plan) -> str:
     if not plan.study.space:
         return "1 configuration"
     count = plan.size // max(1, len(plan.rows) * len(plan.study.seeds))
-    return f"{count} configurations ({plan.study.search.algorithm})"
+    return f"{counted(count, 'configuration')} ({plan.study.search.algorithm})"
 
 
 def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
@@ -166,8 +166,8 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     )
     seconds = known.get(pace_key(values))
     time = f", about {duration(seconds * config.epochs)}" if seconds else ""
-    size = f"{config.epochs} epochs, {config.workers} worker(s), {resources}{time}"
-    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}"
+    size = f"{counted(config.epochs, 'epoch')}, {counted(config.workers, 'worker')}"
+    return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}, {resources}{time}"
 
 
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:

@@ -32,8 +32,9 @@ from study.plan.candidates import (
     rows_of,
 )
 from study.plan.identity import digest
-from study.plan.trials import Base, Excluded, PlannedTrial, refuse_seed, refuse_twins, resolve_data
+from study.plan.trials import Base, Excluded, PlannedTrial, refuse_seed, refuse_twins
 from trainers.config.validation import fits
+from trainers.data import resolve
 
 TRIAL_BYTES = 2048
 """Least memory that a planned trial takes, in bytes."""
@@ -236,6 +237,5 @@ def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
     """
     if study.trial.own_loop:
         return study
-    return dataclasses.replace(
-        study, trial=dataclasses.replace(study.trial, data=resolve_data(study.trial.data, download))
-    )
+    data = resolve(study.trial.data, download=download)
+    return dataclasses.replace(study, trial=dataclasses.replace(study.trial, data=data))

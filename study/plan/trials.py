@@ -73,11 +73,6 @@ class Excluded:
         return f"{self.row}: {describe(self.params)}: {self.reason}"
 
 
-def resolve_data(config: DataConfig, download: bool = True) -> DataConfig:
-    """Return the data config with concrete name, folder and sizes."""
-    return resolve(config, download=download)
-
-
 def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
     """Return a row's data without the file or folder of the base trial's, where the row reads
     others: sets of different names may have files of the same name."""
@@ -106,7 +101,7 @@ class Base:
             raise ValueError(f"row {row.label!r}: {error}") from None
         unresolved = data != study.trial.data or study.trial.own_loop
         if unresolved and not self._values["trainable"]["name"]:
-            self._values["data"] = dataclasses.asdict(resolve_data(data, download))
+            self._values["data"] = dataclasses.asdict(resolve(data, download=download))
 
     @property
     def data(self) -> DataConfig:

@@ -28,6 +28,7 @@ from study.report.pictures import TITLES, drawings
 from study.report.tables import facts, remarks
 from study.results.answer import capital
 from study.results.summary import Summary, summarise
+from study.text import counted
 from trainers.files import write_whole
 
 PAGE = "claims"
@@ -48,7 +49,7 @@ class Reproduced:
     """A study on the page of claims.
 
     Attributes:
-        name, slug, question: of the study.
+        name, slug, question: the study's own.
         claims: its claims as :mod:`study.claims.record` has them.
         facts: statement, data, machine, time and command, by heading.
         picture: PNG; empty if it has none.
@@ -132,7 +133,7 @@ def _answer(studies: Sequence[Reproduced]) -> str:
         if found[name]
     )
     count = sum(found.values())
-    return f"{count} {'claim' if count == 1 else 'claims'}: {listed or 'none'}."
+    return f"{counted(count, 'claim')}: {listed or 'none'}."
 
 
 def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:

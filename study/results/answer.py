@@ -19,6 +19,7 @@ from study.results.configurations import configurations
 from study.results.contrasts import Contrast, paired
 from study.results.objectives import lacking
 from study.results.summary import Row, Summary, figures_by_seed
+from study.text import counted
 
 MOST_ROWS = 6
 """Rows of one outcome that are named; the table has all."""
@@ -154,5 +155,5 @@ def _enumerate(listed: list[str]) -> str:
 
 def _mean(row: Row, metric: Metric) -> str:
     assert row.mean is not None, "only whole rows are compared"
-    seeds = f"{row.seeds} {'seed' if row.seeds == 1 else 'seeds'}"
+    seeds = counted(row.seeds, "seed")
     return f"{metric.mean(row.mean, row.sd)}{metric.unit}, {seeds}"

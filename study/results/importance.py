@@ -26,6 +26,8 @@ FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
 ROW = "row"
 """The name of the row as a key."""
+PLACES = 24
+"""Number of places on the axis of a range."""
 BEST = 0.1
 """Share of the configurations that PED-ANOVA tells from the others."""
 
@@ -220,9 +222,7 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _dependence(
-    study: Any, domains: Sequence[Domain], points: int = 24
-) -> dict[str, tuple[list[Any], list[float]]]:
+def _dependence(study: Any, domains: Sequence[Domain]) -> dict[str, tuple[list[Any], list[float]]]:
     from sklearn.ensemble import RandomForestRegressor
 
     trials = study.get_trials(deepcopy=False)  # Optuna's ``trials`` copies all of them each time
@@ -232,7 +232,7 @@ def _dependence(
     forest.fit(x, [trial.value for trial in trials])
     curves: dict[str, tuple[list[Any], list[float]]] = {}
     for domain in domains:
-        places = _places(domain, points)
+        places = _places(domain)
         predicted = [_with(trials[0], transform, x, domain.key, place) for place in places]
         curves[domain.key] = (
             list(domain.values) if domain.categorical else places,
@@ -249,9 +249,9 @@ def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> n
     return moved
 
 
-def _places(domain: Domain, points: int) -> list[Any]:
+def _places(domain: Domain) -> list[Any]:
     if domain.categorical:
         return list(range(len(domain.values)))
     low, high = domain.values
-    places = (np.geomspace if domain.kind == "loguniform" else np.linspace)(low, high, points)
+    places = (np.geomspace if domain.kind == "loguniform" else np.linspace)(low, high, PLACES)
     return [float(place) for place in np.clip(places, low, high)]

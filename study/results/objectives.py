@@ -12,6 +12,7 @@ from lns_ops.formats import parse
 from study.config import Metric
 from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
+from study.text import counted
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
@@ -83,24 +84,14 @@ def lacking(state: StudyState) -> list[str]:
         for trial in state.trials
         if trial.status == FINISHED and test_value(trial, metric) is None
     ]
-    without = [names for names in reports if metric.name not in names]
-    told = []
-    if without:
-        told.append(_told(without, "reported", metric.name, "name one of them by metric=NAME"))
-    elif tests:
-        told.append(
-            _told(
-                tests,
-                "ended with",
-                metric.test_name,
-                "report it at the end, or use metric=NAME of a figure without a split",
-            )
-        )
-    return told
+    if without := [names for names in reports if metric.name not in names]:
+        return [_told(without, "reported", metric.name, "name one of them by metric=NAME")]
+    remedy = "let the loop return it, or tell it; or choose a figure of no split by metric=NAME"
+    return [_told(tests, "ended with", metric.test_name, remedy)] if tests else []
 
 
 def _told(found: list[set[str]], verb: str, name: str, remedy: str) -> str:
     """Return a sentence about trials that lack a metric; ``found`` are the names that each has."""
-    others = ", ".join(sorted(set().union(*found))) or "nothing"
-    trials = "1 trial" if len(found) == 1 else f"{len(found)} trials"
-    return f"{trials} {verb} no {name}; they {verb}: {others}; {remedy}."
+    others = ", ".join(sorted(set().union(*found)))
+    instead = f" they {verb}: {others};" if others else ""
+    return f"{counted(len(found), 'trial')} {verb} no {name};{instead} {remedy}."

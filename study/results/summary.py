@@ -29,6 +29,7 @@ from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
 from study.results.contrasts import deviation
 from study.results.objectives import test_value
+from study.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +144,7 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
             if value != wanted:
                 found[f"{key} is {_show(value)}, not {_show(wanted)}"] = None
     if study.comparable and len(study.seeds) < study.comparable_seeds:
-        found[
-            f"{len(study.seeds)} {'seed' if len(study.seeds) == 1 else 'seeds'} a row, not"
-            f" {study.comparable_seeds}"
-        ] = None
+        found[f"{counted(len(study.seeds), 'seed')} a row, not {study.comparable_seeds}"] = None
     return list(found)
 
 

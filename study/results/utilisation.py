@@ -170,23 +170,23 @@ def slots_in_use(run: Run) -> tuple[int, int]:
     return used, max(used, slots_over_time(run)[-1][1])
 
 
-def what_held(run: Run, now: float | None = None) -> dict[str, float]:
+def what_held(run: Run) -> dict[str, float]:
     """Return the share of the run's capacity that lay idle for each of :data:`CAUSES`.
 
     The capacity is that of the resource that binds. The largest share comes first; with the
     utilisation, the shares add up to 1. :data:`STARTS` is listed beside them: the share that trials
     held from their start to their first report, beyond the seconds of an epoch.
     """
-    use = utilisation(run, now)
+    use = utilisation(run)
     if use is None:
         return {}
-    name, end = use.resource, _end(run, now)
+    name = use.resource
     idle: dict[str, float] = defaultdict(float)
-    for seconds, moment in _moments(run, now):
+    for seconds, moment in _moments(run):
         for cause, amount in _causes(moment, name):
             idle[cause] += amount * seconds
-    idle[STARTS] = _starts(run, name, now)
-    capacity = _capacity_integral(run, name, run.begin, end)
+    idle[STARTS] = _starts(run, name)
+    capacity = _capacity_integral(run, name, run.begin, run.end)
     return dict(
         sorted(
             ((cause, amount / capacity) for cause, amount in idle.items() if amount > 0),
@@ -206,12 +206,12 @@ def first_epoch(run: Run | None) -> str:
     if not firsts:
         return ""
     times = (run.begin, run.capacity[0].time, run.intervals[0].begin, min(firsts))
-    ready, handed_out, trained = (
+    ready, started, trained = (
         f"{after - before:.1f} s" for before, after in itertools.pairwise(times)
     )
     return (
-        f"first epoch {times[-1] - times[0]:.1f} s after the plan: machines up {ready}, a trial"
-        f" handed out {handed_out}, its process and the epoch {trained}"
+        f"first epoch {times[-1] - times[0]:.1f} s after the plan: {ready} until the machines were"
+        f" up, {started} until a trial started, {trained} until one reported"
     )
 
 
@@ -379,22 +379,21 @@ def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
         yield TAIL, idle - few
 
 
-def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
+def _moments(run: Run) -> Iterator[tuple[float, _Moment]]:
     """Yield the spans of a run in which nothing changes, in order, each with its seconds."""
-    end = _end(run, now)
     trials = {interval.trial: interval for interval in run.intervals}.values()
     needed = {
         name: float(sum(getattr(interval, name) for interval in trials)) for name in RESOURCES
     }
     changes: list[tuple[float, int, Interval | None]] = [
-        (time, 0, None) for time in (run.begin, end)
+        (time, 0, None) for time in (run.begin, run.end)
     ]
     changes += [(step.time, 0, None) for step in run.capacity]
     for interval in run.intervals:
         changes += [
             (interval.waited, 1, interval),
             (interval.begin, 2, interval),
-            (_until(interval, end), 3, interval),
+            (_until(interval, run.end), 3, interval),
         ]
     held, running, waiting, started = dict.fromkeys(RESOURCES, 0.0), 0, 0, 0
     for (time, what, change), (until, _, _) in pairwise(
@@ -429,7 +428,7 @@ def _moments(run: Run, now: float | None) -> Iterator[tuple[float, _Moment]]:
         )
 
 
-def _starts(run: Run, name: str, now: float | None) -> float:
+def _starts(run: Run, name: str) -> float:
     """Return the amount of a resource, times seconds, that trials held while they started.
 
     A start lasts until the first report, less the seconds of an epoch. An epoch takes as long as
@@ -447,7 +446,7 @@ def _starts(run: Run, name: str, now: float | None) -> float:
     total = 0.0
     for found in run.intervals:
         if found.row in gaps:
-            first = _until(found, _end(run, now)) if found.first is None else found.first
+            first = _until(found, run.end) if found.first is None else found.first
             own = (found.last or 0.0) - (found.first or 0.0), found.epochs - 1
             seconds, epochs = own if found.epochs > 1 else gaps[found.row]
             total += getattr(found, name) * max(0.0, first - found.begin - seconds / epochs)

@@ -162,8 +162,8 @@ def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
     They are the one with the lowest mean, and those that are not significantly worse.
 
     Args:
-        errors: of each candidate, over the same seeds.
-        level: of each test.
+        errors: errors of each candidate, over the same seeds.
+        level: significance level of each test.
     """
     if not errors:
         return []

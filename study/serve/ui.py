@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
+    "PYTHONWARNINGS": "ignore:starlette.middleware.wsgi is deprecated",  # MLflow 3.17's import
 }
 
 
@@ -99,11 +100,9 @@ def run(
     reached = HOST if host == EVERYWHERE else host
     try:
         if _wait_until_ready(server, reached, port):
-            lets_in = ", which lets this browser in" if page else ""
-            say(
-                f"MLflow is at http://{reached}:{port}{f'/{page}' if page else ''}{lets_in} -"
-                " Ctrl-C ends it."
-            )
+            address = f"http://{reached}:{port}{f'/{page}' if page else ''}"
+            lets_in = " (this link lets the browser in)" if page else ""
+            say(f"MLflow is at {address}{lets_in}. Ctrl-C ends it.")
         return server.wait()
     except KeyboardInterrupt:
         return 0

@@ -38,7 +38,7 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
     words = ["ui"]
     if uri != default_tracking_uri(storage):
         words += ["--tracking-uri", without_password(uri)]
-    return f"{lns_study(*words, storage=storage)}   then open http://{HOST}:{PORT}/{page}"
+    return f"{lns_study(*words, storage=storage)}   then open its link, then http://{HOST}:{PORT}/{page}"
 
 
 def is_server(uri: str) -> bool:

@@ -83,11 +83,6 @@ def is_setting(point: tuple[str, int, int, float | None]) -> bool:
     return step == 0 and (name == BITS or name.startswith(SETTING))
 
 
-def expected_params(trial: TrialState) -> dict[str, str]:
-    """Return the params that a trial's run should have."""
-    return dict(params_of(trial.config))
-
-
 def may_differ(trial: TrialState) -> set[str]:
     """Return the params that may have changed since the run was made, for the same trial.
 

@@ -41,11 +41,11 @@ from study.tracking.payload import (
     PARENT_TAG,
     RESULT_TAGS,
     SECONDS,
-    expected_params,
     expected_points,
     expected_tags,
     is_setting,
     may_differ,
+    params_of,
     point_of,
 )
 from study.tracking.runs import Runs, runs_with_key
@@ -214,7 +214,7 @@ def _compare(
     for trial, run in pairs:
         points = have[run.info.run_id]
         missing, false = _compare_points(trial, wanted[run.info.run_id], points)
-        params = expected_params(trial)
+        params = dict(params_of(trial.config))
         missing += [f"param {name}" for name in params if name not in run.data.params]
         wrong = [
             name

@@ -249,7 +249,7 @@ class Runs:
         return found
 
     def _ensure_run(self, trial: TrialState, theirs: Mapping[str, str] | None = None) -> _Known:
-        """What is known of a trial's run; made, with the tags ``theirs`` too, if there is none."""
+        """Return what is known of a trial's run; make one, with tags ``theirs`` too, if needed."""
         key = f"{self._key}/{trial.id}"
         if key not in self._known:
             tags = {**(theirs or {}), **trial_tags(trial, self.plan), PARENT_TAG: self._parent}
@@ -350,7 +350,7 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 
 def _tags_of_users(run: Any) -> dict[str, str]:
-    """The tags of a run that a new run of the same trial does not get from the ledger."""
+    """Return the tags of a run that a new one of the same trial does not get from the ledger."""
     return {
         name: value
         for name, value in run.data.tags.items()

@@ -51,14 +51,6 @@ def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
     )
 
 
-def read_view(value: str) -> dict[str, Any]:
-    """Return the state that the tag's value holds."""
-    state: dict[str, Any] = json.loads(
-        zlib.decompress(base64.b64decode(json.loads(value)["state"].removeprefix("deflate;")))
-    )
-    return state
-
-
 def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return columns, sort and charts for a study: what differs between its trials, and its metric.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from study.ledger.lines import Event
-from study.ledger.slots import ENDS, Run, runs_of
+from study.ledger.slots import ENDS, Run, follow
 
 BEGAN = 1_000_000.0
 """When every made-up run begins; all other times count from there."""
@@ -72,6 +72,14 @@ def events_of(
     if end is not None:
         found.append({"event": "ended", "time": end, "outcome": "finished"})
     return [{**event, "time": BEGAN + event["time"]} for event in found]
+
+
+def runs_of(events: list[Event]) -> list[Run]:
+    """Return all runs in a ledger, the oldest first."""
+    runs: list[Run] = []
+    for event in events:
+        follow(runs, event)
+    return runs
 
 
 def run_of(*arguments: Any, **options: Any) -> Run:

@@ -116,7 +116,7 @@ def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    object_store._filesystem_of.cache_clear()
+    object_store._filesystem.cache_clear()
     urllib.request.urlopen(
         urllib.request.Request(f"http://127.0.0.1:{s3_server}/moto-api/reset", method="POST")
     ).close()
@@ -125,7 +125,7 @@ def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     ).close()
     yield line
     line.cut()
-    object_store._filesystem_of.cache_clear()
+    object_store._filesystem.cache_clear()
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def test_the_command_line_runs_a_python_file(
     assert main(["simulate", str(script), *options, "--slots", "2"]) == 0
     assert not (storage / "by-file").exists()
     assert main(["run", str(script), "--plain", *options]) == 0
-    assert "by-file: 1 trials, 2 epochs in all" in capsys.readouterr().out
+    assert "by-file: 1 trial, 2 epochs in all" in capsys.readouterr().out
     (trial,) = study.load("by-file", str(storage)).state.trials
     assert trial.status == FINISHED
     assert trial.config["model"]["name"] == f"{script.parent}/net.py:make_net"

@@ -85,7 +85,7 @@ class GeneratedArguments:
 
     Attributes:
         seed: seed of all that is drawn.
-        examples: for training and validation together.
+        examples: number of training and validation examples together.
         test: examples of the test set.
     """
 
@@ -181,7 +181,7 @@ class DataInfo:
         about: what it has, in a line.
         train, test: examples, those for validation among the former; 0 where files or arguments
             decide.
-        shape: of an example; empty where arguments decide.
+        shape: shape of an example; empty where arguments decide.
         varying: shape of an example in terms of the arguments, where they decide.
         classes: number of them; 0 where files or arguments decide.
         validation: examples for validation where nothing is said; None for a tenth.

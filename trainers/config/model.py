@@ -103,7 +103,7 @@ class GPTArguments:
 
     Attributes:
         layers: blocks of attention and feed-forward layers.
-        heads: of each attention; they share the width evenly.
+        heads: number of heads of each attention; they share the width evenly.
         width: values that stand for a token between the blocks.
         dropout: share of the values that training sets to zero, after the embedding, of the
             attention weights and at the end of each branch.
@@ -177,10 +177,10 @@ class CapsuleArguments:
     """The arguments of ``capsules`` (:mod:`trainers.models.capsules`).
 
     Attributes:
-        channels: of the first convolution.
+        channels: number of channels of the first convolution.
         types: primary capsules at each place.
         kernel: side of both convolutions' kernels.
-        iterations: of the routing.
+        iterations: number of iterations of the routing.
     """
 
     channels: int = 256

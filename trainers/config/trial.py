@@ -192,7 +192,7 @@ def _check_factory(
 
     Args:
         part: ``model`` or ``data``.
-        name: of the model or data set.
+        name: name of the model or data set.
         args: its arguments.
         ours: the dataclass of the arguments of each of ours.
 

@@ -128,7 +128,7 @@ def make_arguments(
 
     Args:
         part: ``model`` or ``data``.
-        name: of the model or data set.
+        name: name of the model or data set.
         kind: dataclass whose fields are of :data:`KINDS`, or None where that is a type of theirs.
         args: values by name.
 

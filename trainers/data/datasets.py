@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -50,7 +51,9 @@ STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
 
 
-def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
+def resolve(
+    config: DataConfig, *, download: bool = True, say: Callable[[str], None] = lambda line: None
+) -> DataConfig:
     """Return ``config`` with a concrete name, root and validation size.
 
     ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
@@ -59,6 +62,7 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
         config: the data asked for.
         download: whether MNIST is downloaded where it is not found; if not, ``root`` stays None,
             and ``auto`` becomes ``mnist`` without a check that it can be downloaded.
+        say: called with the reason for which ``auto`` becomes ``digits``.
 
     Raises:
         ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
@@ -74,9 +78,10 @@ def resolve(config: DataConfig, *, download: bool = True) -> DataConfig:
         try:
             folder = find_mnist(root) or (_download() if download else None)
             name, root = "mnist", str(folder.resolve()) if folder else None
-        except DownloadError:
+        except DownloadError as error:
             if name == "mnist":
                 raise
+            say(f"MNIST is not found, so data.name=auto takes scikit-learn's digits: {error}")
             name = "digits"
     size = config.validation_size or DATA[name].validation
     return replace(config, name=name, root=root, validation_size=size)

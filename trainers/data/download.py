@@ -218,7 +218,8 @@ def read_url(url: str, remedy: str) -> bytes:
             content: bytes = reply.read()
     # a connection that breaks off, or an address that is none, is neither of the others
     except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
-        raise DownloadError(f"{url}: cannot be downloaded ({error}); {remedy}") from None
+        reason = getattr(error, "reason", error)
+        raise DownloadError(f"{url}: cannot be downloaded ({reason}); {remedy}") from None
     return content
 
 
@@ -266,7 +267,10 @@ def download(name: str) -> Path:
         if unpacked if file.endswith(".tar.gz") else _is_whole(folder / file, checksum):
             continue
         url = f"{mirror_of(name, remote.mirror)}/{file}"
-        other = f"name another mirror with LNS_STUDY_{name.upper()}_URL, or set data.root"
+        other = (
+            f"name another mirror with LNS_STUDY_{name.upper()}_URL, or put the files into a folder"
+            " and name it with data.root"
+        )
         content = read_url(url, other)
         kind, _, expected = checksum.partition(":")
         if (found := hashlib.new(kind, content).hexdigest()) != expected:

@@ -177,8 +177,7 @@ def download_mnist(folder: Path) -> None:
             except ValueError as error:
                 raise DownloadError(
                     f"{url}: sent something else ({error}); name another mirror with"
-                    " LNS_STUDY_MNIST_URL, put MNIST's four files in a folder and set"
-                    " LNS_STUDY_DATA to it, or use data.name=digits"
+                    f" LNS_STUDY_MNIST_URL, {remedy}"
                 ) from None
             part.replace(folder / part.name)
 

@@ -73,7 +73,7 @@ class Stream:
 
         Args:
             batches: indices of examples, int64.
-            seed: of what the data set draws at random.
+            seed: seed of what the data set draws at random.
         """
         loader = DataLoader(
             self._dataset,

@@ -31,11 +31,11 @@ def make_model(
     """Return the model that ``config`` names, its weights drawn.
 
     Args:
-        config: of the model.
-        shape: of an example.
+        config: config of the model.
+        shape: shape of an example.
         outputs: number of outputs of an answer; ours have ``[B, outputs]``, or ``[B, T, outputs]``
             with ``each_step``.
-        seed: of the weights.
+        seed: seed of the weights.
         tokens: different tokens, where examples are sequences of them; else 0.
         each_step: whether the data have a target for each step of a sequence.
 

@@ -45,7 +45,7 @@ class PrimaryCapsules(nn.Module):
     """A convolution whose channels are capsules, ``[B, C, H, W] -> [B, N, 8]``, squashed.
 
     Args:
-        channels: of the images.
+        channels: number of channels of the images.
         types: capsules at each place of the convolution's result.
         kernel: side of its kernel; its stride is 2.
     """
@@ -99,7 +99,7 @@ def capsules(args: CapsuleArguments, image: tuple[int, int, int], classes: int) 
     Args:
         args: arguments of the model.
         image: channels, height and width, (C, H, W).
-        classes: of the data.
+        classes: number of classes.
 
     Raises:
         ValueError: the image is too small for the two kernels.

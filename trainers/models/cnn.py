@@ -43,10 +43,10 @@ def cnn(
 
     Args:
         image: channels, height and width, (C, H, W).
-        channels: of the convolutions.
+        channels: number of channels of each convolution.
         hidden: widths of linear layers before the last one.
-        classes: of the data.
-        arguments: with the activation function.
+        classes: number of classes.
+        arguments: arguments with the activation function.
 
     Raises:
         ValueError: the image is too small to be halved so often.

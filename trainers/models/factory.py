@@ -32,9 +32,9 @@ def make_own_model(
 
     Args:
         config: names the factory.
-        shape: of an example.
+        shape: shape of an example.
         outputs: number of outputs of an answer.
-        seed: of the trial.
+        seed: seed of the trial.
 
     Raises:
         ValueError: the factory cannot be loaded or called, or returns no module with float32

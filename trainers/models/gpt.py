@@ -98,7 +98,7 @@ def gpt(
 
     Args:
         args: layers, heads, width and dropout.
-        shape: of an example, ``(T,)``; T is the longest context.
+        shape: shape of an example, ``(T,)``; T is the longest context.
         classes: logits a step.
         tokens: different tokens.
         each_step: whether the data have a target for each step.

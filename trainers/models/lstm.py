@@ -155,7 +155,7 @@ def lstm(
 
     Args:
         args: layers, width, dropout and variant.
-        shape: of an example: ``(T,)`` or ``(T, F)``.
+        shape: shape of an example: ``(T,)`` or ``(T, F)``.
         classes: logits a step, or a sequence.
         tokens: different tokens; 0 where examples are vectors or values.
         each_step: whether logits are wanted for each step.

@@ -65,7 +65,7 @@ def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> 
     Args:
         args: depth and width.
         image: channels, height and width, (C, H, W).
-        classes: of the data.
+        classes: number of classes.
     """
     blocks, inputs = (args.depth - 2) // 6, args.width
     layers: list[nn.Module] = [

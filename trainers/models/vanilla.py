@@ -60,7 +60,7 @@ def vanilla(args: VanillaArguments, inputs: int, classes: int) -> nn.Sequential:
     Args:
         args: depth, width and initial weights.
         inputs: values of an example.
-        classes: of the data.
+        classes: number of classes.
     """
     sigma_b, _ = critical_bias(args.sigma_w)
     layers: list[nn.Module] = []

@@ -27,7 +27,7 @@ class Offload:
 
     Args:
         model: on any device; a parameter may be an LNSTensor. Only :meth:`push`, and
-            :class:`OffloadedOptimizer` through it, may change its weights.
+            :class:`trainers.optim.wrappers.OffloadedOptimizer` through it, may change its weights.
 
     Attributes:
         own: the copy, under the same names and with the model's own buffers; not to be called.

@@ -11,6 +11,7 @@ be faster than the ceiling, since kernels skip zeros.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -50,9 +51,8 @@ def kernel_ceiling(
     return float(size) ** 3 / min(_seconds(multiply, device) for _ in range(REPETITIONS + 1))
 
 
-def _seconds(multiply: object, device: str) -> float:
+def _seconds(multiply: Callable[[], object], device: str) -> float:
     """Return the seconds of one call of ``multiply``, waiting for the device."""
-    assert callable(multiply)
     _wait(device)
     start = time.perf_counter()
     multiply()

@@ -46,7 +46,7 @@ def tallied(outputs: Tensor, batch: Split, summed: Tensor, loss: Loss) -> Tally:
     """Return what is to be counted of a batch.
 
     Args:
-        outputs: of the model.
+        outputs: outputs of the model.
         batch: the examples.
         summed: the loss of the batch.
         loss: the loss.

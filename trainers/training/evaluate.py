@@ -55,7 +55,7 @@ class Metrics:
         """Add the answers of a batch.
 
         Args:
-            outputs: of the model.
+            outputs: outputs of the model.
             targets: as many, or classes ``[B, ...]``.
             of_classes: whether they are classes, whose outputs are logits ``[B, ..., C]``.
         """

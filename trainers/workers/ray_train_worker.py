@@ -137,7 +137,7 @@ def build_trainer(
 
     Args:
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
-        name: of the run below it; the same name continues an earlier run.
+        name: name of the run below it; the same name continues an earlier run.
         max_failures: how often a group with a dead worker starts again from its last checkpoint;
             after one of the errors in :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.

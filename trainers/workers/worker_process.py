@@ -150,9 +150,8 @@ class Worker:
         if address.startswith("127."):
             for name in INTERFACE:
                 os.environ.setdefault(name, LOOPBACK)
-        listener = (
-            socket.create_server((address, 0), family=_family(address)) if rank == 0 else None
-        )
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family) if rank == 0 else None
         store = TCPStore(
             address,
             listener.getsockname()[1] if listener else port,
@@ -285,10 +284,6 @@ def connect_to_ray(address: str) -> None:
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
         )
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def checkpoints_at(place: str) -> list[str]:

@@ -95,7 +95,7 @@ class Pieces(NamedTuple):
         offset: A by cell, int64 in 16 bits.
         slope: B by cell, as ``offset``.
         change: what A is XORed with, by distance, where signs differ, int64 in 16 bits (near,).
-        length: from this distance on (in words) both corrections are 0.
+        length: distance, in words, from which on both corrections are 0.
     """
 
     cut: Cut

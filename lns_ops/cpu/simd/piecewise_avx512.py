@@ -77,7 +77,7 @@ class Segments(NamedTuple):
         offset: A by cell, int16 (64,).
         slope: B by cell, int16 (64,).
         exact: ``u G-(d)`` by distance, int16 (64,).
-        cell_of: for a mapped shape, cell by (parity, window), uint8 (2, 64); else zeros.
+        cell_of: cell by (parity, window) of a mapped shape, uint8 (2, 64); else zeros.
     """
 
     shape: Cells

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -47,7 +48,9 @@ def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
             levels.append(row)
         else:
             lines.setdefault(BITS.sub(" ", row.label).strip(" ,"), []).append((bits, row))
-    long = {name: sorted(rows, key=_first) for name, rows in lines.items() if len(rows) >= FEWEST}
+    long = {
+        name: sorted(rows, key=itemgetter(0)) for name, rows in lines.items() if len(rows) >= FEWEST
+    }
     if not long:
         return None
     figure, axes = canvas(theme)
@@ -70,10 +73,6 @@ def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, labelcolor=theme.text, ncols=2)
     return figure
-
-
-def _first(pair: tuple[int, Row]) -> int:
-    return pair[0]
 
 
 def _fraction_bits(row: Row) -> int | None:

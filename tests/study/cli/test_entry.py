@@ -424,7 +424,7 @@ def test_ui_serves_and_ends_with_its_children(
         said = process.stdout.readline()
         link = next(
             word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")
-        ).rstrip(",")
+        )
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
         browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())

@@ -372,7 +372,7 @@ def test_auto_data_without_mnist_are_digits_with_their_own_recipe(
     said: list[str] = []
     study = load("quickstart", say=said.append)
     assert len(said) == 1
-    assert "MNIST is not to be had" in said[0]
+    assert "MNIST is not found" in said[0]
     assert "http://127.0.0.1:9/train-images" in said[0]
     assert study.trial.data.name == "digits"
     assert recipe(study) == DIGITS

@@ -121,7 +121,7 @@ def test_a_proposed_trial_that_is_larger_than_the_machine_fails_with_the_reason(
     for trial in by_workers[4]:
         assert trial.status == FAILED
         assert trial.error.startswith(
-            "needs 4 worker(s) with 1 CPU(s) each, and the 1 machine(s) of this study have 2 CPUs"
+            "needs 4 workers of 1 CPU each, and this study has 2 CPUs and 0 GPUs on 1 machine;"
         )
 
 

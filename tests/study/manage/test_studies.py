@@ -263,7 +263,7 @@ def test_find_trial(local: Tiny) -> None:
 def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     study = local("timed")
     text = "\n".join(describe_plan(make_plan(study)))
-    assert "2 trials = 2 rows (float32, lns matmul) x 1 configuration x 1 seeds" in text
+    assert "2 trials = 2 rows (float32, lns matmul) x 1 configuration x 1 seed" in text
     assert "Expected time: unknown" in text
     write(study, made_up_events(study))
     longer = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]"))

@@ -25,7 +25,7 @@ PUBLISHED = {
 def full_table(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> StudyConfig:
     """The table's config without looking for MNIST."""
     monkeypatch.setattr(
-        "study.plan.plan.resolve_data",
+        "study.plan.plan.resolve",
         lambda config, download: dataclasses.replace(config, root="/nowhere"),
     )
     return load("table", overrides)

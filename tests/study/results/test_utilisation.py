@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from study.api import run_study
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
-from study.ledger.slots import Run, runs_of
+from study.ledger.slots import Run
 from study.ledger.state import fold
 from study.results import utilisation as module
 from study.results.utilisation import (
@@ -34,7 +34,7 @@ from study.results.utilisation import (
     what_held,
 )
 from tests.study.conftest import SilentView, made_up_events
-from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, with_slots
+from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, runs_of, with_slots
 
 Tiny = Callable[..., StudyConfig]
 
@@ -383,8 +383,8 @@ def test_the_way_to_the_first_epoch_by_stage() -> None:
         Held(trial="b", begin=4.5, end=30.0, slots=(1,), reports=(8.5,)),
     ]
     assert first_epoch(run_of(held, [(1.5, 2, 0)], 30.0)) == (
-        "first epoch 8.5 s after the plan: machines up 1.5 s, a trial handed out 2.5 s, its process"
-        " and the epoch 4.5 s"
+        "first epoch 8.5 s after the plan: 1.5 s until the machines were up, 2.5 s until a trial"
+        " started, 4.5 s until one reported"
     )
     unheard = [Held(trial="a", begin=4.0, end=None)]
     assert first_epoch(run_of(unheard, [(1.5, 2, 0)], None)) == ""

@@ -9,7 +9,7 @@ from study.serve.ui import check_servable
 from study.tracking.address import how_to_open
 
 PAGE = "#/experiments/1/runs/2"
-THEN = f"   then open http://127.0.0.1:5000/{PAGE}"
+THEN = f"   then open its link, then http://127.0.0.1:5000/{PAGE}"
 
 
 @pytest.mark.parametrize(
