@@ -150,8 +150,8 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> Figure | None:
         )
         axes.annotate(
             metric.figure(mean),
-            (mean, place),
-            (4, 0),
+            (max([mean, *filter(math.isfinite, figures)]), place),
+            (5, 0),
             textcoords="offset points",
             va="center",
             color=theme.text,

@@ -19,10 +19,12 @@ from PIL import Image
 from study.config import StudyConfig
 from study.ledger.state import fold
 from study.report import pictures
+from study.report.figures.results import draw_bars
 from study.report.figures.slots import draw_slots
 from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, png
 from study.report.tables import render_text
 from study.report.write import write_report
+from study.results.summary import summarise
 from study.results.utilisation import sentences
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import Held, run_of, with_slots
@@ -253,3 +255,19 @@ def test_the_run_that_is_drawn_may_have_had_other_rows(tiny: Tiny, tmp_path: Pat
     }
     write_report(fold([*events, later]), tmp_path)
     assert (tmp_path / "slots.png").exists()
+
+
+def test_a_lying_bar_has_its_figure_beside_the_dots_of_its_seeds(tiny: Tiny) -> None:
+    rows = ",".join(
+        f"{{label: row{n}, overrides: {{optimizer.lr: {0.01 * (n + 1):.2f}}}}}" for n in range(8)
+    )
+    state = fold(made_up_events(tiny("bars", f"rows=[{rows}]", "seeds=[0,1,2]", "baseline=null")))
+    figure = draw_bars(state, summarise(state), LIGHT)
+    assert figure is not None
+    axes = figure.axes[0]
+    dots = [offsets[:, 0].max() for offsets in (c.get_offsets().data for c in axes.collections)]
+    figures = [text.xy[0] for text in axes.texts]
+    means = [bar.get_width() for bar in axes.patches]
+    assert len(figures) == len(dots) == len(means) == 8
+    assert figures == dots
+    assert any(dot > mean for dot, mean in zip(dots, means, strict=True))
