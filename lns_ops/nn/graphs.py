@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lns_ops._compat import tree_leaves
 from lns_ops.tensor import LNSTensor, storage_of
 
 P = ParamSpec("P")
@@ -56,9 +57,10 @@ def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
         warmup: calls before capture, which compile kernels and create the optimizer's state.
 
     Raises:
-        ValueError: ``warmup`` below 1; on a call, tensors on another device, that need gradients,
-            or that differ in shape or dtype from those captured, other arguments that differ, or an
-            optimizer in the step whose options have changed since.
+        ValueError: ``warmup`` below 1; on a call, no GPU, tensors on another device, in lists,
+            tuples or dicts, that need gradients, or that differ in shape or dtype from those
+            captured, other arguments that differ, or an optimizer in the step whose options have
+            changed since.
         RuntimeError: on a call, a step that cannot be captured.
     """
     if warmup < 1:
@@ -173,11 +175,18 @@ def _device_of(given: Mapping[str, Any]) -> torch.device:
     """Return the GPU of the tensors among the arguments; the current one where there are none.
 
     Raises:
-        ValueError: a tensor that is on the CPU or another GPU, or needs a gradient.
+        ValueError: a tensor that is on the CPU or another GPU, needs a gradient or is in a list,
+            tuple or dict; no GPU.
     """
     device: torch.device | None = None
     for name, value in given.items():
         if not isinstance(value, Tensor):
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"cuda_graph: {name} is a {type(value).__name__} with tensors, which a replay"
+                    " would not take anew; pass each tensor as an argument of its own, for example"
+                    " step(*tensors) or step(**tensors)"
+                )
             continue
         if value.device.type != "cuda" or value.device != (device or value.device):
             raise ValueError(
@@ -190,6 +199,10 @@ def _device_of(given: Mapping[str, Any]) -> torch.device:
                 " it; pass it detached, and return gradients from the step"
             )
         device = value.device
+    if device is None and not torch.cuda.is_available():
+        raise ValueError(
+            "cuda_graph: torch finds no GPU here, and a graph runs on one; call the step itself"
+        )
     return device or torch.device("cuda", torch.cuda.current_device())
 
 

@@ -85,6 +85,7 @@ def _memory() -> tuple[int, int]:
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "folder": (os.getcwd, os.chdir),
     "dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "device": (torch.get_default_device, lambda device: torch.set_default_device(_named(device))),
     "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
     "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic": (
@@ -98,6 +99,11 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
 two seconds, to be told of some."""
+
+
+def _named(device: torch.device) -> torch.device | None:
+    """Return a default device as torch sets it; None for the CPU, whose mention slows all calls."""
+    return None if device.type == "cpu" else device
 
 
 def _settings() -> dict[str, Any]:

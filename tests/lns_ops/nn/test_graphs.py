@@ -146,6 +146,19 @@ def test_tensors_of_a_cpu_are_refused() -> None:
         step(torch.ones(2))
 
 
+@pytest.mark.parametrize("value", [[torch.ones(2)], {"x": (torch.ones(2), 3)}])
+def test_tensors_in_containers_are_refused(value: object) -> None:
+    step = lns_ops.cuda_graph(lambda x: x)
+    with pytest.raises(ValueError, match=r"batch is a (list|dict) with tensors.*\*\*tensors"):
+        step(batch=value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_graph_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="torch finds no GPU here"):
+        lns_ops.cuda_graph(lambda: None)()
+
+
 def test_a_graph_needs_a_call_before_it() -> None:
     with pytest.raises(ValueError, match="warmup=0: must be at least 1"):
         lns_ops.cuda_graph(lambda x: x, warmup=0)

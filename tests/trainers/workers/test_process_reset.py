@@ -40,6 +40,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
     os.environ["LNS_STUDY_NEW"] = "new"
     os.chdir(tmp_path)
     torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     torch.set_grad_enabled(False)
     torch.use_deterministic_algorithms(True)
     set_matmul_accumulation("float32")
@@ -49,6 +50,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
     assert "LNS_STUDY_NEW" not in os.environ
     assert os.getcwd() == folder
     assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device().type == "cpu"
     assert torch.is_grad_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     assert get_matmul_accumulation() == "contract"
