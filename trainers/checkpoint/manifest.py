@@ -27,7 +27,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     A checkpoint of an earlier version has no digest and is accepted without one.
 
     Raises:
-        ValueError: there is none, or it does not match its digest.
+        ValueError: there is none, it does not match its digest, or names files elsewhere.
     """
     try:
         return parse_state((folder / STATE).read_bytes(), folder)
@@ -47,7 +47,20 @@ def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
             f"{folder}: {STATE} does not match its digest; the checkpoint is damaged, use an"
             " earlier one"
         )
+    _check_names(state, folder)
     return state
+
+
+def _check_names(state: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a manifest that names files outside its folder, which would be read or overwritten."""
+    files = state.get("files", {})
+    names = [*files, state.get("tensors", STATE)] if isinstance(files, dict) else [files]
+    for name in names:
+        if not isinstance(name, str) or name.startswith("/") or ".." in Path(name).parts:
+            raise ValueError(
+                f"{folder}: {STATE} names the file {name!r}; must be a name within the checkpoint:"
+                " somebody changed it, use another one"
+            )
 
 
 def _none_there(folder: Path, error: Exception) -> ValueError:

@@ -24,7 +24,7 @@ from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, SECRET, Line, cache, s3, s3_server  # noqa: F401
 from trainers import object_store
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
-from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.manifest import STATE, sealed
 from trainers.checkpoint.remote import fetched, remote_checkpoints, upload
 from trainers.object_store import Store, check_place, local_folder, place_of
 
@@ -218,6 +218,15 @@ def test_an_upload_that_broke_off_leaves_no_checkpoint(
             fetched(f"{trial}/000002")
     upload(local_folder(f"{trial}/000002"), f"{trial}/000002")
     assert remote_checkpoints(trial)[0] == f"{trial}/000002"
+
+
+def test_a_checkpoint_that_would_write_elsewhere_is_not_fetched(folder: Path) -> None:
+    store = Store(f"{URL}/{NAME}/checkpoints/t/000001")
+    store.put("../w", b"evil")
+    store.put("state.json", sealed({"epoch": 1, "files": {"../w": "0"}}).encode())
+    with pytest.raises(ValueError, match="must be a name within the checkpoint"):
+        fetched(store.url)
+    assert not (local_folder(store.url).parent / "w").exists()
 
 
 def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:  # noqa: F811

@@ -14,7 +14,8 @@ import torch
 import lns_ops
 from lns_ops import LNSTensor
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
-from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.loops import load as load_loop
+from trainers.checkpoint.manifest import STATE, read_state, sealed
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.data import prepare
 from trainers.models import build
@@ -189,6 +190,19 @@ def test_a_checkpoint_whose_history_is_not_as_it_was_written_is_refused(tmp_path
     (tmp_path / STATE).write_text(json.dumps(state))
     with pytest.raises(ValueError, match="does not match its digest"):
         Training(config()).restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [{"tensors": "../w", "sha256": ""}, {"files": {"/tmp/w": ""}}, {"files": {"a/../../w": ""}}],
+)
+def test_a_manifest_that_names_files_elsewhere_is_refused(
+    tmp_path: Path, names: dict[str, object]
+) -> None:
+    (tmp_path / STATE).write_text(sealed({"epoch": 1, **names}))
+    for read in (read_state, load_checkpoint, load_loop):
+        with pytest.raises(ValueError, match=r"names the file '.*must be a name within"):
+            read(tmp_path)
 
 
 def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
