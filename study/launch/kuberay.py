@@ -54,9 +54,13 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
     groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
     for pod in (group["template"]["spec"] for group in groups):
         _check_storage(pod, loaded.storage, template)
-        for volume in pod["volumes"]:
-            if volume["name"] == VOLUME:
-                volume["configMap"] = {"name": name}
+        found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
+        if not found:
+            raise UserError(
+                f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
+                " volumes and init container of conf/cluster/rayjob.yaml"
+            )
+        found[0]["configMap"] = {"name": name}
     content = base64.b64encode(_archive(package)).decode()
     if len(content) > MOST_BYTES:
         raise UserError(

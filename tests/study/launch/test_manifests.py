@@ -208,6 +208,19 @@ def test_a_storage_that_dies_with_the_cluster_is_refused(package: Package) -> No
             manifest(package, study, CLUSTER / "rayjob.yaml")
 
 
+@pytest.mark.parametrize("volumes", [None, [{"name": "other", "emptyDir": {}}]])
+def test_a_template_without_the_packages_volume_is_refused(
+    package: Package, tmp_path: Path, volumes: list[Any] | None
+) -> None:
+    template = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
+    pod = template["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    pod.pop("volumes") if volumes is None else pod.update(volumes=volumes)
+    (path := tmp_path / "own.yaml").write_text(yaml.safe_dump(template))
+    study = load("tiny.yaml", ["storage=s3://bucket/studies"])
+    with pytest.raises(UserError, match=r"own.yaml: a pod has no volume 'package'"):
+        manifest(package, study, path)
+
+
 def test_names_are_those_that_kubernetes_takes() -> None:
     for slug in ("tiny", "Über_Study.2", "x" * 200, "---", "-a-"):
         name = object_name(slug, "0123456789abcdef")
