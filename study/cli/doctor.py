@@ -17,15 +17,15 @@ from study.execution.ray_session import ray_session
 from study.ledger.log import LOCK, how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
-from study.ledger.storage import check_writable
-from study.manage.checkpoints import broken_checkpoints, checkpoints_of
+from study.ledger.storage import check_storage, refresh
+from study.manage.checkpoints import check_checkpoints
 from study.manage.repair import needs_repair, repair
 from study.manage.studies import find, folders
 from study.program import lns_study
 from study.text import counted
 from study.tracking.supervisor import OFF, check_tracking
 from study.tracking_uri import REMEDY, hide, stored
-from trainers.object_store import local_folder, place_of
+from trainers.object_store import is_url, local_folder, place_of
 
 DAMAGED_SHOWN, RECOVERED_SHOWN = 3, 20
 SHORT_OF_SPACE = 2 << 30
@@ -80,9 +80,9 @@ def examine_study(
             )
         )
     )
-    damaged = [str(path) for path in broken_checkpoints(folder)]
-    whole = sum(1 for _ in checkpoints_of(folder))
-    text = f"{whole} whole" + (
+    places = list(check_checkpoints(folder))
+    damaged = [place for place, whole in places if not whole]
+    text = f"{len(places) - len(damaged)} whole" + (
         f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else ""
     )
     remedy = (
@@ -115,6 +115,8 @@ def repair_study(
         return True
     try:
         done = repair(folder, _store(folder, tracking_uri))
+    except UserError:
+        raise
     except ValueError as error:
         raise ValueError(f"{error}; to repair without MLflow, add --tracking-uri none") from None
     say(f"{folder.name}: {wrong}")
@@ -139,7 +141,9 @@ def repair_study(
 
 def _folder(study: str, storage: str) -> Path:
     """Return the folder of a study, even if its ledger is gone."""
-    for folder in (Path(study), StudyConfig(name=study, storage=storage).folder):
+    stored = StudyConfig(name=study, storage=storage).folder
+    refresh(stored)
+    for folder in (Path(study), stored):
         if (
             (folder / "checkpoints").is_dir()
             or (folder / "train").is_dir()
@@ -215,10 +219,11 @@ def _kernels() -> Iterator[Finding]:
 
 def _storage(storage: str) -> Finding:
     folder = local_folder(storage)
+    place = f"{storage} can be written; cache " if is_url(storage) else ""
     try:
-        check_writable(folder, "storage")
+        check_storage(storage)
     except ValueError as error:
-        return Finding(name="storage", good=False, text=str(folder), remedy=str(error))
+        return Finding(name="storage", good=False, text=storage, remedy=str(error))
     free = shutil.disk_usage(folder).free
     remedy = (
         "free some space, or choose another folder with storage=..."
@@ -228,7 +233,7 @@ def _storage(storage: str) -> Finding:
     return Finding(
         name="storage",
         good=not remedy,
-        text=f"{folder}, {free / 2**30:.1f} GiB free",
+        text=f"{place}{folder}, {free / 2**30:.1f} GiB free",
         remedy=remedy,
     )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from study.cli.manage import add_storage
 from study.errors import UserError, refusals
 from study.program import NAME, lns_study
+from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -56,7 +57,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
     words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
     commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}
-    output = Path(options.output or Path(options.storage) / "claims")
+    output = Path(options.output or local_folder(options.storage) / "claims")
     worst = 0
     for place, (name, study) in enumerate(studies.items(), 1):
         if options.page_only:
@@ -124,10 +125,15 @@ def _run(name: str, study: StudyConfig, again: str) -> int:
 def _write(studies: dict[str, StudyConfig], commands: dict[str, str], output: Path) -> set[str]:
     """Write the page of the studies that the storage has; return their names."""
     from study.ledger.log import FILE
+    from study.ledger.storage import refresh, share
     from study.report.reproduction import reproduced, write_page
 
-    there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
     with refusals():
+        for study in studies.values():
+            refresh(study.folder)
+        there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
         parts = [reproduced(study.folder, commands[name]) for name, study in there.items()]
     write_page(parts, output)
+    if error := share(output):
+        print(f"lns-study: the page is in {output} only: {error}", file=sys.stderr)
     return {study.name for study in there.values()}

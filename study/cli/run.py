@@ -395,15 +395,10 @@ def make_view(study: StudyConfig, console: Console, plain: bool = False) -> View
 
 def _report(options: argparse.Namespace) -> int:
     from study.api import report_study
-    from study.config import StudyConfig
+    from study.manage.studies import find
 
-    direct = Path(options.study)
     with refusals():
-        folder = (
-            direct
-            if (direct / "ledger.jsonl").exists()
-            else StudyConfig(name=options.study, storage=options.storage).folder
-        )
+        folder = find(options.study, options.storage)
         if options.verify:
             return _verify(folder, options.tracking_uri)
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)

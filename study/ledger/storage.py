@@ -42,7 +42,7 @@ from trainers.files import write_whole
 from trainers.object_store import Store, local_folder, open_store, place_of
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
-SEGMENTS, LOCKS = "ledger", "locks"
+SEGMENTS, LOCKS, REPORT = "ledger", "locks", "report"
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 30.0
 ANSWER_SECONDS = 20.0
 """Seconds that commands which only read wait for the store."""
@@ -155,6 +155,22 @@ def share(folder: Path) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def fetch_report(folder: Path) -> None:
+    """Fetch the report, without its pictures, of a study that lies in a cache, where it is newer.
+
+    Raises:
+        ValueError: the store does not answer.
+    """
+    if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
+        return
+    for name in _answered(store.names, REPORT):
+        path, key = folder / REPORT / name, f"{REPORT}/{name}"
+        written = path.stat().st_mtime if path.exists() else 0.0
+        if path.suffix != ".png" and time.time() - written > _answered(store.age, key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, _answered(store.get, key))
 
 
 def write_lock(lock: IO[str], note: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from study.ledger.log import Ledger, how_to_repair
 from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
 from study.plan.trials import PlannedTrial
 from trainers.checkpoint.manifest import STATE, digest_file, file_digests, read_state
+from trainers.checkpoint.remote import fetched
+from trainers.object_store import Store, is_url, place_of
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
@@ -39,16 +41,27 @@ def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
             yield path.parent.name, path, read_state(path)
 
 
-def broken_checkpoints(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints of the study whose state or files are not as they were written."""
-    for path in _paths(folder):
+def check_checkpoints(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the place of each of a study's checkpoints, and whether it is as it was written.
+
+    Those of an object store are fetched.
+
+    Raises:
+        OSError: the store does not answer.
+    """
+    url = f"{place_of(folder)}/checkpoints"
+    places = (
+        [f"{url}/{name.removesuffix(f'/{STATE}')}" for name in Store(url).names() if STATE in name]
+        if is_url(url)
+        else [str(path) for path in _paths(folder)]
+    )
+    for place in places:
         try:
+            path = fetched(place)
             files = file_digests(read_state(path))
-            whole = all(digest_file(path / name) == digest for name, digest in files.items())
-        except (ValueError, KeyError, OSError):
-            whole = False
-        if not whole:
-            yield path
+            yield place, all(digest_file(path / name) == files[name] for name in files)
+        except (ValueError, KeyError, FileNotFoundError):
+            yield place, False
 
 
 def _paths(folder: Path) -> Iterator[Path]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
+from study.errors import UserError
 from study.ledger.lines import HEADER, Damage, Event, seal
 from study.ledger.log import (
     FILE,
@@ -96,14 +97,13 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         uri: tracking URI of the MLflow store with the study's runs; None to ask none.
 
     Raises:
-        ValueError: another process writes the ledger, the store does not answer, or the ledger is
-            in an object store, whose lines nobody replaces.
+        ValueError: another process writes the ledger, or the store does not answer.
+        UserError: the ledger is in an object store, whose lines nobody replaces.
     """
     if is_url(place := place_of(folder)):
-        raise ValueError(
-            f"{place}: a ledger in an object store is not repaired in place; copy what is there to"
-            " a folder (the objects under ledger/, one after the other, are ledger.jsonl), and"
-            " repair it with --storage /that/folder"
+        raise UserError(
+            f"{place}: a ledger in an object store is not repaired in place; repair a copy of it in"
+            " a folder, as docs/howto/repair-and-resume.md says"
         )
     with take_lock(folder) as lock:
         contents = open_ledger(folder)

@@ -30,6 +30,7 @@ from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest, statement
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
+from study.ledger.storage import fetch_report
 from study.results.summary import summarise
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG, claim_tags
@@ -120,6 +121,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     Raises:
         ValueError: the study has no report with figures.
     """
+    fetch_report(folder)
     figures = read_record(folder / "report")
     if not figures:
         raise ValueError(

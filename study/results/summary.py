@@ -190,7 +190,9 @@ def _row(
 
 
 def describe_rule(row: RowConfig, baseline: str | None, metric: Metric) -> str:
-    """Describe what is required of a row's gap; "" if nothing is."""
+    """Describe what is required of a row's gap; "" if nothing is, or without a baseline."""
+    if baseline is None:
+        return ""
     rules = []
     if row.within is not None:
         rules.append(f"within {metric.figure(row.within)} of {baseline}")

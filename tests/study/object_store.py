@@ -82,9 +82,9 @@ class Line:
             client.shutdown(socket.SHUT_WR)
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[int]:
-    """The port of an S3 server of the session's own."""
+@contextmanager
+def serve() -> Iterator[int]:
+    """Yield the port of an S3 server that ends with the block."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryFile() as log:
@@ -102,27 +102,43 @@ def s3_server() -> Iterator[int]:
             process.wait()
 
 
-@pytest.fixture
-def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    """The line to an empty bucket, :data:`BUCKET`, which this process and its children use."""
-    line = Line(s3_server)
-    values = {
+def new_bucket(server: int) -> None:
+    """Make :data:`BUCKET` on a server without it."""
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT")
+    ).close()
+
+
+def environment(line: Line, folder: Path) -> dict[str, str]:
+    """Return what a process needs to use the bucket, with its cache in ``folder``."""
+    return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
         "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        object_store.CACHE: str(tmp_path / "cache"),
+        object_store.CACHE: str(folder),
     }
-    for name, value in values.items():
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[int]:
+    """The port of an S3 server of the session's own."""
+    with serve() as port:
+        yield port
+
+
+@pytest.fixture
+def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    """The line to an empty bucket, :data:`BUCKET`, which this process and its children use."""
+    line = Line(s3_server)
+    for name, value in environment(line, tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
     object_store._filesystem.cache_clear()
     urllib.request.urlopen(
         urllib.request.Request(f"http://127.0.0.1:{s3_server}/moto-api/reset", method="POST")
     ).close()
-    urllib.request.urlopen(
-        urllib.request.Request(f"http://127.0.0.1:{s3_server}/{BUCKET}", method="PUT")
-    ).close()
+    new_bucket(s3_server)
     yield line
     line.cut()
     object_store._filesystem.cache_clear()

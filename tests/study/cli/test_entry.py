@@ -216,7 +216,7 @@ def test_corrupt_mnist_is_refused(here: Here) -> None:
 
 
 def test_unknown_study_in_report(here: Here) -> None:
-    assert_refused(here("report", "nothing"), "nothing", "holds no study")
+    assert_refused(here("report", "nothing"), "nothing", "no such study")
 
 
 def test_a_study_that_another_process_runs_is_refused(folder: Path) -> None:

@@ -18,7 +18,8 @@ from study.config import StudyConfig
 from study.execution.control import Wish, ask
 from study.ledger import storage
 from study.ledger.log import FILE, Ledger, is_locked, open_ledger
-from study.ledger.storage import check_storage, study_folders
+from study.ledger.storage import check_storage, fetch_report, study_folders
+from study.manage.checkpoints import check_checkpoints
 from study.manage.studies import condition, find, read
 from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, SECRET, Line, cache, s3, s3_server  # noqa: F401
@@ -218,6 +219,37 @@ def test_an_upload_that_broke_off_leaves_no_checkpoint(
             fetched(f"{trial}/000002")
     upload(local_folder(f"{trial}/000002"), f"{trial}/000002")
     assert remote_checkpoints(trial)[0] == f"{trial}/000002"
+
+
+def test_the_stores_report_is_fetched_unless_the_own_one_is_newer(folder: Path) -> None:
+    store = Store(f"{URL}/{NAME}")
+    store.put("report/figures.json", b"1")
+    store.put("report/large.png", b"1")
+    path = folder / "report" / "figures.json"
+    fetch_report(folder)
+    assert [each.name for each in path.parent.iterdir()] == ["figures.json"]
+    os.utime(path, (0, 0))
+    store.put("report/figures.json", b"2")
+    fetch_report(folder)
+    assert path.read_bytes() == b"2"
+    os.utime(path, (time.time() + 60, time.time() + 60))
+    store.put("report/figures.json", b"3")
+    fetch_report(folder)
+    assert path.read_bytes() == b"2"
+
+
+def test_the_checkpoints_of_the_store_are_checked(folder: Path) -> None:
+    store = Store(f"{URL}/{NAME}/checkpoints")
+    for epoch in (1, 2, 3):
+        place = f"{store.url}/t/{epoch:06d}"
+        save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": epoch})
+        upload(local_folder(place), place)
+    save_checkpoint(local_folder(f"{store.url}/t/000004"), {"w": torch.ones(9)}, {"epoch": 4})
+    store.put(next(name for name in store.names("") if "000001/tensors" in name), b"damaged")
+    store.put("t/000002/state.json", b"damaged")
+    with cache(folder / "other"):
+        found = dict(check_checkpoints(local_folder(f"{URL}/{NAME}")))
+    assert found == {f"{store.url}/t/{epoch:06d}": epoch == 3 for epoch in (1, 2, 3)}
 
 
 def test_a_checkpoint_that_would_write_elsewhere_is_not_fetched(folder: Path) -> None:
