@@ -31,6 +31,8 @@ on_notice() {
 }
 trap on_notice USR1
 
+# The Ray of a job that ended the hard way may have outlived it.
+srun ray stop --force >/dev/null 2>&1 || true
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
     ray symmetric-run --address "$head:$base" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
@@ -50,4 +52,6 @@ while wait "$step" && code=0 || code=$?; kill -0 "$step" 2>/dev/null; do :; done
 if [ -n "$again" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
+# Ray's logs stay where they may be needed.
+[ "$code" -ne 0 ] || srun rm -rf "/tmp/ray-$SLURM_JOB_ID"
 exit "$code"

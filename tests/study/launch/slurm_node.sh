@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A Slurm of one node in namespaces of its own, so that `ray stop` and every signal stay in them:
-#   unshare --pid --mount --net --uts --fork --kill-child --mount-proc slurm_node.sh FOLDER COMMAND...
+#   [NODE_CPUS=2] unshare --pid --mount --net --uts --fork --kill-child --mount-proc slurm_node.sh FOLDER COMMAND...
 # The command runs once the node is idle; everything ends with it.
 set -euo pipefail
 folder=$1; shift
@@ -38,7 +38,8 @@ MpiDefault=none
 JobRequeue=1
 KillWait=5
 ReturnToService=2
-NodeName=lns-node CPUs=2 State=UNKNOWN
+SlurmdParameters=config_overrides
+NodeName=lns-node CPUs=${NODE_CPUS:-2} State=UNKNOWN
 PartitionName=all Nodes=lns-node Default=YES MaxTime=INFINITE State=UP
 CONF
 export SLURM_CONF=$folder/slurm.conf
