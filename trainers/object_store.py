@@ -21,6 +21,7 @@ import errno
 import functools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ FILE_SCHEME, S3_SCHEME = "file://", "s3://"
 PATIENCE_SECONDS = 600.0
 """Seconds for which a store that does not answer is asked again."""
 LONGEST_PAUSE = 2.0
+QUIET_SECONDS = 5.0
+"""Seconds of waiting for a store about which nothing is said."""
 CONNECT_SECONDS, READ_SECONDS = 5, 60
 FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
 """Answers of a store, which asking again does not change."""
@@ -157,8 +160,9 @@ class Store:
 
     def _ask(self, request: Callable[[Any, str], Found], name: str) -> Found:
         filesystem, path, pause = _filesystem(os.getpid()), self._path(name), 0.1
-        until = time.monotonic() + self._patience
+        began, said = time.monotonic(), False
         while True:
+            waited = time.monotonic() - began
             try:
                 return request(filesystem, path)
             except FINAL:
@@ -166,8 +170,16 @@ class Store:
             except Exception as error:  # the client library has a tree of its own
                 if _is_precondition(error):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-                if _is_refusal(error) or time.monotonic() > until:
+                if _is_refusal(error) or waited > self._patience:
                     raise OSError(errno.EIO, f"{S3_SCHEME}{path}: {error}") from None
+                if waited > QUIET_SECONDS and not said:
+                    said = True
+                    print(
+                        f"{S3_SCHEME}{path} does not answer ({error}); waiting for it, at most"
+                        f" {self._patience:.0f} s; Ctrl-C ends the command",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 

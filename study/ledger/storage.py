@@ -26,6 +26,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -248,10 +249,19 @@ class Remote:
     def _await_end(self, path: str) -> None:
         """Return when the writer of a lock has ended, or has been silent for long enough."""
         content = self._store.get(path)
-        until = time.monotonic() + SILENT_SECONDS
+        until, said = time.monotonic() + SILENT_SECONDS, False
         while (note := json.loads(content)).get("pid") is not None:
             if note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"]):
                 return
+            if not said:
+                said = True
+                print(
+                    f"Process {note['pid']} on {note['host']} wrote {self._store.url} last and has"
+                    f" not said that it ended; looking for {SILENT_SECONDS:.0f} s whether it lives"
+                    " ...",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(1.0)
             before, content = content, self._store.get(path)
             if content != before and "pid" in json.loads(content):

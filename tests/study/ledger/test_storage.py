@@ -145,6 +145,32 @@ def test_a_store_that_is_away_holds_the_driver_up_and_doubles_nothing(
     assert noted(folder) == [1, 2, 3]
 
 
+def test_waiting_for_a_store_and_for_a_writer_is_said(
+    folder: Path,
+    s3: Line,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(object_store, "QUIET_SECONDS", 0.5)
+    store = Store(URL)
+    store.put("x", b"x")
+    s3.cut()
+    threading.Timer(3.0, s3.mend).start()
+    assert store.get("x") == b"x"
+    said = capfd.readouterr().err
+    assert said.count("does not answer") == 1
+    assert f"{URL}/x does not answer" in said
+    monkeypatch.setattr(storage, "BEAT_SECONDS", 100.0)
+    with monkeypatch.context() as other:
+        other.setattr(storage.socket, "gethostname", lambda: "dead")
+        first = Ledger(folder)
+    assert capfd.readouterr().err == ""
+    with cache(tmp_path / "other"), Ledger(local_folder(f"{URL}/{NAME}")):
+        assert "on dead wrote s3://" in capfd.readouterr().err
+    first.close()
+
+
 def test_a_request_whose_answer_was_lost_is_no_second_writer(folder: Path) -> None:
     store = Store(f"{URL}/{NAME}")
     store.put("a", b"mine", new=True)
