@@ -40,27 +40,21 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
     """Return the Kubernetes objects of a launch.
 
     Raises:
-        UserError: the template has no RayJob with a volume ``package``, the storage is in no volume
+        UserError: the template is no RayJob with a volume ``package``, the storage is in no volume
             that outlives the cluster, or the package is too large.
     """
-    documents = [each for each in yaml.safe_load_all(template.read_text()) if each]
-    jobs = [each for each in documents if each.get("kind") == "RayJob"]
-    if len(jobs) != 1:
-        raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
-    name, job = object_name(loaded.slug, package.digest), jobs[0]
-    job["metadata"]["name"] = name
-    job["spec"]["entrypoint"] = ENTRYPOINT
-    cluster = job["spec"]["rayClusterSpec"]
-    groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
-    for pod in (group["template"]["spec"] for group in groups):
-        _check_storage(pod, loaded.storage, template)
-        found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
-        if not found:
-            raise UserError(
-                f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
-                " volumes and init container of conf/cluster/rayjob.yaml"
-            )
-        found[0]["configMap"] = {"name": name}
+    name = object_name(loaded.slug, package.digest)
+    try:
+        documents = [each for each in yaml.safe_load_all(template.read_text()) if each]
+        jobs = [each for each in documents if each["kind"] == "RayJob"]
+        if len(jobs) != 1:
+            raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
+        _fill(jobs[0], name, loaded.storage, template)
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
+            " compare it with conf/cluster/rayjob.yaml"
+        ) from None
     content = base64.b64encode(_archive(package)).decode()
     if len(content) > MOST_BYTES:
         raise UserError(
@@ -82,6 +76,23 @@ def object_name(slug: str, digest: str) -> str:
     """Return a name that Kubernetes takes: lower-case letters, digits and dashes (RFC 1123)."""
     plain = re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-") or "study"
     return f"{plain[: LONGEST_NAME - DIGITS - 1].strip('-')}-{digest[:DIGITS]}"
+
+
+def _fill(job: dict[str, Any], name: str, storage: str, template: Path) -> None:
+    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study."""
+    job["metadata"]["name"] = name
+    job["spec"]["entrypoint"] = ENTRYPOINT
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
+    for pod in (group["template"]["spec"] for group in groups):
+        _check_storage(pod, storage, template)
+        found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
+        if not found:
+            raise UserError(
+                f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
+                " volumes and init container of conf/cluster/rayjob.yaml"
+            )
+        found[0]["configMap"] = {"name": name}
 
 
 def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
