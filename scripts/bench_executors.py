@@ -71,6 +71,12 @@ class TwentySeconds(Noop):
     seconds = 20.0
 
 
+class Minute(Noop):
+    """Sixty epochs of a second."""
+
+    reports, seconds = 60, 1.0
+
+
 class EverySecond(Noop):
     """Twenty epochs of a second."""
 

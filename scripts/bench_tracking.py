@@ -13,6 +13,8 @@ postgres    the same through four workers over the PostgreSQL database $LNS_STUD
             four studies at once
 server      seconds until the embedded server answers, the first time (it makes its database) and
             the second, and its memory
+crowd       300 trials at a time that report once a second for a minute, through one server: cores
+            that the driver and its process for MLflow use, and what MLflow lacks in the end
 view        seconds until Chromium shows the prepared view of 3,000 runs, table and charts, nothing
             cached and the second time
 report      seconds and memory of the report of 1,000 trials
@@ -33,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,8 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 _RESULTS: dict[str, float] = {}
 TRIALS, REPORTS, METRICS = 30, 20, 10
 VIEWED = 3000
+CROWD = 300
+"""The number of trials that report at the same time."""
 OF_CALLBACK = 5
 """The number of trials with the callback; it makes some 18 requests a report.
 
@@ -280,6 +285,53 @@ def bench_server() -> None:
                 )
 
 
+def bench_crowd() -> None:
+    from study.api import run_study
+    from study.tracking.reconcile import reconcile
+
+    with tempfile.TemporaryDirectory() as name, server(folder := Path(name), port := free_port()):
+        study = StudyConfig(
+            name="crowd",
+            trial=DIGITS,
+            rows=[RowConfig(label="a")],
+            seeds=list(range(CROWD)),
+            storage=name,
+            tracking_uri=f"http://127.0.0.1:{port}",
+            checkpoint_every=10**6,
+            cpus=CROWD,
+        )
+        view, before, began = View(), os.times(), time.time()
+        writer, ended = [0.0], threading.Event()
+        watch = threading.Thread(target=_watch_writer, args=(writer, ended))
+        watch.start()
+        with executed_by("Minute"):
+            outcome = run_study(study, view, lambda line: None)
+        used = os.times().user + os.times().system - before.user - before.system
+        ended.set()
+        watch.join()
+        assert not outcome.tracking_error, outcome.tracking_error
+        first = min(event["time"] for event in view.events if event["event"] == "started")
+        last = max(event["time"] for event in view.events if event["event"] == "finished")
+        report(f"{CROWD} trials, a report a second: cores of the driver", used / (last - began), "")
+        report("cores of its process for MLflow", writer[0] / (time.time() - began), "")
+        report("its seconds from the last end until MLflow has all", time.time() - last, "s")
+        report("utilisation, from the first start to the last end", 60 / (last - first), "")
+        _, audit = reconcile(study.folder, study.tracking, folder, repair=False)
+        report("points of reports in MLflow", audit.points, "")
+        report("trials of which MLflow lacks something", len(audit.missing), "")
+        assert audit.equal, list(audit.differences())[:3]
+
+
+def _watch_writer(seconds: list[float], ended: threading.Event) -> None:
+    """Keep the CPU seconds of this process's child that sends to MLflow."""
+    while not ended.wait(0.5):
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if "study.tracking.writer" in " ".join(child.cmdline()):
+                    times = child.cpu_times()
+                    seconds[0] = max(seconds[0], times.user + times.system)
+
+
 def bench_view() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -367,6 +419,7 @@ def main() -> None:
         "server": bench_server,
         "points": bench_points,
         "postgres": bench_postgres,
+        "crowd": bench_crowd,
         "view": bench_view,
         "requests": bench_requests,
     }
