@@ -18,8 +18,8 @@ once, at the end, and chooses nothing.
 A row whose difference is the same at all of :data:`ENOUGH` seeds or more counts without a test.
 
 A claim is undecided while the trials behind it have not all finished, of a searched row those of
-all its configurations; one with a published figure also where the study departs from the published
-recipe.
+all its configurations, and where a row that has a part in it has none; one with a published figure
+also where the study departs from the published recipe.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path
     ended = sum(trial.status in ENDED for trial in state.trials)
     if ended < len(state.trials) or not ended:
         return _undecided(claim, f"{ended} of {len(state.trials)} trials have ended")
+    if without := [label for label, trials in state.rows().items() if not trials]:
+        return _undecided(claim, f"{without[0]} has no trials")
     if claim.kind == "importance":
         verdict = judge_importance(claim, state)
     elif claim.kind == "ranks":
@@ -107,7 +109,10 @@ def _judge_rows(claim: ClaimConfig, state: StudyState, summary: Summary) -> Verd
     others = [row for row in summary.rows if row not in named]
     needed = summary.rows if claim.kind == "no_row_beats" else named
     for row in needed:
-        if row.finished < row.seeds or not row.seeds:
+        if not row.seeds:
+            found = "best configuration" if state.rows()[row.label] else "trials"
+            return _undecided(claim, f"{row.label} has no {found}")
+        if row.finished < row.seeds:
             done = f"{row.finished} of {row.seeds} seeds of {row.label} have finished"
             return _undecided(claim, done)
         trials = state.rows()[row.label]

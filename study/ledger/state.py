@@ -171,8 +171,13 @@ class StudyState:
         return dict(Counter(trial.status for trial in self.trials))
 
     def rows(self) -> dict[str, list[TrialState]]:
-        """Return the trials of the last plan by row label, rows in the config's order."""
-        rows: dict[str, list[TrialState]] = {}
+        """Return the trials of the last plan by row label, rows in the config's order.
+
+        A searched row may have none.
+        """
+        study = self.plan.get("study", {})
+        labels = [row["label"] for row in study.get("rows", [])] or [study.get("name")]
+        rows: dict[str, list[TrialState]] = {label: [] for label in labels if label}
         for trial in self.trials:
             rows.setdefault(trial.row, []).append(trial)
         return rows

@@ -161,6 +161,48 @@ def test_a_search_that_was_broken_off_decides_nothing(tiny: Tiny, tmp_path: Path
         assert set(by_row(begun.state, summarise(begun.state)).values()) <= {"c undecided"}
 
 
+@pytest.mark.parametrize("search", ["random", "tpe"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_row_without_a_figure_decides_nothing_and_is_named(
+    tiny: Tiny, tmp_path: Path, search: str, failed: bool
+) -> None:
+    """A search whose points were all refused has no trials, another's trials all failed."""
+    (tmp_path / "own.py").write_text("def f(study): return {'figure': 1, 'verdict': 'holds'}")
+    checks = [
+        claim("best", no_row_beats={"row": "float32"}),
+        claim("gap", difference={"rows": ["lns matmul", "float32"], "at_least": 0.0}),
+        claim("first", ranks={"of": "row", "blocks": ["epochs"], "best": "float32"}),
+        claim("matters", importance={"key": "optimizer.lr", "at_least": 0.0}),
+        claim("own", check=f"{tmp_path}/own.py:f"),
+    ]
+    rows = (
+        "rows=[{label: float32}, {label: lns matmul, overrides: {precision.format: lns12}},"
+        " {label: third, overrides: {batch_size: 16}}]"
+    )
+    space = "space={optimizer.lr: {loguniform: [0.001, 1.0]}}"
+    study = tiny("without", FIVE, rows, space, "search.num_samples=2",
+                 f"claims={json.dumps(checks)}")  # fmt: skip
+    plan, *events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE, "third": WORSE})
+    plan["study"]["search"]["algorithm"] = search
+    gone = [trial["id"] for trial in plan["trials"] if trial["row"] == "lns matmul"]
+    events = [event for event in events if event.get("trial") not in gone]
+    lost = [{"event": "failed", "trial": id_, "error": "made up", "time": 1.0} for id_ in gone]
+    if failed:
+        events = lost + events
+    else:
+        plan["trials"] = [trial for trial in plan["trials"] if trial["id"] not in gone]
+    state = fold([plan, *events])
+    found = {verdict.claim.name: verdict for verdict in judge(state, study.folder)}
+    named = [found[name] for name in (["best", "gap", "first"] if failed else found)]
+    assert {verdict.outcome for verdict in named} == {"undecided"}
+    assert all("lns matmul" in verdict.note for verdict in named)
+    write_report(state, tmp_path / "report")
+    for page in ("report.md", "report.html"):
+        assert "NO FIGURE: lns matmul" in (tmp_path / "report" / page).read_text()
+    figures = json.loads((tmp_path / "report" / FILE).read_text())
+    assert [row["label"] for row in figures["rows"]] == ["float32", "lns matmul", "third"]
+
+
 def test_what_is_claimed_after_results_were_taken_over_is_not_stated_before(tiny: Tiny) -> None:
     old = tiny("late", FIVE)
     new = tiny(
