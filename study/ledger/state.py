@@ -16,7 +16,7 @@ from study.config import StudyConfig
 from study.config.keys import apply
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
-from study.tracking_uri import without_password
+from study.tracking_uri import without_passwords
 from trainers.object_store import is_url
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
@@ -248,9 +248,9 @@ class StudyState:
 
 
 def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
-    """Return a study's config without the password that ledgers of earlier versions contain."""
-    uri = study.get("tracking_uri")
-    return study | {"tracking_uri": without_password(uri)} if uri else study
+    """Return a study's config without the passwords that ledgers of earlier versions contain."""
+    found: dict[str, Any] = without_passwords(study)
+    return found
 
 
 def shown_study(study: dict[str, Any]) -> dict[str, Any]:
