@@ -80,7 +80,7 @@ def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
     of, blocks = str(arguments["of"]), [str(key) for key in arguments["blocks"]]
     if missing := _without_figure(state, of, blocks):
         block, name = missing[0]
-        note = f"{name} has no finished configuration with a figure in the block {block}"
+        note = f"{name} has no configuration in the block {block} whose figures are all finite"
         return Verdict(claim=claim, outcome=UNDECIDED, note=note)
     found = rank(state, of, blocks)
     if found is None or best not in found.means:
@@ -170,9 +170,16 @@ def chosen(
 
 def _without_figure(state: StudyState, of: str, blocks: list[str]) -> list[tuple[str, str]]:
     """Return the blocks, each with a value of the key, whose trials gave no figure to rank."""
-    known = chosen(state, of, blocks)
+    metric = state.config.primary_metric
+    known = {
+        (block, name)
+        for block, cell in chosen(state, of, blocks).items()
+        for name, trials in cell.items()
+        if len(figures := figures_by_seed(trials, metric)) == len(trials)
+        and all(map(math.isfinite, figures.values()))
+    }
     tried = {(_block(trial, blocks), _value(trial, of)): None for trial in state.trials}
-    return [(block, name) for block, name in tried if name not in known.get(block, {})]
+    return [place for place in tried if place not in known]
 
 
 def _block(trial: TrialState, blocks: list[str]) -> str:

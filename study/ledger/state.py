@@ -28,6 +28,8 @@ In order: all that have not finished; those of them that have not failed; the fa
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
 """Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
+COMMAND = "(a command)"
+"""What is shown of an alert's."""
 
 
 @dataclass(kw_only=True)
@@ -254,10 +256,20 @@ def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown_study(study: dict[str, Any]) -> dict[str, Any]:
-    """Return a study's config for what others read: without the commands of its alerts, which may
-    hold the secret address of a chat's webhook."""
-    alerts = study.get("alerts")
-    return study | {"alerts": dict.fromkeys(alerts, "(a command)")} if alerts else study
+    """Return a study's config for what others read: without the commands of its alerts, and of its
+    small form's, which may hold the secret address of a chat's webhook."""
+    shown = _without_commands(study)
+    return shown | {"small": _without_commands(study["small"])} if study.get("small") else shown
+
+
+def _without_commands(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of a study's keys, nested or dotted, without the commands of alerts."""
+    hidden = {
+        key: dict.fromkeys(value, COMMAND) if isinstance(value, dict) else COMMAND
+        for key, value in values.items()
+        if key.partition(".")[0] == "alerts" and value
+    }
+    return values | hidden
 
 
 def name_of(trial: TrialState) -> str:
