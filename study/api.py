@@ -179,6 +179,7 @@ def _run(
     node: Node | None,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
+    broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
     ledger.listen(state.apply)
     _enter_plan(plan, data, ledger, only)
     if longer := continuations(ledger, state):
@@ -198,7 +199,7 @@ def _run(
     try:
         run_plan(plan, ledger, state, control, ids, node, say)
         decision = control.decide(fresh=True)
-        outcome = _describe_end(plan, state, decision)
+        outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:
             limited = decision.reason.startswith("limits.")
             left = "raise or drop it to go on" if limited else "the same command continues"
@@ -242,10 +243,22 @@ def _failed(plan: Plan, state: StudyState) -> list[str]:
     return [trial.id for trial in known if trial.status == FAILED]
 
 
-def _describe_end(plan: Plan, state: StudyState, decision: Decision) -> str:
-    """Return ``finished``, ``failed`` (some trials), or ``stopped`` before all trials have run."""
-    if any(trial.status not in ENDED for trial in state.trials) or (
-        decision.reason and len(state.trials) < plan.size
+def _describe_end(
+    plan: Plan, state: StudyState, decision: Decision, broken_off: bool = False
+) -> str:
+    """Return ``finished``, ``failed`` (some trials), or ``stopped`` before all trials have run.
+
+    Args:
+        plan: the plan.
+        state: state of the study.
+        decision: reason for which the run ended, if it has one.
+        broken_off: whether an earlier run did not come to its end, and this one proposed nothing.
+    """
+    left = len(state.trials) < plan.size
+    if (
+        any(trial.status not in ENDED for trial in state.trials)
+        or (decision.reason and left)
+        or (broken_off and (left or plan.study.search.confirm))
     ):
         return "stopped"
     return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"

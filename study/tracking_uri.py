@@ -11,14 +11,8 @@ Limits: in a query, a value is secret if its name says so (``password=``, ``toke
 password may look in an address, slashes and @ included, follows SQLAlchemy for databases and RFC
 3986 for servers.
 
-A password is taken out of an address where that enters (:func:`hide`): configs, ledgers and all
-that is made of them hold ``https://ada:***@host`` alone. Who connects asks for the password
-(:func:`reveal`): what this process was given, else what the environment has. Text that may quote an
-address, an error's or a command to give next, goes through :func:`without_password`.
-
-Limits: of what stands in a query, a value is secret whose name says so (``password=``, ``token=``).
-How a password may look in an address, slashes and @ included, follows SQLAlchemy for databases and
-RFC 3986 for servers.
+No other value of a study may hold a password (:func:`refuse_passwords`): it would enter the ledger,
+checkpoints, reports and MLflow.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.parse
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +53,11 @@ _LOGIN = re.compile(
     re.VERBOSE,
 )
 _QUERY = re.compile(
-    r"(?P<before>[?&][^=&\s]*(?:password|passwd|pwd|token|secret)[^=&\s]*=)[^&\s]+", re.IGNORECASE
+    r"(?P<before>[?&](?:sig|[^=&\s]*(?:password|passwd|pwd|token|secret|signature|api_?key)[^=&\s]*)=)"
+    r"[^&\s]+",
+    re.IGNORECASE,
 )
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
 
 _given: dict[str, str] = {}
@@ -70,6 +67,48 @@ _given: dict[str, str] = {}
 def without_password(text: str) -> str:
     """Return ``text`` with a mark for the password of every address in it."""
     return _QUERY.sub(rf"\g<before>{MARK}", _LOGIN.sub(rf"\g<before>{MARK}@", text))
+
+
+def refuse_passwords(study: Mapping[str, Any]) -> None:
+    """Refuse a study of which a value other than ``tracking_uri`` is or holds an address with a
+    password; a variable in its place, ``$NAME``, is none.
+
+    Args:
+        study: nested values of the study's keys.
+
+    Raises:
+        ValueError: with the key, and a mark for the password.
+    """
+    for key, text in _texts({name: study[name] for name in study if name != "tracking_uri"}):
+        known = _VARIABLE.sub(MARK, text)
+        if (shown := without_password(known)) != known:
+            raise ValueError(
+                f"{key}={shown!r}: holds a password, which ledger, reports and MLflow would show;"
+                " leave it out, and give it to the client in the environment or its file of"
+                " credentials (AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, PGPASSWORD, ~/.netrc)"
+            )
+
+
+def without_passwords(values: Any) -> Any:
+    """Return nested values with a mark for the password of every address in them."""
+    if isinstance(values, Mapping):
+        return {without_password(str(k)): without_passwords(v) for k, v in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_passwords(value) for value in values]
+    return without_password(values) if isinstance(values, str) else values
+
+
+def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the texts in nested values, names of keys included, each with its dotted key."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield key or "study", str(name)
+            yield from _texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value, key)
+    elif isinstance(values, str):
+        yield key, values
 
 
 def without_login(uri: str) -> str:
@@ -119,9 +158,10 @@ def stored(events: Iterable[dict[str, Any]]) -> list[str]:
     Earlier versions wrote it there.
     """
     uris = [
-        str(event["study"].get("tracking_uri"))
+        text
         for event in events
         if event["event"] == "planned" and "study" in event
+        for _, text in _texts(event["study"])
     ]
     return list(dict.fromkeys(shown for uri in uris if (shown := without_password(uri)) != uri))
 

@@ -77,7 +77,12 @@ def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
 def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
     """Judge whether a value of a key ranks before all others."""
     arguments, best = claim.arguments, str(claim.arguments["best"])
-    found = rank(state, str(arguments["of"]), [str(key) for key in arguments["blocks"]])
+    of, blocks = str(arguments["of"]), [str(key) for key in arguments["blocks"]]
+    if missing := _without_figure(state, of, blocks):
+        block, name = missing[0]
+        note = f"{name} has no configuration in the block {block} whose figures are all finite"
+        return Verdict(claim=claim, outcome=UNDECIDED, note=note)
+    found = rank(state, of, blocks)
     if found is None or best not in found.means:
         note = "needs two values of the key, of which best is one, and a figure of each in a block"
         return Verdict(claim=claim, outcome=UNDECIDED, note=note)
@@ -154,13 +159,31 @@ def chosen(
     metric = state.config.primary_metric
     best: dict[str, dict[str, Entry]] = {}
     for entry in entries(state):
-        block = ", ".join(_value(entry.trials[0], key) for key in blocks)
-        cell, name = best.setdefault(block, {}), _value(entry.trials[0], of)
+        cell = best.setdefault(_block(entry.trials[0], blocks), {})
+        name = _value(entry.trials[0], of)
         rivals = [cell[name], entry] if name in cell else [entry]
         cell[name] = min(rivals, key=lambda each: metric.sign * each.values[METRIC])
     return {
         block: {name: entry.trials for name, entry in cell.items()} for block, cell in best.items()
     }
+
+
+def _without_figure(state: StudyState, of: str, blocks: list[str]) -> list[tuple[str, str]]:
+    """Return the blocks, each with a value of the key, whose trials gave no figure to rank."""
+    metric = state.config.primary_metric
+    known = {
+        (block, name)
+        for block, cell in chosen(state, of, blocks).items()
+        for name, trials in cell.items()
+        if len(figures := figures_by_seed(trials, metric)) == len(trials)
+        and all(map(math.isfinite, figures.values()))
+    }
+    tried = {(_block(trial, blocks), _value(trial, of)): None for trial in state.trials}
+    return [place for place in tried if place not in known]
+
+
+def _block(trial: TrialState, blocks: list[str]) -> str:
+    return ", ".join(_value(trial, key) for key in blocks)
 
 
 def _value(trial: TrialState, key: str) -> str:

@@ -18,8 +18,8 @@ once, at the end, and chooses nothing.
 A row whose difference is the same at all of :data:`ENOUGH` seeds or more counts without a test.
 
 A claim is undecided while the trials behind it have not all finished, of a searched row those of
-all its configurations; one with a published figure also where the study departs from the published
-recipe.
+all its configurations, and where a row that has a part in it has none; one with a published figure
+also where the study departs from the published recipe.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ from study.config import ClaimConfig, Metric
 from study.ledger.state import ENDED, FAILED, FINISHED, StudyState
 from study.results.answer import compare
 from study.results.summary import Row, Summary, figures_by_seed, summarise
-from trainers.user_code import describe_error, find_source, load_code
+from study.tracking_uri import without_password
+from trainers.user_code import LENGTH, describe_error, find_source, load_code
 
 SEARCHING = "the search has not come to its end"
 
@@ -84,6 +86,8 @@ def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path
     ended = sum(trial.status in ENDED for trial in state.trials)
     if ended < len(state.trials) or not ended:
         return _undecided(claim, f"{ended} of {len(state.trials)} trials have ended")
+    if without := [label for label, trials in state.rows().items() if not trials]:
+        return _undecided(claim, f"{without[0]} has no trials")
     if claim.kind == "importance":
         verdict = judge_importance(claim, state)
     elif claim.kind == "ranks":
@@ -107,7 +111,10 @@ def _judge_rows(claim: ClaimConfig, state: StudyState, summary: Summary) -> Verd
     others = [row for row in summary.rows if row not in named]
     needed = summary.rows if claim.kind == "no_row_beats" else named
     for row in needed:
-        if row.finished < row.seeds or not row.seeds:
+        if not row.seeds:
+            found = "best configuration" if state.rows()[row.label] else "trials"
+            return _undecided(claim, f"{row.label} has no {found}")
+        if row.finished < row.seeds:
             done = f"{row.finished} of {row.seeds} seeds of {row.label} have finished"
             return _undecided(claim, done)
         trials = state.rows()[row.label]
@@ -197,38 +204,102 @@ def _check(claim: ClaimConfig, state: StudyState, folder: Path) -> Verdict:
     handle = importlib.import_module("study").Study(folder)  # what users see, above this room
     try:
         found = function(handle)
-    except Exception as error:
+        return _verdict_of(claim, found, sum(t.status == FINISHED for t in state.trials))
+    except _NonsenseError as wrong:
+        return _undecided(claim, f"{name} returned {wrong}")
+    except (Exception, SystemExit) as error:
         return _undecided(claim, f"{name} raised {describe_error(error, path)}")
-    return _verdict_of(claim, found, name, sum(t.status == FINISHED for t in state.trials))
 
 
-def _verdict_of(claim: ClaimConfig, found: Any, name: str, finished: int) -> Verdict:
-    """Return what a claim's function found as a verdict; undecided if it is not as it should be."""
+class _NonsenseError(ValueError):
+    """What a claim's function returned decides nothing; the message says why."""
+
+
+def _verdict_of(claim: ClaimConfig, found: Any, finished: int) -> Verdict:
+    """Return what a claim's function found as a verdict.
+
+    Raises:
+        _NonsenseError: it is not as it should be.
+    """
     known = {"figure", "low", "high", "unit", "verdict", "note", "runs"}
     if not isinstance(found, Mapping) or "figure" not in found or found.keys() - known:
-        return _undecided(
-            claim,
-            f"{name} returned {found!r}: must be a mapping with figure, low, high and unit, or with"
-            " figure and verdict, and may have note and runs",
+        raise _NonsenseError(
+            f"{_shown(found)}: must be a mapping with figure, low, high and unit, or with"
+            " figure and verdict, and may have note and runs"
         )
-    low, high = (None if found.get(end) is None else float(found[end]) for end in ("low", "high"))
-    outcome = found.get("verdict")
-    if outcome is None and low is not None and high is not None:
-        if claim.arguments:
-            outcome = decide(claim.bound, low, high)
-        elif claim.published is not None:
-            outcome = HOLDS if low <= claim.published <= high else FAILS
-    if outcome not in OUTCOMES:
-        return _undecided(
-            claim,
-            f"{name} returned {dict(found)!r}: needs a verdict ({', '.join(OUTCOMES)}), or low and"
-            " high beside a claim with a bound or a published figure",
-        )
+    figure, low, high = (_number(key, found.get(key)) for key in ("figure", "low", "high"))
+    runs, said = found.get("runs", finished), found.get("verdict")
+    if isinstance(runs, bool) or not isinstance(runs, Integral) or int(runs) < 0:
+        raise _NonsenseError(f"runs={_shown(runs)}: must be a whole number from 0")
+    if not (isinstance(said, str) and said == UNDECIDED):
+        if figure is None:
+            raise _NonsenseError("figure=None: must be a number where the verdict is not undecided")
+        for key, value in (("figure", figure), ("low", low), ("high", high)):
+            if value is not None and math.isnan(value):
+                raise _NonsenseError(
+                    f"{key}=nan: must be a number where the verdict is not undecided"
+                )
+    outcome = _outcome(claim, said, low, high)
     return Verdict(
-        claim=claim, outcome=str(outcome), figure=float(found["figure"]), low=low, high=high,
-        unit=str(found.get("unit", "")), runs=int(found.get("runs", finished)),
-        note=str(found.get("note", "")),
+        claim=claim, outcome=outcome, figure=figure, low=low, high=high,
+        unit=str(found.get("unit", "")), runs=int(runs),
+        note=without_password(str(found.get("note", ""))),
     )  # fmt: skip
+
+
+def _outcome(claim: ClaimConfig, said: Any, low: float | None, high: float | None) -> str:
+    """Return the outcome by the interval and the claim's bound, else as the function said.
+
+    Raises:
+        _NonsenseError: there is none, or the two differ.
+    """
+    by_interval = None
+    if low is not None and high is not None:
+        if low > high:
+            raise _NonsenseError(
+                f"an interval whose low {low:g} is above high {high:g}: exchange them"
+            )
+        if claim.arguments:
+            by_interval = decide(claim.bound, low, high)
+        elif claim.published is not None and said is None:
+            by_interval = HOLDS if low <= claim.published <= high else FAILS
+    outcome = by_interval if said is None else said
+    if not isinstance(outcome, str) or outcome not in OUTCOMES:
+        raise _NonsenseError(
+            f"verdict={_shown(said)}: needs a verdict ({', '.join(OUTCOMES)}), or low and high"
+            " beside a claim with a bound or a published figure"
+        )
+    if by_interval is not None and UNDECIDED != outcome != by_interval:
+        raise _NonsenseError(
+            f"a verdict that says {outcome}, and by the claim's bound its interval {by_interval};"
+            " leave the verdict or the bound out"
+        )
+    return outcome
+
+
+def _number(key: str, value: Any) -> float | None:
+    """Return a figure that a claim's function returned as a float; None for None.
+
+    Raises:
+        _NonsenseError: it is no number.
+    """
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, str | bytes | bool):
+            return float(value)
+    except Exception:  # of any class of the user's
+        pass
+    raise _NonsenseError(f"{key}={_shown(value)}: must be a number")
+
+
+def _shown(value: Any) -> str:
+    """Return what a claim's function returned, at most :data:`LENGTH` characters."""
+    try:
+        text = repr(value)
+    except Exception:  # of any class of the user's
+        return f"an {type(value).__name__}"
+    return text if len(text) <= LENGTH else f"{text[:LENGTH]}..."
 
 
 def _comparable(verdict: Verdict, summary: Summary) -> Verdict:
@@ -240,4 +311,4 @@ def _comparable(verdict: Verdict, summary: Summary) -> Verdict:
 
 
 def _undecided(claim: ClaimConfig, note: str) -> Verdict:
-    return Verdict(claim=claim, outcome=UNDECIDED, note=note)
+    return Verdict(claim=claim, outcome=UNDECIDED, note=without_password(note))

@@ -43,6 +43,7 @@ from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
+from study.tracking_uri import refuse_passwords
 from trainers.config import TrialConfig
 from trainers.data import resolve
 
@@ -476,7 +477,9 @@ def _undot(overrides: Any, name: str) -> dict[str, Any]:
 
 
 def _finish(merged: DictConfig) -> StudyConfig:
-    return StudyConfig.from_dict(_plain(merged))
+    values = _plain(merged)
+    refuse_passwords(values)
+    return StudyConfig.from_dict(values)
 
 
 def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import dataclasses
 import enum
 import errno
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from typing import Any
 from study.config import LimitsConfig
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS
+from study.results.objectives import joules
 from trainers.files import write_whole
 from trainers.object_store import open_store, place_of
 from trainers.workers.resources import gpus_of
@@ -208,19 +208,6 @@ def gpu_seconds(state: StudyState) -> float:
     Epochs that were taken over are not counted: they were spent elsewhere.
     """
     return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
-
-
-def joules(state: StudyState) -> float:
-    """Return the reported energy of GPUs over all trials, each with its share of a GPU."""
-    total = 0.0
-    for trial in state.trials:
-        energy = sum(
-            value
-            for value in trial.metric("telemetry/joules", own=True).values()
-            if math.isfinite(value)
-        )
-        total += min(1.0, gpus_of(trial.config)) * energy
-    return total
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:

@@ -202,7 +202,7 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
         The plan without the sampled configurations that are forbidden.
 
     Raises:
-        ValueError: a trial that was not sampled could only fail, or no trial is left.
+        ValueError: a trial that was not sampled could only fail, or a row has no trial left.
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
@@ -223,10 +223,11 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
             excluded[trial.row, trial.number] = Excluded(
                 row=trial.row, params=trial.params, reason=reason
             )
-    if plan.trials and not kept:
+    able = {trial.row for trial in kept}
+    if lost := [entry for entry in excluded.values() if entry.row not in able]:
         raise ValueError(
-            "no point of the space makes a trial that can run; the first:"
-            f" {next(iter(excluded.values()))}"
+            f"row {lost[0].row!r}: no point of the space makes a trial that can run; the first:"
+            f" {lost[0]}"
         )
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())

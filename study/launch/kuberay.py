@@ -50,7 +50,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
         if len(jobs) != 1:
             raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
         _fill(jobs[0], name, loaded.storage, template)
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise UserError(
             f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
             " compare it with conf/cluster/rayjob.yaml"

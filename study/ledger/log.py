@@ -64,6 +64,7 @@ from study.errors import UserError
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
 from study.program import STORAGE, lns_study
+from study.tracking_uri import without_password
 from trainers.object_store import is_url, place_of
 
 FILE, LOCK = storage.FILE, storage.LOCK
@@ -236,7 +237,7 @@ class Ledger:
         now = self._since + time.monotonic()
         records = [
             record
-            for event in map(encodable, events)
+            for event in map(encodable, map(_shown, events))
             if _is_new(record := {"event": event["event"], "time": now, **event}, self._seen)
         ]
         if not records:
@@ -370,6 +371,11 @@ def _refuse_damage(folder: Path, damage: list[Damage]) -> None:
             f" `{how_to_repair(folder)}` keeps this file beside the new one and restores what"
             " checkpoints and MLflow know"
         )
+
+
+def _shown(event: Event) -> Event:
+    """Return an event without the passwords of addresses that an error of the user's code names."""
+    return event | {"error": without_password(event["error"])} if "error" in event else event
 
 
 def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:

@@ -16,7 +16,7 @@ from study.config import StudyConfig
 from study.config.keys import apply
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
-from study.tracking_uri import without_password
+from study.tracking_uri import without_passwords
 from trainers.object_store import is_url
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
@@ -28,6 +28,8 @@ In order: all that have not finished; those of them that have not failed; the fa
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
 """Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
+COMMAND = "(a command)"
+"""What is shown of an alert's."""
 
 
 @dataclass(kw_only=True)
@@ -171,8 +173,13 @@ class StudyState:
         return dict(Counter(trial.status for trial in self.trials))
 
     def rows(self) -> dict[str, list[TrialState]]:
-        """Return the trials of the last plan by row label, rows in the config's order."""
-        rows: dict[str, list[TrialState]] = {}
+        """Return the trials of the last plan by row label, rows in the config's order.
+
+        A searched row may have none.
+        """
+        study = self.plan.get("study", {})
+        labels = [row["label"] for row in study.get("rows", [])] or [study.get("name")]
+        rows: dict[str, list[TrialState]] = {label: [] for label in labels if label}
         for trial in self.trials:
             rows.setdefault(trial.row, []).append(trial)
         return rows
@@ -243,16 +250,26 @@ class StudyState:
 
 
 def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
-    """Return a study's config without the password that ledgers of earlier versions contain."""
-    uri = study.get("tracking_uri")
-    return study | {"tracking_uri": without_password(uri)} if uri else study
+    """Return a study's config without the passwords that ledgers of earlier versions contain."""
+    found: dict[str, Any] = without_passwords(study)
+    return found
 
 
 def shown_study(study: dict[str, Any]) -> dict[str, Any]:
-    """Return a study's config for what others read: without the commands of its alerts, which may
-    hold the secret address of a chat's webhook."""
-    alerts = study.get("alerts")
-    return study | {"alerts": dict.fromkeys(alerts, "(a command)")} if alerts else study
+    """Return a study's config for what others read: without the commands of its alerts, and of its
+    small form's, which may hold the secret address of a chat's webhook."""
+    shown = _without_commands(study)
+    return shown | {"small": _without_commands(study["small"])} if study.get("small") else shown
+
+
+def _without_commands(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of a study's keys, nested or dotted, without the commands of alerts."""
+    hidden = {
+        key: dict.fromkeys(value, COMMAND) if isinstance(value, dict) else COMMAND
+        for key, value in values.items()
+        if key.partition(".")[0] == "alerts" and value
+    }
+    return values | hidden
 
 
 def name_of(trial: TrialState) -> str:

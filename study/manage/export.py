@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
-from study.results.objectives import objective
+from study.results.objectives import SPENT, objective
 
 EXPORTS = ("csv", "json", "parquet")
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -32,7 +32,8 @@ def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, An
             ]
         else:
             last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
-            derived = {name: objective(trial, name) for name in ("bits", "seconds")}
+            sums = [name for name in SPENT if name in last]
+            derived = {name: objective(trial, name) for name in ("bits", "seconds", *sums)}
             rows.append(
                 base
                 | {

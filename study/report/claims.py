@@ -43,7 +43,12 @@ def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
 def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """Return a table's lines in Markdown."""
     table = [list(headings), ["---"] * len(headings), *map(list, lines)]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+    return [f"| {' | '.join(map(markdown_cell, line))} |" for line in table]
+
+
+def markdown_cell(text: str) -> str:
+    """Return a text as a cell of a Markdown table has it: one line, bars escaped."""
+    return " ".join(text.splitlines()).replace("|", "\\|")
 
 
 def claims_markdown(claims: Sequence[Mapping[str, Any]]) -> list[str]:

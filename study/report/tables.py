@@ -111,7 +111,8 @@ def shown_rows(summary: Summary) -> list[int]:
 def headings(state: StudyState, summary: Summary) -> list[str]:
     """Return the table's column heads; one more if rows were searched."""
     study, metric = state.config, summary.metric
-    count = max((row.searched for row in summary.rows), default=0)
+    counts = sorted({row.searched for row in summary.rows})
+    count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
     found = [BEST.format(count=count, metric=study.search.first.name)] if summary.searched else []
     named = {"figure": metric.heading(metric.test_words), "baseline": study.baseline or "baseline"}
     return [*(heading.format(**named) for heading in HEADINGS), *found]
@@ -143,6 +144,11 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     early = sum(trial.status == STOPPED for trial in state.trials)
     if note := _infeasible(state):
         texts.append(note)
+    if without := [row.label for row in summary.rows if not row.trials]:
+        texts.append(
+            f"NO FIGURE: {', '.join(without)}: the search has no configuration whose trials all"
+            " finished and keep the constraints; no claim about the row is decided."
+        )
     if early:
         texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"

@@ -5,7 +5,8 @@ sources, by SciPy and not by what made the report: from the events of the ledger
 metrics. What differs is told in a sentence each:
 
 - the statement's digest, from the first plan;
-- which trials a row's figures are of (of a searched row, by the first objective);
+- which trials a row's figures are of (of a searched row, by seeds, constraints and the first
+  objective);
 - each row's mean, spread and interval, as numbers and as printed;
 - figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
   judged again as the report did;
@@ -28,9 +29,13 @@ from study.claims.verdict import ENOUGH
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest, statement
+from study.config.search import broken
+from study.config.study import DERIVED
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report
+from study.report.claims import markdown_cell
+from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG, claim_tags
@@ -57,6 +62,7 @@ class Source:
         study = StudyConfig.from_dict(self.plan["study"])
         self.metric = study.primary_metric
         self.objective, self.mode = next(iter(study.search.objectives.items()))
+        self.constraints, self.known = study.search.constraints, fold(self.events).known
         begin = ("started", "report")
         started = [n for n, event in enumerate(self.events) if event["event"] in begin]
         before = self.events[: started[0]] if started else self.events
@@ -72,9 +78,15 @@ class Source:
     def _take(self, event: Mapping[str, Any]) -> None:
         trial = event.get("trial", "")
         if event["event"] == "report":
-            last = self.reports.get(trial, (0, {}))
-            if event["epoch"] > last[0]:
-                self.reports[trial] = (event["epoch"], event["metrics"])
+            epoch, before = self.reports.get(trial, (0, {}))
+            if event["epoch"] > epoch:
+                sums = {
+                    name: event["metrics"].get(name, math.nan)
+                    + before.get(name, math.nan if epoch else 0.0)
+                    for name in SPENT
+                    if name in event["metrics"] or name in before
+                }
+                self.reports[trial] = (event["epoch"], {**event["metrics"], **sums})
         elif event["event"] == "finished":
             values = {**self.reports.get(trial, (0, {}))[1], **event["metrics"]}
             if self.metric.test_name in values:
@@ -94,17 +106,30 @@ class Source:
             groups.setdefault(trial.get("number"), []).append(trial["id"])
         if set(groups) <= {None}:
             return [trial["id"] for trial in mine]
-        means = {number: self._objective(ids) for number, ids in groups.items()}
-        known = {number: mean for number, mean in means.items() if not math.isnan(mean)}
-        if not known:
-            return []
-        choose = min if self.mode == "min" else max
-        return groups[choose(known, key=lambda number: known[number])]
+        sign = 1.0 if self.mode == "min" else -1.0
+        last = [ids for ids in groups.values() if not any(map(self._is_early, ids))]
+        whole = [ids for ids in last if all(id_ in self.finals for id_ in ids)]
+        means = [(-len(ids), sign * self._mean(self.objective, ids), ids) for ids in whole]
+        usable = [
+            entry
+            for entry in means
+            if math.isfinite(entry[1])
+            and not broken(self.constraints, {m: self._mean(m, entry[2]) for m in self.constraints})
+        ]
+        return min(usable, key=lambda entry: entry[:2])[2] if usable else []
 
-    def _objective(self, ids: Sequence[str]) -> float:
-        whole = all(id_ in self.finals for id_ in ids)
-        values = [self.reports[id_][1].get(self.objective, math.nan) for id_ in ids if whole]
-        return float(np.mean(values)) if values else math.nan
+    def _is_early(self, id_: str) -> bool:
+        """Tell whether a trial is of a round before the search's last."""
+        asked = self.trials[id_].get("asked", {})
+        return bool(asked.get("round", 0) + 1 < asked.get("rounds", 1))
+
+    def _mean(self, metric: str, ids: Sequence[str]) -> float:
+        """Return the mean of an objective or of a constraint's metric over trials."""
+        values = [self.reports[id_][1].get(metric, math.nan) for id_ in ids]
+        if metric in DERIVED:  # of the config and of the events' times
+            found = [objective(self.known[id_], metric) for id_ in ids]
+            values = [math.nan if value is None else value for value in found]
+        return float(np.mean(values))
 
     def by_seed(self, ids: Sequence[str]) -> dict[int, float]:
         """Return the final figures of finished trials by seed."""
@@ -139,7 +164,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     yield from _missing(figures, wanted)
     for claim in figures["claims"]:
         yield from _claim(claim, wanted["rows"], source, again.get(claim["name"], {}))
-        if f"| {claim['outcome']} | {claim['shown']} |" not in page:
+        if f"| {claim['outcome']} | {markdown_cell(claim['shown'])} |" not in page:
             yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
     uri = tracking_uri or StudyConfig.from_dict(source.plan["study"]).tracking
     if uri != OFF:
@@ -190,8 +215,7 @@ def _row(row: Mapping[str, Any], source: Source, page: str) -> Iterator[str]:
     printed = _printed(mean, sd, source)
     if row["printed"]["mean"] != printed:
         yield f"{place}: {FILE} prints {row['printed']['mean']}, the ledger gives {printed}"
-    label = row["label"].replace("|", "\\|")
-    if f"| {label} | {printed} |" not in page:
+    if f"| {markdown_cell(row['label'])} | {printed} |" not in page:
         yield f"{place}: report.md does not print {printed}"
 
 
@@ -304,6 +328,9 @@ def _mlflow(client: Any, figures: Mapping[str, Any], source: Source) -> Iterator
     for trial in (id_ for row in figures["rows"] for id_ in row["trials"]):
         run = runs.get(f"{key}/{trial}")
         value = run.data.metrics.get(name) if run else None
+        if run and source.metric.name in SPENT:
+            history = client.get_metric_history(run.info.run_id, name)
+            value = math.fsum(point.value for point in history)
         if value is not None:
             values[trial] = source.scale * value
         yield from _differ(

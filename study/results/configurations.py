@@ -1,10 +1,10 @@
 """Configurations of a searched row: their objectives, the best one, the Pareto front.
 
 A configuration is one set of sampled values with a trial per seed. Its objectives are means over
-the seeds, of the last epoch. It counts once all its trials have finished; where the search goes in
-rounds (:mod:`study.search.rounds`), only configurations of the last round count. The best one has
-the lowest (or highest) first objective among those that keep the search's constraints; the test
-set has no part in the choice.
+the seeds, of the last epoch or, of what is spent, of the sum over the epochs. It counts once all
+its trials have finished; where the search goes in rounds (:mod:`study.search.rounds`), only
+configurations of the last round count. The best one has the lowest (or highest) first objective
+among those that keep the search's constraints; the test set has no part in the choice.
 """
 
 from __future__ import annotations

@@ -13,21 +13,29 @@ from study.config import Metric
 from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.text import counted
+from trainers.workers.resources import gpus_of
+
+SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
+"""Reported metrics of what an epoch takes, which add up over a trial's epochs."""
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
     """Return a trial's value of an objective; None if it has none.
 
-    ``seconds`` is the time spent in training, also before the trial was taken over from elsewhere
-    (None if that is not known). ``bits`` is the width of the number format. All others are the last
-    epoch's report.
+    ``seconds`` is the time spent in training, and :data:`SPENT` are sums over the epochs, also
+    before the trial was taken over from elsewhere (None if an epoch's is not known). ``bits`` is
+    the width of the number format. All others are the last epoch's report.
     """
     if metric == "bits":
         return float(bits_of(trial.config))
     if metric == "seconds":
         return trial.seconds if trial.took.keys() == trial.reports.keys() else None
     values = trial.metric(metric)
-    return values[max(values)] if values else None
+    if metric in SPENT and values.keys() != trial.reports.keys():
+        return None
+    if not values:
+        return None
+    return math.fsum(values.values()) if metric in SPENT else values[max(values)]
 
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
@@ -35,6 +43,18 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else math.nan
+
+
+def joules(state: StudyState) -> float:
+    """Return the reported energy of GPUs over all trials, each with its share of a GPU.
+
+    Epochs that were taken over are not counted: they were spent elsewhere.
+    """
+    total = 0.0
+    for trial in state.trials:
+        energy = trial.metric("telemetry/joules", own=True).values()
+        total += min(1.0, gpus_of(trial.config)) * sum(filter(math.isfinite, energy))
+    return total
 
 
 def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
@@ -52,8 +72,8 @@ def bits_of(config: dict[str, Any]) -> float:
 
 def last_value(trial: TrialState, metric: Metric) -> float | None:
     """Return the shown value of a metric after a trial's last epoch; None without one."""
-    values = trial.metric(metric.name)
-    return metric.scale * values[max(values)] if values else None
+    value = objective(trial, metric.name)
+    return None if value is None else metric.scale * value
 
 
 def test_value(trial: TrialState, metric: Metric) -> float | None:

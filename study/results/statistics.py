@@ -32,7 +32,7 @@ from study.config.space import Params, params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
-from study.results.objectives import bits_of, last_value, objective
+from study.results.objectives import bits_of, joules, last_value, objective
 from study.text import layout_of
 from trainers.workers.resources import gpus_of
 
@@ -147,8 +147,7 @@ def measure(trial: TrialState, name: str, metric: Metric) -> float | None:
         return float(bits_of(trial.config))
     if name == "seconds":
         return objective(trial, name) or None
-    found = trial.metric(REPORTED[name])
-    return sum(found.values()) if found else None
+    return objective(trial, REPORTED[name])
 
 
 def categories_of(trial: TrialState) -> dict[str, str]:
@@ -469,9 +468,10 @@ def costs(state: StudyState) -> dict[str, float]:
         state, lambda trial: trial.spent if trial.stopped_by else 0.0
     )
     total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
-    for name in ("joules", "bytes"):
-        key = REPORTED[name]
-        total[name] = sum(sum(trial.metric(key, own=True).values()) for trial in state.trials)
+    total["joules"] = joules(state)
+    total["bytes"] = _sum(
+        state, lambda trial: sum(trial.metric(REPORTED["bytes"], own=True).values())
+    )
     return {name: value for name, value in total.items() if value}
 
 

@@ -9,8 +9,9 @@ earlier proposals again, and each proposal is sampled with a generator seeded by
 and its own number. With one trial at a time tpe and cmaes then propose exactly what they would have
 proposed; nsga2 goes on with its generations, but may sample other children.
 
-Objectives are taken from the last epoch. A trial that diverged or failed counts as failed; one that
-a scheduler ended early counts as pruned (with one objective) or with its last value (with several).
+Objectives are taken from the last epoch; what is spent (seconds, joules, bytes) is the sum over the
+epochs. A trial that diverged or failed counts as failed; one that a scheduler ended early counts as
+pruned (with one objective) or with its last value (with several).
 
 Source: T. Akiba et al., "Optuna", KDD 2019.
 """

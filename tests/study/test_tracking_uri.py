@@ -210,6 +210,63 @@ def test_how_an_address_is_shown(uri: str, shown: str) -> None:
     assert without_login(uri).count("***") <= shown.count("=***")
 
 
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("storage=s3://ada:{}@bucket/x", "storage='s3://ada:***@bucket/x'"),
+        ("trial.data.root=s3://ada:{}@bucket", "trial.data.root='s3://ada:***@bucket'"),
+        (
+            "trial.data.args={{url: 'postgresql://ada:{}@h/db'}}",
+            "trial.data.args.url='postgresql://ada:***@h/db'",
+        ),
+        (
+            "trial.data.args={{urls: ['https://h/x?sig={}']}}",
+            "trial.data.args.urls='https://h/x?sig=",
+        ),
+        ("trial.model.args={{'http://ada:{}@h': 1}}", "trial.model.args='http://ada:***@h'"),
+        (
+            "rows=[{{label: a, overrides: ['data.root=s3://ada:{}@b']}}]",
+            "rows.overrides='data.root=",
+        ),
+        (
+            "space={{data.root: {{choice: ['http://ada:{}@h', b]}}}}",
+            "space.data.root.choice='http://",
+        ),
+        ("small={{tracking_uri: 'http://ada:{}@h'}}", "small.tracking_uri='http://ada:***@h'"),
+        (
+            "alerts={{failed: 'curl https://ada:{}@h/x'}}",
+            "alerts.failed='curl https://ada:***@h/x'",
+        ),
+        ("address=ray://ada:{}@h:1", "address='ray://ada:***@h:1'"),
+        ("question=See http://ada:{}@h", "question='See http://ada:***@h'"),
+    ],
+)
+def test_a_password_in_any_other_value_is_refused_before_anything_is_done(
+    override: str,
+    shown: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    storage = [] if override.startswith("storage") else [f"storage={tmp_path}/studies"]
+    for command in ("run", "plan"):
+        given = ["baseline=null", "tracking_uri=none", *storage, override.format(SECRET)]
+        assert main([command, "tiny.yaml", *given]) == 2
+        said = "".join(capfd.readouterr())
+        assert shown in said
+        assert "holds a password, which ledger" in said
+        assert "AWS_SECRET_ACCESS_KEY" in said
+        assert SECRET not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}
+
+
+def test_a_variable_in_place_of_a_password_is_none(tiny: Tiny) -> None:
+    study = tiny("variable", "alerts={failed: 'curl https://$ADA:$WORD@h/x?token=$TOKEN'}")
+    assert study.alerts["failed"].endswith("?token=$TOKEN")
+
+
 def test_a_server_address_that_cannot_be_read_is_refused_without_its_password(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"http://ada:\*\*\*@h'.*%2F"):
         tiny("slashed", "tracking_uri=http://ada:pa/ss@h")
@@ -233,11 +290,13 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
     events[0]["data"] = [dataclasses.asdict(prepare(study.trial.data))]
     uri = server.uri.replace("//", f"//ada:{SECRET}@")
     events[0]["study"]["tracking_uri"] = uri
+    events[0]["study"]["question"] = f"s3://ada:{SECRET}@bucket"
     write_ledger(study, events)
     shown = without_password(uri)
-    assert stored(read_ledger(study.folder)) == [shown]
+    assert stored(read_ledger(study.folder)) == ["s3://ada:***@bucket", shown]
     assert [f"{found.name}: {found.text}" for found in _passwords(study.storage)] == [
-        f"old-ledger: its ledger holds the password of {shown}"
+        f"old-ledger: its ledger holds the password of {each}"
+        for each in ("s3://ada:***@bucket", shown)
     ]
     state = fold(read_ledger(study.folder))
     assert SECRET not in json.dumps(state.plan)
@@ -249,4 +308,4 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
     assert "change the password" in printed
     assert SECRET not in printed
     assert holders(study.folder, server.folder) == [study.folder / FILE]
-    assert (study.folder / FILE).read_text().count(SECRET) == 1
+    assert (study.folder / FILE).read_text().count(SECRET) == 2

@@ -122,20 +122,35 @@ def _checked(config: DataConfig, split: Split) -> Split:
     """Return examples in the types that training takes.
 
     Raises:
-        ValueError: they are not finite, or not as many as their targets.
+        ValueError: they are complex, not finite or too large for their type, or not as many as
+            their targets.
     """
     x, y = split
+    for name, part in (("examples", x), ("targets", y)):
+        kind = str(part.dtype).removeprefix("torch.")
+        if part.is_complex():
+            raise ValueError(
+                f"{KEY}={config.name!r}: its {name} are {kind}; return real ones, for example"
+                " torch.view_as_real of them"
+            )
+    if y.dtype == torch.uint64 and bool((y.long() < 0).any()):
+        raise ValueError(
+            f"{KEY}={config.name!r}: has targets of uint64 beyond int64 (2^63 - 1); return smaller"
+            " whole numbers, or floats"
+        )
     if not x.dim() or not y.dim() or len(x) != len(y) or not len(y):
         raise ValueError(
             f"{KEY}={config.name!r}: returned examples of shape {tuple(x.shape)} and targets of"
             f" shape {tuple(y.shape)}; return as many targets as examples, at least one"
         )
-    if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
-        raise ValueError(
-            f"{KEY}={config.name!r}: returned examples or targets that are not finite; mend them"
-        )
     x = x.long() if x.dtype in TOKENS else x.float()
     y = y.float() if y.is_floating_point() else y.long()
+    if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
+        most = torch.finfo(torch.float32).max
+        raise ValueError(
+            f"{KEY}={config.name!r}: returned examples or targets that are not finite, or beyond"
+            f" float32's {most:.1e}; mend or scale them"
+        )
     return Split(x.detach().contiguous(), y.detach().contiguous())
 
 

@@ -113,6 +113,11 @@ class Loss:
         config = self.config
         if config.own:
             found: Tensor = self._own(plain(outputs), targets)
+            if not isinstance(found, Tensor):
+                raise ValueError(
+                    f"loss.name={config.name!r}: returned a {type(found).__name__}; return a tensor"
+                    " computed from the outputs"
+                )
             return found.mean() * len(targets)
         if config.in_lns:
             if not isinstance(outputs, LNSTensor):

@@ -6,9 +6,11 @@ evaluate, and go on with the same bits after an interruption.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.config import LossConfig, TrialConfig
 from trainers.config.schedule_changes import optimizer_at
+from trainers.config.validation import fits
 from trainers.data import Dataset, DatasetInfo, Split
 from trainers.models.loss import Loss, plain
 from trainers.models.precision import apply_precision
@@ -31,7 +34,7 @@ from trainers.training.build import (
 )
 from trainers.training.evaluate import Metrics, evaluate
 from trainers.training.step import train_step
-from trainers.user_code import describe_error, find_source, forget, names_code, seeded
+from trainers.user_code import describe_error, find_source, forget, load_code, names_code, seeded
 
 SUM_TOLERANCE = 1e-3
 """Relative error with which a loss of twice as many examples is twice as large: float32 sums of a
@@ -83,22 +86,119 @@ def _check_task(config: TrialConfig) -> int:
             f"sync.name=asynchronous with data.name={config.data.name}: the server takes examples"
             f" of one answer, not of {each}; use sync.name=synchronous"
         )
+    _check_range(config, data)
     model = make_whole_model(config, data)
+    forward = type(model).forward
     metrics = Metrics(config.metrics, data.outputs)
     with _explained(config):
         outputs = apply_precision(model, config.precision)(some.x)
-    _check_outputs(config, outputs, some, data.outputs)
+    _check_outputs(config, outputs, some, data.outputs, forward)
+    _check_trained(config, model, outputs, forward)
     if config.loss.own:
         _check_mean(config, loss, outputs.detach(), some.y)
     with _explained(config):
-        loss(outputs, some.y).backward()
+        summed = loss(outputs, some.y)
+    _check_gradients(config, model, summed)
+    with _explained(config):
         evaluate(model, data.validation.head(CHECKED), loss, metrics)
         outputs = model.eval()(data.test.head(2).x)
-    _check_outputs(config, outputs, data.test.head(2), data.outputs)
+    _check_outputs(config, outputs, data.test.head(2), data.outputs, forward)
     metrics.compute("validation")
     if config.model.own:
         _check_resumes(config, data, loss)
     return each
+
+
+def _check_range(config: TrialConfig, data: Dataset) -> None:
+    """Refuse examples of the user's that the number format would saturate, tokens below 0, and more
+    classes or tokens than memory holds outputs or embeddings for.
+
+    Raises:
+        ValueError: with the largest value and the format's.
+    """
+    if not names_code(config.data.name):
+        return
+    where = f"data.name={config.data.name!r}"
+    fits(
+        f"{where} with batch_size={config.batch_size}, {data.outputs:,} classes",
+        8.0 * data.outputs * config.batch_size,  # outputs and their gradients, float32
+        "number classes from 0 without gaps",
+    )
+    held = [split for split in data if isinstance(split, Split)]
+    tokens = [split.x for split in held if not split.x.is_floating_point()]
+    if tokens and not config.model.own:
+        least, most = min(int(x.min()) for x in tokens), max(int(x.max()) for x in tokens)
+        if least < 0:
+            raise ValueError(f"{where}: its least token is {least}; number tokens from 0")
+        fits(f"{where}, {most + 1:,} tokens", 8.0 * most, "number tokens from 0 without gaps")
+    fmt = config.precision.lns_format
+    floats = [part.aminmax() for split in held for part in split if part.is_floating_point()]
+    largest = max((abs(float(end)) for ends in floats for end in ends), default=0.0)
+    if fmt is not None and largest > fmt.largest:
+        raise ValueError(
+            f"{where}: has values to {largest:g}, beyond {config.precision.format}'s"
+            f" {fmt.largest:g}; scale examples and targets, for example to a standard deviation"
+            " of 1, or use another precision.format"
+        )
+
+
+def _check_trained(
+    config: TrialConfig, model: nn.Module, outputs: Tensor, forward: Callable[..., Any]
+) -> None:
+    """Refuse a network of the user's whose outputs no gradient leads through.
+
+    Raises:
+        ValueError: with file and line.
+    """
+    if outputs.requires_grad:
+        return
+    where = _place("model.name", config.model.name, forward)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{where}: all its parameters are frozen, so nothing would be trained; leave"
+            " requires_grad of those to train as it is"
+        )
+    raise ValueError(
+        f"{where}: its outputs have no gradient, so nothing would be trained; compute them without"
+        " torch.no_grad or detach"
+    )
+
+
+def _check_gradients(config: TrialConfig, model: nn.Module, summed: Tensor) -> None:
+    """Compute the gradients of a loss; refuse one that leads to no parameter.
+
+    Raises:
+        ValueError: with file and line.
+    """
+    own = config.loss if config.loss.own else config.model
+    if not summed.requires_grad:
+        raise ValueError(
+            f"{_place('loss.name', config.loss.name)}: has no gradient; compute it from the outputs"
+            " without torch.no_grad, detach, item or NumPy"
+        )
+    with _explained(config):
+        summed.backward()
+    if all(parameter.grad is None for parameter in model.parameters()):
+        key = "loss.name" if config.loss.own else "model.name"
+        raise ValueError(
+            f"{_place(key, own.name, type(model).forward)}: no parameter gets a gradient, so"
+            " nothing would be trained; compute outputs and loss from one to the other without"
+            " detach or new tensors"
+        )
+
+
+def _place(key: str, name: str, *functions: Callable[..., Any]) -> str:
+    """Return a key and its code, with the line of the first of ``functions`` that is in its file,
+    else of the factory."""
+    if not names_code(name):
+        return f"{key}={name!r}"
+    path, factory = find_source(key, name), load_code(key, name)
+    made = [factory.forward] if inspect.isclass(factory) and hasattr(factory, "forward") else []
+    codes = [getattr(found, "__code__", None) for found in (*functions, *made, factory)]
+    lines = [
+        code.co_firstlineno for code in codes if code and Path(code.co_filename).resolve() == path
+    ]
+    return f"{key}={name!r} ({path}{f', line {lines[0]}' if lines else ''})"
 
 
 def _check_resumes(config: TrialConfig, data: Dataset, loss: Loss) -> None:
@@ -180,17 +280,25 @@ def _explained(config: TrialConfig) -> Iterator[None]:
         ) from error
 
 
-def _check_outputs(config: TrialConfig, outputs: Any, some: Split, count: int) -> None:
-    """Refuse outputs of another shape than the loss takes.
+def _check_outputs(
+    config: TrialConfig, outputs: Any, some: Split, count: int, forward: Callable[..., Any]
+) -> None:
+    """Refuse outputs of another type or shape than the loss takes.
 
     Raises:
-        ValueError: with both shapes.
+        ValueError: with the type, or both shapes.
     """
     where = f"model.name={config.model.name!r} with loss.name={config.loss.name!r}"
     if not isinstance(outputs, torch.Tensor):
         raise ValueError(
             f"{where}: turns examples into a {type(outputs).__name__}; return a tensor, or an"
             " object whose logits are one"
+        )
+    if outputs.is_complex():
+        kind = str(outputs.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{_place('model.name', config.model.name, forward)}: its outputs are {kind}; return"
+            " real ones, for example torch.view_as_real or their abs"
         )
     wanted = {tuple(some.y.shape)}
     if config.loss.chooses:

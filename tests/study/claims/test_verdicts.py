@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from study.claims.record import FILE, record, write_record
 from study.claims.stated import state_claims, stated
-from study.claims.verdict import decide
+from study.claims.verdict import Verdict, decide
 from study.claims.verdicts import by_row, judge
 from study.config import ClaimConfig, StudyConfig
 from study.config.compose import load
@@ -21,11 +22,12 @@ from study.ledger.lines import Event
 from study.ledger.state import fold
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
+from study.report.claims import claims_markdown
 from study.report.write import write_report
 from study.results.answer import answer
 from study.results.summary import summarise
 from study.tracking.payload import claim_tags
-from tests.study.conftest import made_up_events
+from tests.study.conftest import made_up_events, write_ledger
 from tests.study.results.test_answer import with_errors
 from tests.study.search.conftest import Pretend
 
@@ -161,6 +163,48 @@ def test_a_search_that_was_broken_off_decides_nothing(tiny: Tiny, tmp_path: Path
         assert set(by_row(begun.state, summarise(begun.state)).values()) <= {"c undecided"}
 
 
+@pytest.mark.parametrize("search", ["random", "tpe"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_row_without_a_figure_decides_nothing_and_is_named(
+    tiny: Tiny, tmp_path: Path, search: str, failed: bool
+) -> None:
+    """A search whose points were all refused has no trials, another's trials all failed."""
+    (tmp_path / "own.py").write_text("def f(study): return {'figure': 1, 'verdict': 'holds'}")
+    checks = [
+        claim("best", no_row_beats={"row": "float32"}),
+        claim("gap", difference={"rows": ["lns matmul", "float32"], "at_least": 0.0}),
+        claim("first", ranks={"of": "row", "blocks": ["epochs"], "best": "float32"}),
+        claim("matters", importance={"key": "optimizer.lr", "at_least": 0.0}),
+        claim("own", check=f"{tmp_path}/own.py:f"),
+    ]
+    rows = (
+        "rows=[{label: float32}, {label: lns matmul, overrides: {precision.format: lns12}},"
+        " {label: third, overrides: {batch_size: 16}}]"
+    )
+    space = "space={optimizer.lr: {loguniform: [0.001, 1.0]}}"
+    study = tiny("without", FIVE, rows, space, "search.num_samples=2",
+                 f"claims={json.dumps(checks)}")  # fmt: skip
+    plan, *events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE, "third": WORSE})
+    plan["study"]["search"]["algorithm"] = search
+    gone = [trial["id"] for trial in plan["trials"] if trial["row"] == "lns matmul"]
+    events = [event for event in events if event.get("trial") not in gone]
+    lost = [{"event": "failed", "trial": id_, "error": "made up", "time": 1.0} for id_ in gone]
+    if failed:
+        events = lost + events
+    else:
+        plan["trials"] = [trial for trial in plan["trials"] if trial["id"] not in gone]
+    state = fold([plan, *events])
+    found = {verdict.claim.name: verdict for verdict in judge(state, study.folder)}
+    named = [found[name] for name in (["best", "gap", "first"] if failed else found)]
+    assert {verdict.outcome for verdict in named} == {"undecided"}
+    assert all("lns matmul" in verdict.note for verdict in named)
+    write_report(state, tmp_path / "report")
+    for page in ("report.md", "report.html"):
+        assert "NO FIGURE: lns matmul" in (tmp_path / "report" / page).read_text()
+    figures = json.loads((tmp_path / "report" / FILE).read_text())
+    assert [row["label"] for row in figures["rows"]] == ["float32", "lns matmul", "third"]
+
+
 def test_what_is_claimed_after_results_were_taken_over_is_not_stated_before(tiny: Tiny) -> None:
     old = tiny("late", FIVE)
     new = tiny(
@@ -218,6 +262,64 @@ def test_an_own_function_gets_the_study(tiny: Tiny, tmp_path: Path) -> None:
     assert "needs a verdict" in vague.note
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("{'figure': math.nan, 'verdict': 'holds'}", "figure=nan: must be a number"),
+        ("{'figure': math.nan, 'low': 1, 'high': 2}", "figure=nan: must be a number"),
+        ("{'figure': 1, 'low': math.nan, 'high': 2}", "low=nan: must be a number"),
+        ("{'figure': 1, 'low': 2, 'high': 1}", "low 2 is above high 1"),
+        ("{'figure': '1', 'low': 0, 'high': 2}", "figure='1': must be a number"),
+        ("{'figure': True, 'low': 0, 'high': 2}", "figure=True: must be a number"),
+        ("{'figure': None, 'verdict': 'fails'}", "figure=None: must be a number"),
+        ("{'figure': 1j, 'low': 0, 'high': 2}", "figure=1j: must be a number"),
+        ("{'figure': 10**400, 'low': 0, 'high': 2}", "must be a number"),
+        ("{'figure': np.ones(2), 'low': 0, 'high': 2}", "must be a number"),
+        ("{'figure': 1, 'verdict': 'maybe'}", "needs a verdict"),
+        ("{'figure': 1, 'verdict': ['holds']}", "needs a verdict"),
+        ("{'figure': 1, 'verdict': np.array(['holds', 'fails'])}", "needs a verdict"),
+        ("{'figure': 9, 'low': 8, 'high': 10, 'verdict': 'holds'}", "says holds, .* fails"),
+        ("{'figure': 1, 'low': 0, 'high': 2, 'runs': 'many'}", "runs='many': must be a whole"),
+        ("{'figure': 1, 'low': 0, 'high': 2, 'runs': -1}", "runs=-1: must be a whole"),
+        ("{'figure': 1, 'low': 0, 'high': 2, 'note': Odd()}", "raised .*no text"),
+        ("Odd()", "returned an Odd: must be a mapping"),
+        ("{'figure': Odd(), 'verdict': 'holds'}", "must be a number"),
+        ("{1: 2}", "must be a mapping"),
+        ("sys.exit(0)", "raised SystemExit"),
+        ("open('http://ada:pa-ss@h/x')", r"http://ada:\*\*\*@h"),
+        ("{'figure': 'http://ada:pa-ss@h/x'}", r"http://ada:\*\*\*@h"),
+        ("{'figure': 1, 'verdict': 'undecided', 'note': 'http://ada:pa-ss@h'}", r"//ada:\*\*\*@h"),
+        ("'x' * 10**6", "must be a mapping"),
+    ],
+)
+def test_an_own_function_that_returns_nonsense_decides_nothing(
+    tiny: Tiny, tmp_path: Path, returned: str, said: str
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import math, sys\nimport numpy as np\n"
+        "class Odd:\n    def __repr__(self):\n        raise TypeError('no text')\n"
+        f"def check(study):\n    return {returned}\n"
+    )
+    checks = [claim("own", check=f"{tmp_path}/own.py:check", at_most=5, published=1.0)]
+    study = tiny("nonsense", FIVE, f"claims={json.dumps(checks)}")
+    events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
+    write_ledger(study, events)
+    (found,) = judge(fold(events), study.folder)
+    assert found.outcome == "undecided"
+    assert re.search(said, found.note)
+    assert len(found.note) < 1000
+    assert "pa-ss" not in found.note
+    json.dumps(record(fold(events), summarise(fold(events)), [found]), allow_nan=False)
+
+
+def test_a_note_of_an_own_function_makes_no_line_of_the_table() -> None:
+    found = Verdict(claim=ClaimConfig(**claim(check="a.py:f")), outcome="fails",
+                    note="so\n| b | holds | 1 |\r| c").to_dict()  # fmt: skip
+    lines = claims_markdown([found | {"stated": "before the first trial"}])
+    assert [line.count("holds") for line in lines if "fails" in line] == [1]
+    assert sum("holds" in line for line in "\n".join(lines).splitlines()) == 1
+
+
 def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
     check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
     sizes = list(range(16, 26))
@@ -232,6 +334,22 @@ def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
     assert found.figure == 1.0
     assert found.high == pytest.approx(1.62, abs=0.001)
     assert found.runs == 20
+
+
+@pytest.mark.parametrize("figure", [None, math.nan, math.inf])
+def test_a_value_without_a_finite_test_figure_ranks_nowhere(
+    tiny: Tiny, figure: float | None
+) -> None:
+    check = claim(ranks={"of": "row", "blocks": ["epochs"], "best": "float32"})
+    study = tiny("ranks", "seeds=[0,1]", "metric=validation/loss", f"claims=[{json.dumps(check)}]")
+    events = made_up_events(study)
+    last = [event for event in events if event["event"] == "finished"][-1]["metrics"]
+    last |= {"test/loss": figure} if figure else {}
+    if not figure:
+        del last["test/loss"]
+    (found,) = judge(fold(events), study.folder)
+    assert found.outcome == "undecided"
+    assert "lns matmul has no" in found.note
 
 
 def test_bounds_decide() -> None:

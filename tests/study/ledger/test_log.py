@@ -52,6 +52,18 @@ def test_the_first_report_of_each_epoch_is_kept_across_writers(first: list, seco
         assert len(events) == len(expected) == sum(new)
 
 
+def test_a_password_in_the_error_of_a_trial_is_not_kept(tmp_path: Path) -> None:
+    """A database's client may name the whole address, which a loop had from the environment."""
+    heard: list[Event] = []
+    with Ledger(tmp_path) as ledger:
+        ledger.listen(heard.append)
+        for event in ("failed", "restarted", "relieved"):
+            error = f"OperationalError: {event}: postgresql://ada:pa-ss@host/db is away"
+            ledger.append(event, trial="a", error=error, relief={})
+    assert b"pa-ss" not in (tmp_path / FILE).read_bytes()
+    assert all("postgresql://ada:***@host/db is away" in event["error"] for event in heard)
+
+
 def killed(folder: Path) -> None:
     """As if the last writer had not ended in order: its lock file says nothing of the lines it
     left."""

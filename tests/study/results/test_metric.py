@@ -21,6 +21,7 @@ from study.config import Metric, RowConfig, StudyConfig
 from study.config.compose import change
 from study.ledger.lines import Event
 from study.ledger.state import StudyState, TrialState, fold
+from study.manage.export import export_rows
 from study.manage.studies import overview
 from study.report.compare import compare, verdict
 from study.report.figures.analysis import draw_heat_map, draw_parallel
@@ -28,13 +29,16 @@ from study.report.figures.results import _most_telling
 from study.report.figures.style import LIGHT, png
 from study.report.pictures import tables
 from study.report.tables import render_markdown, render_text
+from study.report.verify import Source
 from study.results.answer import answer
-from study.results.configurations import best, configurations, ranked
+from study.results.configurations import best, configurations, pareto_front, ranked
 from study.results.importance import importance
+from study.results.objectives import joules
 from study.results.statistics import (
     METRIC,
     Entry,
     best_of_budget,
+    costs,
     entries,
     front,
     groups,
@@ -316,3 +320,106 @@ def test_the_default_is_what_the_loss_reports_and_objectives_follow(tiny: Tiny) 
 def test_a_metric_that_cannot_be_is_refused(tiny: Tiny, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tiny("refused", *overrides)
+
+
+SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
+
+
+def spending(tiny: Tiny, name: str, *overrides: str) -> tuple[StudyConfig, list[Event]]:
+    """Two configurations: the first spends 9, 1 and 1 in its epochs, the second 2, 2 and 2."""
+    study = tiny(
+        "spending", "rows=[{label: a}]", "baseline=null", "trial.telemetry=true", *overrides,
+        "space={optimizer.lr: {grid: [0.1, 0.2]}}", "search.algorithm=grid",
+    )  # fmt: skip
+    events = made_up_events(study)
+    first = next(event["trial"] for event in events if event["event"] == "report")
+    for event in events:
+        if event["event"] == "report":
+            spent = [9.0, 1.0, 1.0] if event["trial"] == first else [2.0] * 3
+            event["metrics"][name] = spent[event["epoch"] - 1]
+    return study, events
+
+
+@pytest.mark.parametrize("name", SPENT)
+def test_what_is_spent_adds_up_over_the_epochs(tiny: Tiny, name: str) -> None:
+    study, events = spending(
+        tiny, name, f"search={{objectives: {{{name}: min}}, constraints: {{{name}: '<= 7'}}}}"
+    )
+    state = fold(events)
+    found = configurations(state.trials, [name], state.config.search.constraints)
+    assert [entry.objectives[name] for entry in found] == [11.0, 6.0]
+    assert [bool(entry.broken) for entry in found] == [True, False]
+    assert [entry.params["optimizer.lr"] for entry in pareto_front(found, {name: "min"})] == [0.2]
+    chosen = best(found, {name: "min"})
+    assert chosen is not None
+    assert chosen.params["optimizer.lr"] == 0.2
+    measured = {value for entry in entries(state) for value in entry.values.values()}
+    assert measured >= {11.0, 6.0}
+    assert [row[name] for row in export_rows(state)] == [11.0, 6.0]
+    assert "6" in summary_line(state)
+    folder = write_ledger(study, events)
+    assert Source(folder).of_row("a") == [state.trials[1].id]
+
+
+@pytest.mark.parametrize("name", SPENT)
+def test_a_trial_of_which_an_epoch_is_not_known_has_no_sum(tiny: Tiny, name: str) -> None:
+    _, events = spending(tiny, name)
+    del next(event for event in events if event["event"] == "report")["metrics"][name]
+    assert math.isnan(configurations(fold(events).trials, [name])[0].objectives[name])
+
+
+@pytest.mark.parametrize("name", SPENT)
+def test_a_metric_that_is_spent_is_a_sum_in_the_table(tiny: Tiny, name: str) -> None:
+    study, events = spending(tiny, name, f"metric={name}")
+    state = fold(events)
+    row = summarise(state).rows[0]
+    assert (row.mean, row.params) == (6.0, {"optimizer.lr": 0.2})
+    source = Source(write_ledger(study, events))
+    assert source.finals == {state.trials[0].id: 11.0, state.trials[1].id: 6.0}
+
+
+def test_energy_of_a_shared_gpu_is_counted_by_the_share_as_the_limit_does(tiny: Tiny) -> None:
+    _, events = spending(tiny, "telemetry/joules")
+    for trial in events[0]["trials"]:
+        trial["config"] |= {"device": "cuda", "gpus": 0.25}
+    state = fold(events)
+    assert costs(state)["joules"] == joules(state) == pytest.approx(17.0 / 4)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        "constraints: {bytes/sent: '<= 7'}",
+        "objectives: {bits: min, bytes/sent: min}, constraints: {bytes/sent: '<= 7'}",
+        "objectives: {seconds: max}, constraints: {bits: '<= 32', bytes/sent: '<= 7'}",
+    ],
+)
+def test_a_report_is_verified_by_the_configuration_that_keeps_the_constraints(
+    tiny: Tiny, search: str
+) -> None:
+    study, events = spending(tiny, "bytes/sent", f"search={{{search}}}")
+    row = summarise(fold(events)).rows[0]
+    assert row.params == {"optimizer.lr": 0.2}
+    assert Source(write_ledger(study, events)).of_row("a") == [row.trials[0].id]
+
+
+def test_a_report_is_verified_by_the_configuration_that_has_most_seeds(tiny: Tiny) -> None:
+    """As after a race, in which it took part to the end."""
+    study, events = spending(tiny, "bytes/sent", "seeds=[0,1]")
+    first = next(trial for trial in events[0]["trials"] if trial["seed"] == 1)
+    events[0]["trials"].remove(first)
+    events = [event for event in events if event.get("trial") != first["id"]]
+    row = summarise(fold(events)).rows[0]
+    assert sorted(Source(write_ledger(study, events)).of_row("a")) == sorted(
+        trial.id for trial in row.trials
+    )
+    assert len(row.trials) == 2
+
+
+def test_a_report_is_verified_by_the_configurations_of_the_last_round(tiny: Tiny) -> None:
+    study, events = spending(tiny, "bytes/sent")
+    for number, trial in enumerate(events[0]["trials"]):
+        trial["asked"] = {"round": number, "rounds": 2}
+    row = summarise(fold(events)).rows[0]
+    assert row.params == {"optimizer.lr": 0.2}
+    assert Source(write_ledger(study, events)).of_row("a") == [row.trials[0].id]

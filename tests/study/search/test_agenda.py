@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from study.api import _describe_end
 from study.config.compose import load
+from study.execution.control import Decision
 from study.execution.preflight import describe_data
 from study.ledger.state import TrialState, fold
 from study.plan.candidates import bind_space
@@ -343,3 +345,23 @@ def test_the_last_trials_run_longest_first(searched: Make) -> None:
         "lns matmul",
         "lns matmul",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "done", "ends"),
+    [
+        (["search.algorithm=tpe"], 5, "stopped"),
+        (["search.algorithm=tpe"], 12, "finished"),
+        (["search.algorithm=random"], 12, "finished"),
+        (["search.confirm=1", "search.confirm_seeds=[7]"], 12, "stopped"),
+    ],
+)
+def test_a_retry_of_failed_trials_does_not_end_a_search_that_was_broken_off(
+    searched: Make, options: list[str], done: int, ends: str
+) -> None:
+    plan = make_plan(searched(*options))
+    begun = Pretend(plan, steady(bowl))
+    begun.run(at_most=done)
+    again = adopt(plan, begun.state)
+    assert _describe_end(again, begun.state, Decision(), broken_off=True) == ends
+    assert _describe_end(again, begun.state, Decision(), broken_off=False) == "finished"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from study.errors import UserError
+from study.execution.preflight import preflight
 from study.ledger.state import fold
 from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
@@ -85,6 +86,18 @@ def test_proposers_are_asked_again(searched: Make, algorithm: str, space: str) -
     assert {trial.config.wire.name for trial in trials} == {"native"}
     assert pretend.agenda.exhausted
     assert [trial.id for trial in Pretend(plan, rate).run()] == [trial.id for trial in trials]
+
+
+@pytest.mark.parametrize("algorithm", ["random", "grid"])
+def test_a_row_whose_points_the_data_all_forbid_is_refused(searched: Make, algorithm: str) -> None:
+    rows = "rows=[{label: float32}, {label: few, overrides: {data.train_size: 40}}]"
+    space = f"""
+space:
+  batch_size: {{choice: [64, 128]}}
+search: {{num_samples: 2, algorithm: {algorithm}}}
+"""
+    with pytest.raises(ValueError, match=r"row 'few': no point of the space .* batch_size="):
+        preflight(make_plan(searched(rows, "tracking_uri=none", space=space)))
 
 
 @pytest.mark.parametrize(

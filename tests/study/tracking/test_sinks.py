@@ -159,7 +159,12 @@ def test_alerts_go_on_where_tensorboard_fails(tiny: Tiny) -> None:
 
 
 def test_commands_of_alerts_are_in_no_report_and_not_in_mlflow(tiny: Tiny) -> None:
-    study = tiny("secret", "alerts={best: 'curl https://example.org/T0/hush'}")
+    study = tiny(
+        "secret",
+        "alerts={best: 'curl https://example.org/T0/hush'}",
+        "small={alerts: {best: 'curl https://example.org/T1/hush'}, epochs: 1,"
+        " alerts.failed: 'curl https://example.org/T2/hush'}",
+    )
     state = fold(made_up_events(study))
     assert state.config.alerts["best"].endswith("hush")
     page = (write_report(state, study.folder / "report") / "report.html").read_text()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.trainers.processes import spawned
-from trainers.config import DataConfig, LossConfig, ModelConfig, TrialConfig
+from trainers.config import DataConfig, LossConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import load, prepare
 from trainers.training.check import check
 from trainers.training.trainer import Training
@@ -126,6 +126,17 @@ class Net(nn.Module):
             return self.layer(x) + {}["missing"]
         if kind == "evaluation" and not self.training:
             return x
+        if kind == "no_grad":
+            with torch.no_grad():
+                return self.layer(x)
+        if kind == "frozen":
+            self.layer.requires_grad_(False)
+        if kind == "detached":
+            return self.layer(x).detach()
+        if kind == "again":
+            return self.layer(x).detach().requires_grad_()
+        if kind == "complex":
+            return self.layer(x).to(torch.complex64)
         return self.layer(x)
 
 
@@ -139,9 +150,40 @@ def neighbour():
     return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
+def detached_loss():
+    return lambda outputs, targets: nn.functional.cross_entropy(outputs.detach(), targets)
+
+
+def constant_loss():
+    return lambda outputs, targets: torch.tensor(1.0, requires_grad=True)
+
+
+def float_loss():
+    return lambda outputs, targets: 1.0
+
+
+def extreme(train, x=None, y=None, dtype="int64"):
+    examples, classes = digits(train)
+    if x:
+        examples = examples.to(torch.complex64 if x == "complex" else torch.float64)
+        examples[0] = 1e300 if x == "large" else float(x) if x != "complex" else 1j
+    if dtype == "uint64":
+        classes = torch.from_numpy(np.full(100, y, np.uint64))
+    elif y:
+        classes = classes.to(getattr(torch, dtype))
+        classes[0] = complex(y) if dtype == "complex64" else float(y) if "f" in dtype else int(y)
+    return examples, classes
+
+
+def tokens(train, token):
+    return torch.full((100, 4), token), digits(train)[1]
+
+
 def odd_loss():
     return lambda outputs, targets: outputs.sum() * float("1" + str(np.random.randint(9)))
 """
+
+LNS12 = PrecisionConfig(format="lns12")
 
 
 @pytest.fixture
@@ -251,6 +293,11 @@ def test_random_numbers_go_on_after_an_interruption(file: Path, tmp_path: Path, 
         ("raises", "KeyError in .*code.py, line .*'missing'; mend the code"),
         ("evaluation", "does not train.*RuntimeError|.*into"),
         ("lazy", "lazy layers.*give them their sizes"),
+        ("no_grad", r"code.py, line \d+.*its outputs have no gradient.*no_grad or detach"),
+        ("detached", r"code.py, line \d+.*its outputs have no gradient.*no_grad or detach"),
+        ("frozen", r"code.py, line \d+.*all its parameters are frozen.*requires_grad"),
+        ("again", r"code.py, line \d+.*no parameter gets a gradient"),
+        ("complex", r"code.py, line \d+.*its outputs are complex64; return real ones"),
     ],
 )
 def test_networks_that_could_only_fail_or_deceive_are_refused(
@@ -276,6 +323,55 @@ def test_data_that_could_only_fail_are_refused(
 ) -> None:
     config = trial(file, data=data, data_args=args)
     with pytest.raises(ValueError, match=rf"code.py.*{message}"):
+        check(config, prepare(config.data))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("detached_loss", r"code.py, line \d+.*: has no gradient; compute it from the outputs"),
+        ("constant_loss", r"code.py, line \d+.*no parameter gets a gradient"),
+        ("float_loss", r"code.py.*returned a float; return a tensor"),
+    ],
+)
+def test_a_loss_that_cannot_train_is_refused(file: Path, loss: str, message: str) -> None:
+    config = trial(file, loss=LossConfig(name=f"{file}:{loss}"))
+    with pytest.raises(ValueError, match=message):
+        check(config, prepare(config.data))
+
+
+@pytest.mark.parametrize(
+    ("args", "loss", "message"),
+    [
+        ({"x": "complex"}, "cross_entropy", "examples are complex64.*return real ones"),
+        ({"x": "large"}, "cross_entropy", "not finite, or beyond float32's 3.4e.38; .* scale"),
+        ({"y": "1j", "dtype": "complex64"}, "mse", "targets are complex64.*return real ones"),
+        ({"y": "1e300", "dtype": "float64"}, "mse", "not finite, or beyond float32's"),
+        ({"y": 2**63 + 5, "dtype": "uint64"}, "mse", "targets of uint64 beyond int64"),
+        ({"y": 2**40}, "cross_entropy", "1,099,511,627,777 classes: needs .*from 0 without gaps"),
+        ({"x": "1e9"}, "cross_entropy", r"1e\+09.*beyond lns12's 64830; scale"),
+    ],
+)
+def test_examples_that_no_number_of_the_trial_holds_are_refused(
+    file: Path, args: dict[str, Any], loss: str, message: str
+) -> None:
+    kind = LossConfig(name=loss)
+    config = trial(file, data="extreme", data_args=args, loss=kind, precision=LNS12)
+    with pytest.raises(ValueError, match=rf"code.py:extreme.*{message}"):
+        check(config, prepare(config.data))
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [(-3, "its least token is -3"), (2**40, "1,099,511,627,777 tokens: needs .* without gaps")],
+)
+def test_tokens_that_no_embedding_has_are_refused(file: Path, token: int, message: str) -> None:
+    config = TrialConfig(
+        model=ModelConfig(name="lstm"),
+        data=DataConfig(name=f"{file}:tokens", args={"token": token}),
+        batch_size=20,
+    )
+    with pytest.raises(ValueError, match=rf"code.py:tokens.*{message}"):
         check(config, prepare(config.data))
 
 
