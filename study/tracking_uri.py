@@ -55,8 +55,9 @@ _LOGIN = re.compile(
 _QUERY = re.compile(
     r"""(?P<before> [?&;#]
             (?: sig | pass
-              | [^=&;\s]* (?:password|passwd|pwd|token|secret|signature|api_?key) [^=&;\s]* )
-            =) [^&\s]+""",
+              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|api_?key)
+                [^=&;\s]*
+            ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")

@@ -204,6 +204,7 @@ def test_what_this_process_was_given_comes_before_the_environment(
                 "http://ada@h:5000/a@b",
                 "http://ada@example.org:***@h",
                 "postgresql://u@h:5432/db",
+                "https://h/x?tokenizer=gpt2&max_tokens=5",
                 "http://ada:***@h",
                 "sqlite:////home/a@b:c/m.db",
                 "postgresql://u@h/db?application_name=a:b@c",
