@@ -46,16 +46,19 @@ REMEDY = (
 
 _LOGIN = re.compile(
     r"""(?<![\w+.-]) (?P<before> (?: https?://
-                                   (?![^\s:/?#@\[]* : \d+ (?:[/?#]|$))  # a port, and no login
+                                   (?![^\s:/?#\[]* : \d+ (?:[/?#]|$))  # a port, and no password
                                  | (?!https?:) [a-zA-Z][\w+.-]*:// )
-                               [^\s:/?#@\[]* :)
+                               [^\s:/?#\[]* :)
         [^@\s]* (?:@[^@/?#\s]*)* @""",
     re.VERBOSE,
 )
 _QUERY = re.compile(
-    r"(?P<before>[?&](?:sig|[^=&\s]*(?:password|passwd|pwd|token|secret|signature|api_?key)[^=&\s]*)=)"
-    r"[^&\s]+",
-    re.IGNORECASE,
+    r"""(?P<before> [?&;#]
+            (?: sig | pass
+              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|api_?key)
+                [^=&;\s]*
+            ) =) [^&\s]+""",
+    re.IGNORECASE | re.VERBOSE,
 )
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
@@ -114,7 +117,7 @@ def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def without_login(uri: str) -> str:
     """Return a server's address as a link, without user and password."""
     shown = without_password(uri)
-    return re.sub(r"(?<=://)[^/?#@]*@", "", shown, count=1)
+    return re.sub(r"(?<=://)[^/?#]*@", "", shown, count=1)
 
 
 def hide(uri: str) -> str:

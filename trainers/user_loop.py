@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from trainers.config import TrialConfig
 
 KEY = "trainable.name"
-RESERVED = ("done", "history", "checkpoint_path", "final", "pid", "host")
-"""What a trial's messages say beside its metrics."""
+RESERVED = ("done", "history", "checkpoint_path", "final", "pid", "host", "seconds", "bits")
+"""What a trial's messages say beside its metrics, and what a study measures by itself."""
 
 Checkpoint = Path | dict[str, Any]
 """A folder, or a dict of what ``torch.load(weights_only=True)`` loads."""

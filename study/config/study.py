@@ -468,6 +468,11 @@ def check_tracking_uri(uri: str | None) -> None:
             of a server's address cannot be read.
     """
     shown = without_password(str(uri))
+    if re.search(r"\s", str(uri)):
+        raise ValueError(
+            f"tracking_uri={re.sub('//.*', '//...', shown, flags=re.DOTALL)!r}: must hold no space;"
+            " write it as %20"
+        )
     if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
         raise ValueError(
             f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a"

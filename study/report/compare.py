@@ -38,6 +38,7 @@ from study.report.figures.style import (
 )
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.objectives import last_value, test_value
+from study.text import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Comparison:
         contrast: contrast of that difference, over seeds, or over configurations if there is one
             seed; None if nothing can be tested.
         rows: contrast of each row, or None.
+        diverged: rows of matched trials of which one has no finite figure, an entry for each pair.
     """
 
     names: tuple[str, str]
@@ -78,6 +80,7 @@ class Comparison:
     difference: float
     contrast: Contrast | None
     rows: dict[str, Contrast | None]
+    diverged: list[str]
 
 
 def compare(first: StudyState, second: StudyState) -> Comparison:
@@ -100,6 +103,8 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
         if (a := _figure(ours[name], metric, tested)) is not None
         and (b := _figure(theirs[name], metric, tested)) is not None
     ]
+    kept = {(pair.name, pair.number, pair.seed) for pair in pairs}
+    places = [(ours[name].row, ours[name].number, ours[name].seed) for name in shared]
     if not pairs:
         raise ValueError(
             f"{first.config.name} and {second.config.name}: the matched trials have no finite"
@@ -124,6 +129,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
         difference=statistics.fmean(pair.second - pair.first for pair in pairs),
         contrast=contrast and dataclasses.replace(contrast, tests=tests),
         rows={row: each and dataclasses.replace(each, tests=tests) for row, each in rows.items()},
+        diverged=[place[0] for place in places if place not in kept],
     )
 
 
@@ -240,6 +246,13 @@ def verdict(found: Comparison) -> str:
         )
     equal = sum(pair.first == pair.second for pair in found.pairs)
     same = f"; {equal} pairs are equal to the last bit" if equal else ""
+    lost = len(found.diverged)
+    if lost:
+        named = ", ".join(dict.fromkeys(found.diverged))
+        same += (
+            f"; {counted(lost, 'pair')} {'is' if lost == 1 else 'are'} left out, in which a trial"
+            f" diverged ({named})"
+        )
     gap = f"{metric.difference(difference, decimals=3)}{half}{metric.points}"
     return (
         f"{found.names[1]} minus {found.names[0]}: {gap} of {found.measured} over"

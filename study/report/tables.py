@@ -20,19 +20,20 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from study.claims.stated import stated
 from study.config.space import describe
-from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
+from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table
 from study.results.answer import answer
 from study.results.configurations import configurations, table
-from study.results.objectives import lacking
+from study.results.objectives import lacking, last_value
 from study.results.summary import Row, Summary, summarise
-from study.text import duration, when
+from study.text import counted, duration, when
 
 HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -144,11 +145,7 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     early = sum(trial.status == STOPPED for trial in state.trials)
     if note := _infeasible(state):
         texts.append(note)
-    if without := [row.label for row in summary.rows if not row.trials]:
-        texts.append(
-            f"NO FIGURE: {', '.join(without)}: the search has no configuration whose trials all"
-            " finished and keep the constraints; no claim about the row is decided."
-        )
+    texts += _without_figures(state, summary)
     if early:
         texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"
@@ -178,6 +175,28 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     if len(commits) > 1:
         texts.append(
             f"MIXED CODE: trials ran at {len(commits)} commits: {', '.join(sorted(commits))}."
+        )
+    return texts
+
+
+def _without_figures(state: StudyState, summary: Summary) -> list[str]:
+    """Name the rows with trials that diverged, and the searched rows without a best one."""
+    texts, words = [], summary.metric.words
+    finals = [
+        (trial.row, last_value(trial, summary.metric))
+        for trial in state.trials
+        if trial.status == FINISHED
+    ]
+    if lost := [row for row, value in finals if value is not None and not math.isfinite(value)]:
+        texts.append(
+            f"DIVERGED: {len(lost)} of {counted(len(state.trials), 'trial')} finished without a"
+            f" finite {words} ({', '.join(dict.fromkeys(lost))}); tests, pictures and importance"
+            " leave their configurations out."
+        )
+    if without := [row.label for row in summary.rows if not row.trials]:
+        texts.append(
+            f"NO FIGURE: {', '.join(without)}: the search has no configuration whose trials all"
+            " finished and keep the constraints; no claim about the row is decided."
         )
     return texts
 

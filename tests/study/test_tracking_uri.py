@@ -179,6 +179,11 @@ def test_what_this_process_was_given_comes_before_the_environment(
         ("http://ada:p@ss@h/", "http://ada:***@h/"),
         ("http://ada:pa/ss@h", "http://ada:***@h"),
         ("http://:pw@h", "http://:***@h"),
+        ("https://ada@example.org:pw@h:5000/x", "https://ada@example.org:***@h:5000/x"),
+        ("as https://ada@example.org:p@w@h, a@b", "as https://ada@example.org:***@h, a@b"),
+        ("postgresql://me@server:pw@host/db", "postgresql://me@server:***@host/db"),
+        ("postgresql://h/db?user=x;password=pw", "postgresql://h/db?user=x;password=***"),
+        ("https://h/x#access_token=pw", "https://h/x#access_token=***"),
         ("ftp://ada:pw@h", "ftp://ada:***@h"),
         ("postgresql://u:pw@h:5432/db?options=a@b", "postgresql://u:***@h:5432/db?options=a@b"),
         ("postgresql://u:1/s?s@h/db", "postgresql://u:***@h/db"),
@@ -196,6 +201,10 @@ def test_what_this_process_was_given_comes_before_the_environment(
                 "http://127.0.0.1:5000/a@b",
                 "http://[::1]:5000/a@b",
                 "http://ada@h",
+                "http://ada@h:5000/a@b",
+                "http://ada@example.org:***@h",
+                "postgresql://u@h:5432/db",
+                "https://h/x?tokenizer=gpt2&max_tokens=5",
                 "http://ada:***@h",
                 "sqlite:////home/a@b:c/m.db",
                 "postgresql://u@h/db?application_name=a:b@c",
@@ -270,6 +279,22 @@ def test_a_variable_in_place_of_a_password_is_none(tiny: Tiny) -> None:
 def test_a_server_address_that_cannot_be_read_is_refused_without_its_password(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"http://ada:\*\*\*@h'.*%2F"):
         tiny("slashed", "tracking_uri=http://ada:pa/ss@h")
+
+
+@pytest.mark.parametrize("uri", ["postgresql://me:pa ss@h/db", "http://m e:pa ss@h"])
+def test_an_address_with_a_space_is_refused_without_its_password(tiny: Tiny, uri: str) -> None:
+    with pytest.raises(ValueError, match=r"//\.\.\.'.*%20") as error:
+        tiny("spaced", f"tracking_uri={uri}")
+    assert "pa ss" not in str(error.value)
+
+
+def test_the_login_of_an_address_is_an_e_mail_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, "a@b")
+    shown = "https://ada@example.org:***@h"
+    assert reveal(shown) == "https://ada%40example.org:a%40b@h"
+    monkeypatch.delenv(PASSWORD)
+    monkeypatch.setenv(TOKEN, "x")
+    assert reveal(shown) == "https://h"
 
 
 def test_commands_to_give_next_and_links_have_no_password() -> None:

@@ -23,6 +23,7 @@ from study.plan.plan import make_plan
 from study.report.compare import compare, lines, verdict
 from study.report.formats import escape, render_latex
 from study.report.interactive import explore_data
+from study.report.tables import remarks
 from study.results.configurations import configurations, table
 from study.results.importance import _all_observed, _optuna_study, importance
 from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
@@ -381,3 +382,24 @@ def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> N
     answer = client.get("/", headers={"Host": "localhost"}).data
     assert b"finished: 2 of 2 trials" in answer
     assert b'http-equiv="refresh"' not in answer
+
+
+def test_what_diverged_is_left_out_by_name(tiny: Tiny) -> None:
+    """A mean without it looks better than the row is."""
+    study = tiny("diverged", "seeds=[0,1,2]", "metric=validation/loss")
+    whole, events = made_up(study), made_up_events(study)
+    lost = events[0]["trials"][1]
+    for event in events:
+        if event.get("trial") == lost["id"] and "metrics" in event:
+            event["metrics"] |= {"validation/loss": math.nan, "test/loss": math.inf}
+    state = fold(events)
+    found = compare(whole, state)
+    assert len(found.pairs) == 5
+    assert "1 pair is left out, in which a trial diverged (lns matmul)" in verdict(found)
+    assert "left out" not in verdict(compare(whole, whole))
+    (said,) = [line for line in remarks(state, summarise(state)) if line.startswith("DIVERGED")]
+    assert said == (
+        "DIVERGED: 1 of 6 trials finished without a finite validation loss (lns matmul); tests,"
+        " pictures and importance leave their configurations out."
+    )
+    assert not [line for line in remarks(whole, summarise(whole)) if "DIVERGED" in line]

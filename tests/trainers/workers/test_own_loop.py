@@ -206,6 +206,8 @@ def test_ranks_of_a_gang_share_torch_distributed(
         ("gives", {"metrics": "3"}, r"report 1 is of type int; give a dict"),
         ("gives", {"metrics": "{1: 2}"}, r"has the name 1; names are texts"),
         ("gives", {"metrics": "{'done': 1}"}, r"has the name 'done'; names are texts other than"),
+        ("gives", {"metrics": "{'bits': 1}"}, r"has the name 'bits'; names are texts other than"),
+        ("gives", {"metrics": "{'seconds': 1}"}, r"has the name 'seconds'; names are texts other"),
         ("gives", {"metrics": "{'m': 'bad'}"}, r"has m=bad of type str; give a number"),
         ("gives", {"metrics": "{'m': torch.ones(2)}"}, r"of type Tensor; give a number"),
         ("gives", {"metrics": "{'m': float('nan')}"}, r"line \d+: report 1 has m=nan, with which"),
