@@ -187,6 +187,7 @@ def test_a_ledger_with_twins_counts_a_seed_once(tiny: Tiny) -> None:
     planned["trials"].append(planned["trials"][0] | {"row": "again"})
     state = fold([{"event": "planned", "time": 0.0, **planned}])
     assert {row: len(trials) for row, trials in state.rows().items()} == {
+        "float32": 0,
         "again": 1,
         "lns matmul": 1,
     }
