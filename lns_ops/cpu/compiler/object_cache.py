@@ -13,11 +13,12 @@ that LLVM makes of this may refer to nothing outside, which holds for kernels th
 nor raise (:func:`lns_ops.cpu.compiler.intrinsics.scratch` is their memory). ctypes calls it,
 without the GIL.
 
-Files: ``kernels-HASH/NAME.o`` in the first folder that can be used: $LNS_OPS_CACHE (this one only,
-if set), ``__pycache__`` beside this file, ``~/.cache/lns_ops``. HASH covers the sources that
-kernels may be made of (:func:`sources`), the versions of what compiles them, and the processor. A
-file starts with its own SHA-256; one that is damaged is made again. Writing is atomic, so processes
-may race. Where no folder can be written, every process compiles for itself.
+Files: ``kernels-HASH/NAME.o`` in $LNS_OPS_CACHE (this one only, if set), or in ``__pycache__``
+beside this file and in ``~/.cache/lns_ops``, whichever can be written: the first serves other users
+of an installation, the second other copies of it, such as those of launched studies. HASH covers
+the sources that kernels may be made of (:func:`sources`), the versions of what compiles them, and
+the processor. A file starts with its own SHA-256; one that is damaged is made again. Writing is
+atomic, so processes may race. Where no folder can be written, every process compiles for itself.
 
 Limits: of numba, llvmlite and numpy only public interfaces are used, but for numba's option
 ``_nrt`` (no reference counts). Should any of it change so that this fails, a kernel says so once
@@ -310,7 +311,7 @@ def _load_or_compile(name: str, compiled: Callable[[], bytes]) -> int:
 
 
 def _store(name: str, content: bytes) -> None:
-    """Write a file atomically in the first folder that takes it."""
+    """Write a file atomically in every folder that takes it."""
     for folder in _folders():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -319,7 +320,6 @@ def _store(name: str, content: bytes) -> None:
             temporary.replace(folder / name)
         except OSError:
             continue
-        return
 
 
 # -------------------------------------------------------------------------------------------------

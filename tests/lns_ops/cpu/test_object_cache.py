@@ -113,6 +113,18 @@ def test_the_home_folder_serves_where_the_package_is_read_only(
     assert [file.name for file in (tmp_path / "home").rglob("*.o")] == ["gather_gemm.widen.o"]
 
 
+def test_another_copy_of_the_package_finds_what_one_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilations: list[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LNS_OPS_CACHE", raising=False)
+    for copy in ("first", "second"):
+        monkeypatch.setattr(object_cache, "__file__", str(tmp_path / copy / "object_cache.py"))
+        widened(fresh())
+        assert len(list((tmp_path / "first" / "__pycache__").rglob("*.o"))) == 1
+    assert compilations == ["widen"]
+
+
 PACKAGE = Path(lns_ops.__file__).parent
 
 
