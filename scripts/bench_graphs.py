@@ -1,11 +1,12 @@
 """Time training steps on a GPU, eager and as CUDA graphs, in LNS beside torch's float32.
 
-    python scripts/bench_graphs.py [--steps N]
+    python scripts/bench_graphs.py [--steps N] [--kernels N]
 
 ResNet-18 for 32 x 32 images, batch 128, lns12, momentum; a GPT of four layers of 128, 8 windows of
 64 tokens, lns16, AdamW; both with scope everywhere, Kahan summation and float32 sums of products or
 the contract's. Median time of a step in milliseconds, and how many times as long as float32's in
-the same form. Every figure of a row is of this run.
+the same form. Every figure of a row is of this run. ``--kernels N`` adds the N kernels that take
+most of a replayed step, with their launches.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 import lns_ops
 from scripts.profile_resnet import cifar
@@ -82,7 +84,19 @@ def milliseconds(step: Callable[[], Any], steps: int) -> float:
     return median(times)
 
 
-def rows(steps: int) -> Iterator[tuple[str, str, float, float]]:
+def print_kernels(step: Callable[[], Any], count: int) -> None:
+    """Print the kernels that take most of a step, its launches and its time on the GPU."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    found = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+    total, launches = sum(e.self_device_time_total for e in found), sum(e.count for e in found)
+    print(f"    {total / 1e3:.2f} ms on the GPU in {launches} launches, of which")
+    for event in found[:count]:
+        print(f"    {event.self_device_time_total / 1e3:7.2f} ms {event.count:5} {event.key[:90]}")
+
+
+def rows(steps: int, kernels: int = 0) -> Iterator[tuple[str, str, float, float]]:
     """Yield net, arithmetic, and the times of an eager and of a replayed step."""
     for name, make in (("resnet18", resnet), ("gpt", transformer)):
         for form, (fmt, sums) in FORMS.items():
@@ -92,6 +106,8 @@ def rows(steps: int) -> Iterator[tuple[str, str, float, float]]:
                 eager = milliseconds(lambda step=step, batch=batch: step(*batch), steps)  # type: ignore[misc]
                 graph = lns_ops.cuda_graph(step)
                 replayed = milliseconds(lambda step=graph, batch=batch: step(*batch), steps)  # type: ignore[misc]
+                if kernels:
+                    print_kernels(lambda step=graph, batch=batch: step(*batch), kernels)  # type: ignore[misc]
             yield name, form, eager, replayed
 
 
@@ -100,13 +116,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kernels", type=int, default=0)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_graphs.py needs a GPU, and torch finds none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ms a step")
     print(f"{'net':10} {'arithmetic':14} {'eager':>8} {'ratio':>6} {'graph':>8} {'ratio':>6}")
     peer = (0.0, 0.0)
-    for name, form, eager, replayed in rows(arguments.steps):
+    for name, form, eager, replayed in rows(arguments.steps, arguments.kernels):
         if form == "float32":
             peer = (eager, replayed)
         ratios = eager / peer[0], replayed / peer[1]

@@ -53,11 +53,13 @@ _LAYOUTS = {
     "decode_bf16": "PPqPPqPii",
     "decode_tf32": "PPqPPqPii",
     "encode_sums": "PPqPPPPqqqqqqqqq",
+    "encode_convolution": "PPqPPPP" + 23 * "q",
 }
 
 
 @lru_cache(maxsize=64)
-def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Kernel:
+def float32_kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Kernel:
+    """Return the kernel ``lns_NAME`` of ``float32.cu`` for a format and a device, compiled once."""
     defines = runtime.compile_options(LNSFormat(bits, fraction_bits), device)
     return runtime.Kernel(
         runtime.compile_function(
@@ -68,7 +70,7 @@ def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Ke
     )
 
 
-atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+atexit.register(float32_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
 
 
 @lru_cache(maxsize=64)
@@ -88,13 +90,15 @@ def operand_type(fraction_bits: int) -> str:
     return "tf32" if fraction_bits <= _TF32_FRACTION_BITS else "float32"
 
 
-def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tuple[Tensor, Tensor]:
-    """Return the values of ``x`` and ``y`` in the type of :func:`operand_type`, with their shapes.
+def decoded_operands(
+    x: Tensor, y: Tensor, bits: int, fraction_bits: int, kind: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the values of ``x`` and ``y`` in a type that carries them, with their shapes.
 
-    tf32 lies in float32 tensors.
+    ``kind`` is a wider type than :func:`operand_type`'s; tf32 lies in float32 tensors.
     """
     (x, x_turned), (y, y_turned) = in_memory_order(x), in_memory_order(y)
-    kind, device = operand_type(fraction_bits), x.get_device()
+    kind, device = kind or operand_type(fraction_bits), x.get_device()
     if kind == "float32":
         left, right = (
             elementwise.decode(codes, bits, fraction_bits, torch.float32) for codes in (x, y)
@@ -102,7 +106,7 @@ def decoded_operands(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> tup
     else:
         dtype = torch.bfloat16 if kind == "bf16" else torch.float32
         left, right = torch.empty_like(x, dtype=dtype), torch.empty_like(y, dtype=dtype)
-        kernel = _kernel(f"decode_{kind}", bits, fraction_bits, device)
+        kernel = float32_kernel(f"decode_{kind}", bits, fraction_bits, device)
         kernel(
             runtime.grid_of(x.numel() + y.numel(), device, kernel=kernel), runtime.THREADS, device,
             x.data_ptr(), left.data_ptr(), x.numel(), y.data_ptr(), right.data_ptr(), y.numel(),
@@ -116,13 +120,13 @@ _precision = threading.Lock()
 
 
 @contextmanager
-def _float32_precision(wanted: str) -> Iterator[None]:
-    """Make cuBLAS multiply float32 matrices as ``tf32`` or ``ieee`` float32 inside.
+def float32_precision(setting: Any, wanted: str) -> Iterator[None]:
+    """Make a library multiply float32 numbers as ``tf32`` or ``ieee`` float32 inside.
 
-    torch's setting is the whole process's: a float32 product that another thread launches meanwhile
-    goes by it too. The lock keeps two threads in here from restoring each other's.
+    ``setting`` is ``torch.backends.cuda.matmul`` or ``torch.backends.cudnn.conv``. It is the whole
+    process's: a float32 product that another thread launches meanwhile goes by it too. The lock
+    keeps two threads in here from restoring each other's.
     """
-    setting: Any = torch.backends.cuda.matmul
     with _precision:
         before = setting.fp32_precision
         if before == wanted:
@@ -145,7 +149,8 @@ def float32_product(left: Tensor, right: Tensor, kind: str) -> Tensor:
     if kind == "bf16":
         sums = product.dtype(left, right, torch.float32)
     else:
-        with without_autocast(left), _float32_precision("tf32" if kind == "tf32" else "ieee"):
+        wanted = "tf32" if kind == "tf32" else "ieee"
+        with without_autocast(left), float32_precision(torch.backends.cuda.matmul, wanted):
             sums = product.default(left, right)
     return sums.contiguous()  # type: ignore[no-any-return]
 
@@ -159,7 +164,7 @@ def matmul_cuda(x_BMK: Tensor, y_BKN: Tensor, bits: int, fraction_bits: int) -> 
     left, right = decoded_operands(x_BMK, y_BKN, bits, fraction_bits)
     sums = float32_product(left, right, operand_type(fraction_bits))
     tables, batched = runtime.device_tables(fraction_bits, device), x_BMK.dim() == 3
-    kernel = _kernel("encode_sums", bits, fraction_bits, device)
+    kernel = float32_kernel("encode_sums", bits, fraction_bits, device)
     kernel(
         runtime.grid_of(out.numel(), device, per_thread=4, kernel=kernel), runtime.THREADS, device,
         sums.data_ptr(), out.data_ptr(), out.numel(), tables.cells.data_ptr(),

@@ -17,6 +17,9 @@ order:
 Sums of more than 4,096 products, be it over channels and taps or over the positions of one image,
 are cut as those of :func:`lns_ops.functional.matmul` are.
 
+With ``accumulation="float32"`` the same terms are added in linear arithmetic, in an order that
+torch's convolutions choose (:mod:`lns_ops.functional.float32_convolution`).
+
 Columns are made for some images at a time, so they take a few megabytes whatever the batch; results
 do not depend on it. The columns are the vector operand of the product and the weights the scalar
 one: weights are few, positions many.
@@ -37,6 +40,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lns_ops.functional.accumulation import check_accumulation
+from lns_ops.functional.float32_convolution import Sums
+from lns_ops.functional.float32_convolution import convolution as float32_convolution
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.functional.reductions import matmul
 from lns_ops.functional.reductions import sum as lns_sum
@@ -98,17 +103,19 @@ def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> T
     return pad(x_NCS, amounts) if any(amounts) else x_NCS
 
 
-def _matmul(x: Tensor, y: Tensor, accumulation: str, bits: int, fraction_bits: int) -> Tensor:
+def _matmul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
     """Return the product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
     fmt = cached_format(bits, fraction_bits)
-    if len(x) == 1:
-        return matmul(x[0], y[0], fmt, accumulation=accumulation)[None]
-    return matmul(x, y, fmt, accumulation=accumulation)
+    return (
+        matmul(x[0], y[0], fmt, accumulation="contract")[None]
+        if len(x) == 1
+        else matmul(x, y, fmt, accumulation="contract")
+    )
 
 
 def _correlate(
     x_NCS: Tensor, w_GOK: Tensor, kernel: Sequence[int], stride: Sequence[int],
-    dilation: Sequence[int], accumulation: str, bits: int, fraction_bits: int,
+    dilation: Sequence[int], bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     """Return the sums ``[N, G O, *positions]`` of a padded input and weights.
 
@@ -126,7 +133,7 @@ def _correlate(
     for first in range(0, n, step):
         some = windows[first : first + step]
         columns = some.movedim(0, 1 + len(kernel)).reshape(groups, K, -1)
-        sums = _matmul(w_GOK, columns, accumulation, bits, fraction_bits)
+        sums = _matmul(w_GOK, columns, bits, fraction_bits)
         out[first : first + step] = sums.reshape(groups, outputs, -1, P).permute(2, 0, 1, 3)
     return out.reshape(n, groups * outputs, *positions)
 
@@ -135,11 +142,13 @@ def _forward(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int],
     groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
+    if accumulation == "float32":
+        shape = _forward_shape(x, weight, stride, padding, dilation, groups).shape
+        sums = Sums("output", x, weight, shape, stride, padding, dilation, groups)
+        return float32_convolution(sums, bits, fraction_bits)
     w_GOK = weight.reshape(groups, weight.shape[0] // groups, -1)
     padded = zero_padded(x, padding, padding).contiguous()
-    return _correlate(
-        padded, w_GOK, weight.shape[2:], stride, dilation, accumulation, bits, fraction_bits
-    )
+    return _correlate(padded, w_GOK, weight.shape[2:], stride, dilation, bits, fraction_bits)
 
 
 class _Phase(NamedTuple):
@@ -174,6 +183,10 @@ def _input_gradient(
     dilation: list[int], groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     (outputs, C), dims = weight.shape[:2], len(size)
+    if accumulation == "float32":
+        shape = (grad.shape[0], groups * C, *size)
+        sums = Sums("input gradient", grad, weight, shape, stride, padding, dilation, groups)
+        return float32_convolution(sums, bits, fraction_bits)
     w_GCO = weight.reshape(groups, outputs // groups, C, *weight.shape[2:]).transpose(1, 2)
     out = grad.new_zeros((grad.shape[0], groups * C, *size))
     every = [
@@ -197,14 +210,7 @@ def _input_gradient(
         padded = zero_padded(grad, before, after).contiguous()
         steps, kernel = [p.step for p in phases], [len(p.taps) for p in phases]
         sums = _correlate(
-            padded,
-            w.reshape(groups, C, -1),
-            kernel,
-            [1] * dims,
-            steps,
-            accumulation,
-            bits,
-            fraction_bits,
+            padded, w.reshape(groups, C, -1), kernel, [1] * dims, steps, bits, fraction_bits
         )
         places = tuple(slice(p.first, None, s) for p, s in zip(phases, stride, strict=True))
         out[(slice(None), slice(None), *places)] = sums
@@ -217,6 +223,10 @@ def _weight_gradient(
 ) -> Tensor:  # fmt: skip
     n, channels, P = grad.shape[0], x.shape[1], math.prod(grad.shape[2:])
     outputs, C, dims = grad.shape[1] // groups, channels // groups, len(kernel)
+    if accumulation == "float32":
+        shape = (grad.shape[1], C, *kernel)
+        sums = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
+        return float32_convolution(sums, bits, fraction_bits)
     # Channels last, so that the windows of a position are long runs of memory.
     last = zero_padded(x, padding, padding).movedim(1, -1).contiguous()
     windows = sliding_windows(last.movedim(-1, 1), kernel, stride, dilation)
@@ -237,7 +247,7 @@ def _weight_gradient(
             .permute(1, 2, 0, 3)
             .reshape(groups, outputs, -1)
         )
-        pieces.append(_matmul(rows, columns, accumulation, bits, fraction_bits))
+        pieces.append(_matmul(rows, columns, bits, fraction_bits))
     total = (
         lns_sum(torch.stack(pieces), [0], cached_format(bits, fraction_bits))
         if len(pieces) > 1

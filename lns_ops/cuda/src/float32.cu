@@ -1,6 +1,6 @@
-// The kernels around a matrix product with float32 sums: they decode both operands and encode the
-// sums. Bound by memory. Arrays are contiguous except where strides are given. -D: the format
-// (arithmetic.cuh).
+// The kernels around a matrix product or a convolution with float32 sums: they decode both operands
+// and encode the sums. Bound by memory. Arrays are contiguous except where strides are given. -D: the
+// format (arithmetic.cuh).
 #include "arithmetic.cuh"
 #include "encoding.cuh"
 
@@ -106,13 +106,8 @@ __device__ __forceinline__ void decode_both(const short* __restrict__ x,
 DECODE(bf16, Bfloat16)
 DECODE(tf32, Tf32)
 
-// A product's operands, for sums that are taken again.
-struct Operands {
-    const short *x, *y;
-    const double* significands;
-    i64 M, N, K, x_b, x_m, x_k, y_b, y_k, y_n;
-};
-
+// What follows takes sums again that left float32 on their way: in float64, which no sum of products
+// of codes leaves.
 __device__ __forceinline__ double value(int code, const double* significands) {
     int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
     double v = __ldg(significands + field % FRACTIONS);
@@ -120,16 +115,92 @@ __device__ __forceinline__ double value(int code, const double* significands) {
     return field == 0 ? 0.0 : code < 0 ? -v : v;
 }
 
-// Element i of the product in float64, which it cannot leave, then clamped to float32.
-__device__ __forceinline__ float sum_again(i64 i, const Operands& p) {
-    const short* row = p.x + i / (p.M * p.N) * p.x_b + i / p.N % p.M * p.x_m;
-    const short* column = p.y + i / (p.M * p.N) * p.y_b + i % p.N * p.y_n;
-    double total = 0;
-    for (i64 k = 0; k < p.K; k++)
-        total += value(row[k * p.x_k], p.significands) * value(column[k * p.y_k], p.significands);
-    constexpr double LARGEST = 0x1.fffffep127;
-    return (float)fmin(fmax(total, -LARGEST), LARGEST);
-}
+// A matrix product's operands; `sum(i)` is element i of the product.
+struct Matrices {
+    const short *x, *y;
+    const double* significands;
+    i64 M, N, K, x_b, x_m, x_k, y_b, y_k, y_n;
+
+    __device__ double sum(i64 i) const {
+        const short* row = x + i / (M * N) * x_b + i / N % M * x_m;
+        const short* column = y + i / (M * N) * y_b + i % N * y_n;
+        double total = 0;
+        for (i64 k = 0; k < K; k++)
+            total += value(row[k * x_k], significands) * value(column[k * y_k], significands);
+        return total;
+    }
+};
+
+// Two of a convolution's images [images, groups channels, size], filters [groups outputs, channels,
+// kernel] and outputs [images, groups outputs, positions]; `sum(i)` is element i of the third.
+struct Convolution {
+    const short *x, *y;  // kind 0: images, filters; 1: outputs, filters; 2: outputs, images
+    const double* significands;
+    i64 kind, images, groups, channels, outputs;
+    i64 size[3], kernel[3], positions[3], stride[3], padding[3], dilation[3];
+
+    __device__ static i64 count(const i64 (&sizes)[3]) { return sizes[0] * sizes[1] * sizes[2]; }
+
+    // Where tap t meets the image at a position of the output; -1 in the padding.
+    __device__ i64 met_from(i64 position, i64 t) const {
+        i64 at = 0, scale = 1;
+        for (int d = 2; d >= 0; d--) {
+            i64 here = position % positions[d] * stride[d] + t % kernel[d] * dilation[d] - padding[d];
+            if (here < 0 || here >= size[d]) return -1;
+            at += here * scale;
+            scale *= size[d];
+            position /= positions[d];
+            t /= kernel[d];
+        }
+        return at;
+    }
+    // The position of the output whose tap t meets the image there; -1 if there is none.
+    __device__ i64 meets_from(i64 at, i64 t) const {
+        i64 position = 0, scale = 1;
+        for (int d = 2; d >= 0; d--) {
+            i64 reach = at % size[d] + padding[d] - t % kernel[d] * dilation[d];
+            if (reach < 0 || reach % stride[d] || reach / stride[d] >= positions[d]) return -1;
+            position += reach / stride[d] * scale;
+            scale *= positions[d];
+            at /= size[d];
+            t /= kernel[d];
+        }
+        return position;
+    }
+    __device__ double term(i64 i, i64 j) const {
+        return value(x[i], significands) * value(y[j], significands);
+    }
+    __device__ double sum(i64 i) const {
+        const i64 S = count(size), T = count(kernel), P = count(positions);
+        double total = 0;
+        if (kind == 0) {
+            const i64 position = i % P, o = i / P % (groups * outputs), n = i / P / (groups * outputs);
+            for (i64 c = 0; c < channels; c++)
+                for (i64 t = 0; t < T; t++) {
+                    i64 at = met_from(position, t), image = (n * groups + o / outputs) * channels + c;
+                    if (at >= 0) total += term(image * S + at, (o * channels + c) * T + t);
+                }
+        } else if (kind == 1) {
+            const i64 at = i % S, c = i / S % (groups * channels), n = i / S / (groups * channels);
+            for (i64 k = 0; k < outputs; k++)
+                for (i64 t = 0; t < T; t++) {
+                    i64 position = meets_from(at, t), o = c / channels * outputs + k;
+                    if (position >= 0)
+                        total += term((n * groups * outputs + o) * P + position,
+                                      (o * channels + c % channels) * T + t);
+                }
+        } else {
+            const i64 t = i % T, c = i / T % channels, o = i / T / channels;
+            for (i64 n = 0; n < images; n++)
+                for (i64 position = 0; position < P; position++) {
+                    i64 at = met_from(position, t), image = (n * groups + o / outputs) * channels + c;
+                    if (at >= 0)
+                        total += term((n * groups * outputs + o) * P + position, image * S + at);
+                }
+        }
+        return total;
+    }
+};
 
 __device__ __forceinline__ bool finite(float v) {
     return (__float_as_int(v) & 0x7f800000) != 0x7f800000;
@@ -137,20 +208,25 @@ __device__ __forceinline__ bool finite(float v) {
 
 // Computes the elements of one thread again that overflowed float32 on their way. It is rare, and a
 // function of its own so as not to cost the kernel registers.
+template <class Operands>
 __device__ __noinline__ void encode_again(const float* sums, short* out, i64 n, i64 first,
                                           i64 stride, Encoder encoded, const Operands& operands) {
+    constexpr double LARGEST = 0x1.fffffep127;
+    auto again = [&](i64 i) {
+        if (!finite(sums[i]))
+            out[i] = encoded((float)fmin(fmax(operands.sum(i), -LARGEST), LARGEST));
+    };
     for (i64 i = first; i < n / 4; i += stride)
-        for (i64 j = 4 * i; j < 4 * i + 4; j++)
-            if (!finite(sums[j])) out[j] = encoded(sum_again(j, operands));
-    for (i64 i = n / 4 * 4 + first; i < n; i += stride)
-        if (!finite(sums[i])) out[i] = encoded(sum_again(i, operands));
+        for (i64 j = 4 * i; j < 4 * i + 4; j++) again(j);
+    for (i64 i = n / 4 * 4 + first; i < n; i += stride) again(i);
 }
 
 // As lns_encode of elementwise.cu, of memory aligned to 16 bytes; but what is not finite is no
 // fault.
-extern "C" __global__ void __launch_bounds__(512, 4)
-    lns_encode_sums(const float* __restrict__ sums, short* __restrict__ out, i64 n,
-                    const int2* __restrict__ cells, const __grid_constant__ Operands operands) {
+template <class Operands>
+__device__ __forceinline__ void encode_all(const float* __restrict__ sums, short* __restrict__ out,
+                                           i64 n, const int2* __restrict__ cells,
+                                           const Operands& operands) {
     __shared__ int2 near[Encoder::ROOM];
     const Encoder encoded(cells, near);
     const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x,
@@ -168,3 +244,13 @@ extern "C" __global__ void __launch_bounds__(512, 4)
     }
     if (!all_finite) encode_again(sums, out, n, first, stride, encoded, operands);
 }
+
+#define ENCODE(name, Operands)                                                              \
+    extern "C" __global__ void __launch_bounds__(512, 4)                                    \
+        lns_encode_##name(const float* __restrict__ sums, short* __restrict__ out, i64 n,   \
+                          const int2* __restrict__ cells,                                   \
+                          const __grid_constant__ Operands operands) {                      \
+        encode_all(sums, out, n, cells, operands);                                          \
+    }
+ENCODE(sums, Matrices)
+ENCODE(convolution, Convolution)

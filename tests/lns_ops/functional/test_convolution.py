@@ -4,7 +4,6 @@ torch's in float64."""
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,52 +26,8 @@ from lns_ops import functional as lns
 from lns_ops.functional import convolution
 from lns_ops.functional.convolution import Geometry
 from lns_ops.reference import LONG_SUM
-from tests.lns_ops.float32_sums import order
+from tests.lns_ops.functional.convolutions import Case, cases, check_float32_sums, codes
 from tests.lns_ops.lns_formats import half_ulp
-
-
-class Case(NamedTuple):
-    """A convolution: sizes, and the geometry of torch's argument list."""
-
-    n: int
-    channels: int
-    outputs: int
-    size: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def geometry(self) -> Geometry:
-        return Geometry(self.stride, self.padding, self.dilation, self.groups)
-
-    @property
-    def positions(self) -> list[int]:
-        return self.geometry.output_size(self.size, self.kernel)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    dims, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    each = [
-        draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3)))
-        for _ in range(dims)
-    ]
-    kernel, stride, padding, dilation = zip(*each, strict=True)
-    size = tuple(max(1, d * (k - 1) + 1 - 2 * p) + draw(st.integers(0, 4)) for k, _, p, d in each)
-    n, channels, outputs = (
-        draw(st.integers(1, 3)),
-        groups * draw(st.integers(1, 3)),
-        groups * draw(st.integers(1, 3)),
-    )
-    return Case(n, channels, outputs, size, kernel, stride, padding, dilation, groups)
-
-
-def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int) -> np.ndarray:
-    values = np.random.default_rng(seed).standard_normal(shape)
-    return np.asarray(reference.encode(np.where(np.abs(values) < 0.1, 0, values), fmt))
 
 
 def row_times_column(terms: list[tuple[int, int]], fmt: LNSFormat) -> int:
@@ -292,22 +247,45 @@ def test_one_example_without_a_batch() -> None:
     assert torch.equal(layer(x), layer(x[None])[0])
 
 
-def test_float32_sums() -> None:
+@settings(max_examples=60)
+@given(
+    case=cases(),
+    fmt=st.sampled_from([lns8, lns12, lns16, LNSFormat(16, 10)]),
+    seed=st.integers(0, 99),
+    spread=st.sampled_from([0, 8, 60]),
+)
+def test_float32_sums(case: Case, fmt: LNSFormat, seed: int, spread: float) -> None:
+    check_float32_sums(case, fmt, seed, 2.0**-24, 2.0**-24, "cpu", spread)
+
+
+def test_float32_sums_that_leave_float32() -> None:
+    """Sums of both signs, of terms up to 2^254, have the sign and the size that float64 finds."""
+    case = Case(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 2), 2)
+    check_float32_sums(case, lns16, 0, 2.0**-24, 2.0**-24, "cpu", 60)
+    x, w = (codes(s, lns16, i, 60) for i, s in enumerate([(2, 4, 5, 6), (6, 2, 3, 2)]))
+    values = (lns.decode(torch.from_numpy(v), lns16, torch.float32) for v in (x, w))
+    assert not nn.functional.conv2d(*values, None, *case.geometry).isfinite().all()
+
+
+def test_float32_sums_of_tensors() -> None:
     x, w = (
         torch.from_numpy(codes(s, lns12, i)) for i, s in enumerate([(2, 8, 12, 12), (5, 8, 3, 3)])
     )
     geometry = Geometry((1, 1), (1, 1), (1, 1))
     got = convolution.convolution(x, w, geometry, lns12, accumulation="float32")
-    exact = nn.functional.conv2d(
-        lns.decode(x, lns12, torch.float64), lns.decode(w, lns12, torch.float64), padding=1
-    )
-    nearest = reference.encode(exact.numpy(), lns12)
-    assert (
-        np.abs(order(got.numpy(), lns12).astype(int) - order(nearest, lns12).astype(int)).max() <= 1
-    )
     with matmul_accumulation("float32"):
         y = nn.functional.conv2d(LNSTensor(x, lns12), LNSTensor(w, lns12), padding=1)
     assert torch.equal(y.codes, got)
+    strided = x.transpose(2, 3).contiguous().transpose(2, 3)
+    again = convolution.convolution(strided, w, geometry, lns12, accumulation="float32")
+    assert torch.equal(again, got)
+    none = convolution.convolution(x[:0], w, geometry, lns12, accumulation="float32")
+    assert none.shape == (0, 5, 12, 12)
+    gradient = convolution.weight_gradient(
+        none, x[:0], (3, 3), geometry, lns12, accumulation="float32"
+    )
+    assert gradient.shape == w.shape
+    assert not gradient.any()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

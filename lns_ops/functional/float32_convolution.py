@@ -1,0 +1,138 @@
+"""Convolutions of codes with float32 sums; :mod:`lns_ops.accumulation` says what they guarantee.
+
+Decode, convolve, encode, without columns: torch's own convolution (oneDNN, cuDNN) takes the sums.
+On a GPU one kernel decodes both operands into float32 that tf32 carries (f <= 9; bfloat16 is of no
+use here, as cuDNN would round the sums to it), cuDNN convolves by deterministic algorithms, and one
+kernel encodes the sums and takes those again that left float32.
+
+:class:`Sums` is one of the three of :mod:`lns_ops.functional.convolution`, which has the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lns_ops import cpu
+from lns_ops.cuda import runtime
+from lns_ops.cuda.float32_matmul import (
+    decoded_operands,
+    float32_kernel,
+    float32_precision,
+    operand_type,
+    without_autocast,
+)
+from lns_ops.spec.format import LNSFormat, NonFiniteError
+
+_LARGEST = torch.finfo(torch.float32).max
+_KINDS = ("output", "input gradient", "weight gradient")
+
+
+class Sums(NamedTuple):
+    """What is summed: a kind, the operands' codes, the result's shape and the geometry.
+
+    The operands are image and weight, or gradient and weight, or gradient and image.
+    """
+
+    kind: str
+    left: Tensor
+    right: Tensor
+    shape: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int
+
+    def of(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the sums of the operands' values, in the operands' dtype."""
+        aten, none = torch.ops.aten, [0] * len(self.stride)
+        geometry = (self.stride, self.padding, self.dilation, False, none, self.groups)
+        if self.kind == "output":
+            return aten.convolution(left, right, None, *geometry)  # type: ignore[no-any-return]
+        wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
+        operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
+        mask = [place == 0, place == 1, False]
+        return aten.convolution_backward(left, *operands, None, *geometry, mask)[place]  # type: ignore[no-any-return]
+
+
+def convolution_cpu(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
+    """Return the codes of the sums."""
+    fmt = LNSFormat(bits, fraction_bits)
+
+    def taken(dtype: type[np.floating[Any]]) -> Tensor:
+        codes = (sums.left.contiguous(), sums.right.contiguous())
+        left, right = (torch.from_numpy(cpu.decode(c.numpy(), fmt, dtype)) for c in codes)
+        with without_autocast(sums.left):
+            return sums.of(left, right).contiguous()
+
+    values = taken(np.float32)
+    try:
+        return torch.from_numpy(cpu.encode(values.numpy(), fmt))
+    except NonFiniteError:
+        wide = taken(np.float64).clamp(-_LARGEST, _LARGEST).to(torch.float32)
+        repaired = torch.where(values.isfinite(), values, wide)
+        return torch.from_numpy(cpu.encode(repaired.numpy(), fmt))
+
+
+@contextmanager
+def _deterministic(kind: str) -> Iterator[None]:
+    """Make cuDNN multiply as ``kind`` says, and the same bits every time."""
+    cudnn = torch.backends.cudnn
+    with float32_precision(cudnn.conv, "tf32" if kind == "tf32" else "ieee"):  # type: ignore[attr-defined]
+        before = cudnn.deterministic, cudnn.benchmark
+        cudnn.deterministic, cudnn.benchmark = True, False
+        try:
+            yield
+        finally:
+            cudnn.deterministic, cudnn.benchmark = before
+
+
+def _sizes(sums: Sums) -> list[int]:
+    """Return what ``Convolution`` of ``float32.cu`` holds behind its pointers."""
+    left, right, shape = sums.left.shape, sums.right.shape, sums.shape
+    image, weight, output = {
+        "output": (left, right, shape),
+        "input gradient": (shape, right, left),
+        "weight gradient": (right, shape, left),
+    }[sums.kind]
+    every = (image[2:], weight[2:], output[2:], sums.stride, sums.padding, sums.dilation)
+    missing, outputs = 3 - len(sums.stride), weight[0] // sums.groups
+    dims = [
+        size
+        for sizes, neutral in zip(every, (1, 1, 1, 1, 0, 1), strict=True)
+        for size in (*[neutral] * missing, *sizes)
+    ]
+    return [_KINDS.index(sums.kind), image[0], sums.groups, weight[1], outputs, *dims]
+
+
+def convolution_cuda(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
+    """Return the codes of the sums; two launches beside cuDNN's."""
+    sums = sums._replace(left=sums.left.contiguous(), right=sums.right.contiguous())
+    device = sums.left.get_device()
+    out = torch.empty(list(sums.shape), dtype=torch.int16, device=sums.left.device)
+    kind = "tf32" if operand_type(fraction_bits) == "bf16" else operand_type(fraction_bits)
+    left, right = decoded_operands(sums.left, sums.right, bits, fraction_bits, kind)
+    with without_autocast(left), _deterministic(kind):
+        values = sums.of(left, right).contiguous()
+    tables = runtime.device_tables(fraction_bits, device)
+    kernel = float32_kernel("encode_convolution", bits, fraction_bits, device)
+    kernel(
+        runtime.grid_of(out.numel(), device, per_thread=4, kernel=kernel), runtime.THREADS, device,
+        values.data_ptr(), out.data_ptr(), out.numel(), tables.cells.data_ptr(),
+        sums.left.data_ptr(), sums.right.data_ptr(), tables.significands_double.data_ptr(),
+        *_sizes(sums),
+    )  # fmt: skip
+    return out
+
+
+def convolution(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
+    """Return the codes of the sums, int16 of the sums' shape."""
+    if math.prod(sums.shape) == 0 or 0 in (sums.left.numel(), sums.right.numel()):
+        return sums.left.new_zeros(list(sums.shape))
+    return (convolution_cuda if sums.left.is_cuda else convolution_cpu)(sums, bits, fraction_bits)
