@@ -15,7 +15,7 @@ CuPy is optional. Without it, or without a device, :func:`unavailable` says why 
 raises; nothing falls back.
 """
 
-from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub, sum
+from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
@@ -24,6 +24,7 @@ from lns_ops.cuda.runtime import (
     kernel_info,
     unavailable,
 )
+from lns_ops.cuda.sums import normalize, normalize_backward, sum
 from lns_ops.cuda.updates import (
     adam_update_,
     adam_update_float32_,
@@ -34,5 +35,6 @@ from lns_ops.cuda.updates import (
 __all__ = [
     "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
     "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
-    "matmul", "mul", "sgd_update_", "sgd_update_float32_", "sqrt", "sub", "sum", "unavailable",
+    "matmul", "mul", "normalize", "normalize_backward", "sgd_update_", "sgd_update_float32_",
+    "sqrt", "sub", "sum", "unavailable",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Elementwise operations, sums, encoding and decoding on NVIDIA GPUs."""
+"""Elementwise operations, encoding and decoding on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from lns_ops.cuda.runtime import (
     fault_counts,
     grid_of,
     kernel_source,
-    multiprocessor_count,
 )
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import gaussian_tables, longest_decay_table, stochastic_tables
-from lns_ops.spec.reference import BLOCK
 
 _SHARED_FRACTION_BITS = 9
 """The most fraction bits with which eight copies of the table of G fit, as fast sums need."""
@@ -47,19 +45,24 @@ _ELEMENTWISE: dict[str, str] = {
         for decay in ("", "_l2", "_decoupled")
         for rounding in ("", "_kahan", "_stochastic")
     },
-    "sum": "PPqqiiP",
+    "sum": "PPPqqqqqqqqqqiiiiPP",
+    "normalize": "PPPq" + 4 * "Pqq" + "iPP",
+    "normalize_backward": "PPPq" + 3 * "Pqq" + "iPP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
     "decode": "PPqiP",
     "decode_double": "PPqiP",
 }
-WITH_TABLE = ("add", "sub", *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))))
+_SUMS = ("sum", "normalize", "normalize_backward")
+WITH_TABLE = (
+    "add", "sub", *_SUMS, *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))),
+)  # fmt: skip
 COPIES = 8
 
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
-    """Return the kernel ``lns_NAME`` of ``elementwise.cu`` or ``updates.cu``, compiled once.
+    """Return the kernel ``lns_NAME`` of ``elementwise``, ``sums`` or ``updates.cu``, compiled once.
 
     There is one for each format and device.
     """
@@ -81,7 +84,10 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
                 8 * fine * name.endswith("stochastic")
                 + 4 * longest_decay_table(fraction_bits) * adam
             )
-    source = kernel_source("updates.cu" if updates else "elementwise.cu")
+    if name == "sum":  # what its threads exchange
+        shared += THREADS * (4 if fast else 12)
+    file = "updates.cu" if updates else "sums.cu" if name in _SUMS else "elementwise.cu"
+    source = kernel_source(file)
     function = compile_function(
         source, f"lns_{name}", compile_options(fmt, device, **defines), device
     )
@@ -91,7 +97,7 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
 atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
 
 
-def _repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
+def repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
     """Return ``(div, mod)`` by which contiguous ``y`` repeats in ``shape``; None if it does not so.
 
     Element i of ``shape`` meets element ``i // div % mod`` of ``y``.
@@ -123,11 +129,11 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
     if not y.is_cuda:
         code, mod = int(y), 0
     else:
-        repetition = _repetition(y, shape) if y.shape != shape else None
-        if repetition is None:
+        found = repetition(y, shape) if y.shape != shape else None
+        if found is None:
             y = y.expand(shape).contiguous()
         else:
-            y, (div, mod) = y.contiguous(), repetition
+            y, (div, mod) = y.contiguous(), found
     if x.numel():
         tables, kernel = (
             device_tables(fraction_bits, device),
@@ -188,37 +194,6 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
             fault_counts(device).data_ptr(),
         )
     return z
-
-
-def sum(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
-    """Sum along ``dim`` in the contract's order.
-
-    ``shift`` ulps are added to the sum's logarithm before it is stored in the format.
-    """
-    moved = x.movedim(dim, 0).contiguous()
-    device = x.get_device()
-    out = torch.empty(moved.shape[1:], dtype=torch.int16, device=x.device)
-    if out.numel():
-        K, N = moved.shape[0], out.numel()
-        columns = _sum_columns(K, N, multiprocessor_count(device))
-        elementwise_kernel("sum", bits, fraction_bits, device)(
-            (-(-N // columns), 1, 1), THREADS, device, moved.data_ptr(), out.data_ptr(), K, N,
-            columns, shift, device_tables(fraction_bits, device).gauss.data_ptr(),
-        )  # fmt: skip
-    return out
-
-
-def _sum_columns(K: int, N: int, multiprocessors: int) -> int:
-    """Return the number of columns that a thread block of the sum kernel takes.
-
-    It is 32 for coalesced loads; more where that leaves threads without terms, as long as every
-    multiprocessor has two thread blocks. The threads divided by the columns is the number of blocks
-    of terms taken at a time.
-    """
-    columns, blocks = min(32, 1 << (N - 1).bit_length()), -(-K // BLOCK)
-    while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessors <= N:
-        columns *= 2
-    return columns
 
 
 def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:

@@ -185,8 +185,8 @@ def _input_gradient(
     (outputs, C), dims = weight.shape[:2], len(size)
     if accumulation == "float32":
         shape = (grad.shape[0], groups * C, *size)
-        sums = Sums("input gradient", grad, weight, shape, stride, padding, dilation, groups)
-        return float32_convolution(sums, bits, fraction_bits)
+        wanted = Sums("input gradient", grad, weight, shape, stride, padding, dilation, groups)
+        return float32_convolution(wanted, bits, fraction_bits)
     w_GCO = weight.reshape(groups, outputs // groups, C, *weight.shape[2:]).transpose(1, 2)
     out = grad.new_zeros((grad.shape[0], groups * C, *size))
     every = [

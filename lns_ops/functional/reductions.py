@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from lns_ops import cpu
 from lns_ops.cuda.float32_matmul import matmul_cuda
 from lns_ops.functional.accumulation import check_accumulation
-from lns_ops.functional.elementwise import add, decode
+from lns_ops.functional.elementwise import add, decode, mul, sub
 from lns_ops.functional.float32_matmul import matmul_cpu
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat, logarithm
@@ -25,19 +26,43 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], y.shape[-1]))
 
 
-def _sum_shape(x: Tensor, dim: int) -> Tensor:
-    shape = list(x.shape)
-    del shape[dim]
-    return x.new_empty(shape)
+def _terms(x: Tensor, y: Tensor | None, kind: str, fmt: LNSFormat) -> Tensor:
+    """Return what is summed: x, the products with y, or the squares of what x is more than y."""
+    if y is None:
+        return x
+    if kind == "squares":
+        x = y = sub(x, y, fmt)
+    return mul(x, y, fmt)
 
 
-def _sum_cpu(x: Tensor, dim: int, bits: int, fraction_bits: int, shift: int = 0) -> Tensor:
+def _sum_flat(x: Tensor, dim: int, fmt: LNSFormat, shift: int) -> Tensor:
     # terms beside each other: no need to turn the array around
     if x.stride(dim) == 1 and not x.is_contiguous():
         x, dim = x.movedim(dim, -1), -1
-    return torch.from_numpy(
-        cpu.sum(x.contiguous().numpy(), dim, cached_format(bits, fraction_bits), shift)
-    )
+    return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, fmt, shift))
+
+
+def _sum_cpu(
+    x: Tensor, y: Tensor | None, dims: list[int], kind: str, bits: int, fraction_bits: int,
+    shift: int = 0,
+) -> Tensor:  # fmt: skip
+    fmt, kept = cached_format(bits, fraction_bits), [d for d in range(x.dim()) if d not in dims]
+    x = _terms(x, y, kind, fmt)
+    sizes = [x.shape[d] for d in kept]
+    flat = x.permute(*dims, *kept).reshape(math.prod(x.shape[d] for d in dims), *sizes)
+    if len(flat) <= LONG_SUM:
+        return _sum_flat(flat, 0, fmt, shift)[None]
+    whole = len(flat) // LONG_SUM * LONG_SUM
+    sums = [_sum_flat(flat[:whole].reshape(-1, LONG_SUM, *sizes), 1, fmt, shift)]
+    if whole < len(flat):
+        sums.append(_sum_flat(flat[whole:], 0, fmt, shift)[None])
+    return torch.cat(sums)
+
+
+def _sum_shape(x: Tensor, y: Tensor | None, dims: list[int], *rest: Any) -> Tensor:
+    terms = math.prod(x.shape[d] for d in dims)
+    pieces = -(-terms // LONG_SUM) if terms else 1
+    return x.new_empty((pieces, *(size for d, size in enumerate(x.shape) if d not in dims)))
 
 
 def _matmul_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -54,9 +79,9 @@ def _linear_cpu(x: Tensor, y: Tensor, bias: Tensor, bits: int, fraction_bits: in
 
 define_operator(
     "sum",
-    f"(Tensor x, int dim, {FORMAT}, int shift=0) -> Tensor",
+    f"(Tensor x, Tensor? y, int[] dims, str kind, {FORMAT}, int shift=0) -> Tensor",
     _sum_cpu,
-    lambda x, dim, bits, fraction_bits, shift=0: _sum_shape(x, dim),
+    _sum_shape,
 )
 define_operator(
     "matmul",
@@ -79,75 +104,71 @@ define_operator(
 )
 
 
-def sum(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+def sum(
+    x: Tensor,
+    dims: Sequence[int],
+    fmt: LNSFormat,
+    *,
+    keepdim: bool = False,
+    times: Tensor | None = None,
+) -> Tensor:
     """Sum over ``dims``, taken together in row-major order, in the contract's blocks of 64.
 
     More than ``LONG_SUM = 4096`` terms are cut into pieces of 4096, ascending, whose sums (codes of
     the format) are summed in turn: 64 terms a block and 64 blocks a piece are where adding one by
     one still keeps most of what is added. One sequence of the block totals of 131,072 ones would
     stick at a tenth of them at f = 6. :func:`lns_ops.reference.long_sum` is the specification.
+
+    Args:
+        times: sum the products with this tensor of the same shape, codes of the format, instead.
     """
-    flat, shape = _reduced_first(x, dims, keepdim)
-    if flat is x:
-        return x.clone()
-    while flat.shape[0] > LONG_SUM:
-        flat = _pieces(flat, fmt, 0)
-    return OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits).reshape(shape)  # type: ignore[no-any-return]
+    return _reduced(x, times, dims, "plain" if times is None else "products", fmt, keepdim, False)
 
 
-def mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, *, keepdim: bool = False) -> Tensor:
+def mean(
+    x: Tensor,
+    dims: Sequence[int],
+    fmt: LNSFormat,
+    *,
+    keepdim: bool = False,
+    times: Tensor | None = None,
+    about: Tensor | None = None,
+) -> Tensor:
     """Return the mean: :func:`sum` divided by the encoded number of terms, unsaturated in between.
 
     The sum of 1,000 times 100 leaves lns12, the mean does not.
 
+    Args:
+        times: as for :func:`sum`.
+        about: the mean of the squares of ``x - about`` instead, of a shape that broadcasts.
+
     Raises:
         ValueError: there are no terms.
     """
-    flat, shape = _reduced_first(x, dims, keepdim)
-    if flat is x:
-        return x.clone()
-    terms, scale = flat.shape[0], 1
-    if terms == 0:
-        raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
-    while flat.shape[0] > LONG_SUM:  # every piece is divided by 4096, exactly
-        flat, scale = _pieces(flat, fmt, -_LONG_SUM_OCTAVES << fmt.fraction_bits), scale * LONG_SUM
-    log = logarithm(terms / scale, fmt.fraction_bits)
-    return OPS.sum(flat, 0, fmt.bits, fmt.fraction_bits, -log).reshape(shape)  # type: ignore[no-any-return]
+    y = times if about is None else about
+    kind = "squares" if about is not None else "plain" if times is None else "products"
+    return _reduced(x, y, dims, kind, fmt, keepdim, True)
 
 
-def _reduced_first(x: Tensor, dims: Sequence[int], keepdim: bool) -> tuple[Tensor, list[int]]:
-    """Return ``x`` with the reduced terms along dimension 0, row-major, and the result's shape.
-
-    It is ``x`` itself if nothing is reduced.
-    """
+def _reduced(
+    x: Tensor, y: Tensor | None, dims: Sequence[int], kind: str, fmt: LNSFormat, keepdim: bool,
+    average: bool,
+) -> Tensor:  # fmt: skip
     reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
-    kept = [d for d in range(x.dim()) if d not in reduced]
-    shape = (
-        [1 if d in reduced else x.shape[d] for d in range(x.dim())]
-        if keepdim
-        else [x.shape[d] for d in kept]
-    )
+    shape = [1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced]
     if not reduced:
-        return x, shape
-    terms = math.prod(x.shape[d] for d in reduced)
-    return x.permute(*reduced, *kept).reshape(terms, *(x.shape[d] for d in kept)), shape
-
-
-def _pieces(flat: Tensor, fmt: LNSFormat, shift: int) -> Tensor:
-    """Return the sums of pieces of ``LONG_SUM`` terms, and of the remainder."""
-    whole = flat.shape[0] // LONG_SUM * LONG_SUM
-    sums = [
-        OPS.sum(
-            flat[:whole].reshape(-1, LONG_SUM, *flat.shape[1:]),
-            1,
-            fmt.bits,
-            fmt.fraction_bits,
-            shift,
-        )
-    ]
-    if whole < flat.shape[0]:
-        sums.append(OPS.sum(flat[whole:], 0, fmt.bits, fmt.fraction_bits, shift)[None])
-    return torch.cat(sums)
+        return _terms(x, y, kind, fmt).clone()
+    terms = left = math.prod(x.shape[d] for d in reduced)
+    if average and terms == 0:
+        raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
+    scale = 1
+    while left > LONG_SUM:  # every piece of a mean is divided by 4096, exactly
+        shift = -_LONG_SUM_OCTAVES << fmt.fraction_bits if average else 0
+        x = OPS.sum(x, y, reduced, kind, fmt.bits, fmt.fraction_bits, shift)
+        left, scale = x.shape[0], scale * LONG_SUM
+        y, reduced, kind = None, [0], "plain"
+    shift = -logarithm(terms / scale, fmt.fraction_bits) if average else 0
+    return OPS.sum(x, y, reduced, kind, fmt.bits, fmt.fraction_bits, shift).reshape(shape)  # type: ignore[no-any-return]
 
 
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:

@@ -1,4 +1,4 @@
-// Elementwise operations, reductions and conversions on codes; memory-bound. Arrays are contiguous;
+// Elementwise operations and conversions on codes; memory-bound. Arrays are contiguous;
 // a second operand may be repeated: element i of the result takes y[i / y_div % y_mod] (y_mod = 0:
 // the scalar `y_code`).
 //
@@ -89,48 +89,6 @@ extern "C" __global__ void __launch_bounds__(512)
             }
         put(z, i, count, out);
     });
-}
-
-constexpr int AHEAD = 32;
-
-// out[n] = sum over k of x[k][n] in the contract's order. A thread takes one block of 64 of one
-// column; `columns` (a power of two) of them and 512 / columns blocks at a time in a thread block.
-// `shift` ulps are added to the logarithm before it is stored in the format.
-extern "C" __global__ void __launch_bounds__(512)
-    lns_sum(const short* __restrict__ x, short* __restrict__ out, i64 K, i64 N, int columns,
-            int shift, const int2* __restrict__ gauss) {
-    __shared__ Exact totals[512];
-    const int column = threadIdx.x % columns, slot = threadIdx.x / columns, slots = 512 / columns;
-    const i64 n = blockIdx.x * (i64)columns + column, blocks = (K + BLOCK - 1) / BLOCK;
-    Exact total = {0, 0, true};
-    for (i64 first = 0; first < blocks; first += slots) {
-        Exact block = {0, 0, true};
-        const i64 end = min(K, (first + slot + 1) * BLOCK);
-        if (n < N) {
-            i64 k = (first + slot) * BLOCK;
-            for (; k + AHEAD <= end; k += AHEAD) {
-                short terms
-                    [AHEAD];  // loaded together: one by one, each addition would wait for memory
-#pragma unroll
-                for (int j = 0; j < AHEAD; j++) terms[j] = x[(k + j) * N + n];
-#pragma unroll
-                for (int j = 0; j < AHEAD; j++)
-                    block =
-                        Exact::add(block, Exact::of(terms[j]).accumulator(), gauss).accumulator();
-            }
-            for (; k < end; k++)
-                block =
-                    Exact::add(block, Exact::of(x[k * N + n]).accumulator(), gauss).accumulator();
-        }
-        totals[threadIdx.x] = block;
-        __syncthreads();
-        if (slot == 0)
-            for (int s = 0; s < slots && first + s < blocks; s++)
-                total = Exact::add(total, totals[s * columns + column], gauss).accumulator();
-        __syncthreads();
-    }
-    total.log += shift;
-    if (slot == 0 && n < N) out[n] = total.code();
 }
 
 // The code nearest to x in logarithm.

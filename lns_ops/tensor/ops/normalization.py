@@ -31,20 +31,23 @@ from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import power
+from lns_ops.functional.normalization import normalize, normalize_backward
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import replaces
 
 
-def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
+def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, **terms: Tensor) -> Tensor:
     """Return means over the last dimensions first, then over the others.
 
-    They are means of means of equal numbers of values, without moving any.
+    They are means of means of equal numbers of values, without moving any. ``terms`` are those of
+    :func:`lns_ops.functional.mean`.
     """
     trailing = [d for d in dims if set(range(d, x.dim())) <= set(dims)]
     rest = [d for d in dims if d not in trailing]
-    inner = lns.mean(x, trailing, fmt, keepdim=True) if trailing else x
-    return lns.mean(inner, rest, fmt, keepdim=True) if rest else inner
+    if not rest or not trailing:
+        return lns.mean(x, dims, fmt, keepdim=True, **terms)
+    return lns.mean(lns.mean(x, trailing, fmt, keepdim=True, **terms), rest, fmt, keepdim=True)
 
 
 def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
@@ -56,26 +59,29 @@ def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """The normalization ``y`` of the head of this file, with its gradient.
+    """The normalization ``y`` of the head of this file, ``y weight + bias``, and their gradients.
 
-    It also returns the mean (None for RMSNorm) and the variance, without gradients. Its gradient
-    has no gradient: asking for one raises.
+    ``shape`` is that in which weight and bias meet ``x``. It also returns the mean (None for
+    RMSNorm) and the variance, without gradients. Its gradient has no gradient: asking for one
+    raises.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: LNSTensor, dims: list[int], eps: float, centred: bool
-    ) -> tuple[LNSTensor, LNSTensor | None, LNSTensor]:
+        ctx: Any, x: LNSTensor, weight: LNSTensor | None, bias: LNSTensor | None,
+        shape: list[int], dims: list[int], eps: float, centred: bool,
+    ) -> tuple[LNSTensor, LNSTensor | None, LNSTensor]:  # fmt: skip
         fmt, codes = x.fmt, x.codes
         mean = _mean(codes, dims, fmt) if centred else None
-        deviation = codes if mean is None else lns.sub(codes, mean, fmt)
-        variance = _mean(lns.mul(deviation, deviation, fmt), dims, fmt)
+        squares = {"times": codes} if mean is None else {"about": mean}
+        variance = _mean(codes, dims, fmt, **squares)
         scale = _inverse_root(variance, eps, fmt)
-        y = lns.mul(deviation, scale, fmt)
-        ctx.save_for_backward(LNSTensor(y, fmt), LNSTensor(scale, fmt))
-        ctx.dims, ctx.centred = dims, centred
+        w, b = (None if p is None else p.codes.reshape(shape) for p in (weight, bias))
+        y, out = normalize(codes, mean, scale, w, b, fmt)
+        ctx.save_for_backward(LNSTensor(y, fmt), LNSTensor(scale, fmt), weight, bias)
+        ctx.dims, ctx.centred, ctx.shape = dims, centred, shape
         results = (
-            LNSTensor(y, fmt),
+            LNSTensor(out, fmt),
             None if mean is None else LNSTensor(mean, fmt),
             LNSTensor(variance, fmt),
         )
@@ -84,85 +90,55 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: LNSTensor, *unused: Any) -> tuple[LNSTensor, None, None, None]:
-        y, scale = (saved.codes for saved in ctx.saved_tensors)
-        fmt, g = grad.fmt, grad.codes
-        along = lns.mul(y, _mean(lns.mul(g, y, fmt), ctx.dims, fmt), fmt)
-        rest = lns.sub(g, _mean(g, ctx.dims, fmt), fmt) if ctx.centred else g
-        return LNSTensor(lns.mul(lns.sub(rest, along, fmt), scale, fmt), fmt), None, None, None
+    def backward(ctx: Any, grad: LNSTensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        normal, scale, weight, bias = ctx.saved_tensors
+        fmt, g, y = grad.fmt, grad.codes, normal.codes
+        wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad[:3]
+        dw = _summed(g, weight, ctx.shape, times=y) if wanted_weight else None
+        db = _summed(g, bias, ctx.shape) if wanted_bias else None
+        dx = None
+        if wanted_x:
+            if weight is not None:
+                g = lns.mul(g, weight.codes.reshape(ctx.shape), fmt)
+            mean = _mean(g, ctx.dims, fmt) if ctx.centred else None
+            along = _mean(g, ctx.dims, fmt, times=y)
+            dx = LNSTensor(normalize_backward(g, y, mean, along, scale.codes, fmt), fmt)
+        return dx, dw, db, None, None, None, None
 
 
-def normalize(
-    x: Tensor, dims: Sequence[int], eps: float, centred: bool = True
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def _summed(
+    codes: Tensor, parameter: LNSTensor, shape: Sequence[int], **terms: Tensor
+) -> LNSTensor:
+    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    seen, fmt = parameter.codes.reshape(shape), parameter.fmt
+    new = codes.dim() - seen.dim()
+    dims = [d for d in range(codes.dim()) if d < new or seen.shape[d - new] == 1 != codes.shape[d]]
+    sums = lns.sum(codes, dims, fmt, keepdim=True, **terms)
+    return LNSTensor(sums.reshape(parameter.codes.shape), fmt)
+
+
+def _normalized(
+    x: LNSTensor, dims: Sequence[int], eps: float, weight: Tensor | None = None,
+    bias: Tensor | None = None, shape: Sequence[int] = (), *, centred: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, the mean, and the variance.
 
-    The mean is subtracted only if ``centred``.
+    The mean is subtracted only if ``centred``; the first is multiplied by ``weight`` and has
+    ``bias`` added, as they are in ``shape``.
     """
     if not x.numel():
         raise ValueError(
             f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
             " it out"
         )
-    return _Normalize.apply(x, list(dims), eps, centred)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Affine(torch.autograd.Function):
-    """``y w + b`` with ``dy = g w``, ``dw`` the sum of ``g y`` and ``db`` that of ``g``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: LNSTensor, weight: LNSTensor | None, bias: LNSTensor | None, shape: list[int]
-    ) -> LNSTensor:
-        fmt, codes = y.fmt, y.codes
-        ctx.save_for_backward(y, weight, bias)
-        ctx.shape = shape
-        if weight is not None:
-            codes = lns.mul(codes, weight.codes.reshape(shape), fmt)
-        if bias is not None:
-            codes = lns.add(codes, bias.codes.reshape(shape), fmt)
-        return LNSTensor(codes, fmt)
-
-    @staticmethod
-    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor | None, ...]:
-        y, weight, bias = ctx.saved_tensors
-        wanted_y, wanted_weight, wanted_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
-            w, b = (
-                None if p is None else cast(Tensor, p.reshape(ctx.shape)) for p in (weight, bias)
-            )
-            return (
-                None if not wanted_y else grad if w is None else grad * w,
-                (grad * y).sum_to_size(w.shape).view_as(weight) if w is not None else None,
-                grad.sum_to_size(b.shape).view_as(bias) if b is not None else None,
-                None,
-            )
-        fmt, g = grad.fmt, grad.codes
-        dy = dw = db = None
-        if wanted_y and weight is not None:
-            dy = LNSTensor(lns.mul(g, weight.codes.reshape(ctx.shape), fmt), fmt)
-        if wanted_weight:
-            dw = _summed(lns.mul(g, y.codes, fmt), weight, ctx.shape)
-        if wanted_bias:
-            db = _summed(g, bias, ctx.shape)
-        return grad if wanted_y and weight is None else dy, dw, db, None
-
-
-def _summed(codes: Tensor, parameter: LNSTensor, shape: Sequence[int]) -> LNSTensor:
-    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
-    seen, fmt = parameter.codes.reshape(shape), parameter.fmt
-    new = codes.dim() - seen.dim()
-    dims = [d for d in range(codes.dim()) if d < new or seen.shape[d - new] == 1 != codes.shape[d]]
-    sums = lns.sum(codes, dims, fmt, keepdim=True) if dims else codes
-    return LNSTensor(sums.reshape(parameter.codes.shape), fmt)
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
+    w, b = (weight, bias) if fused else (None, None)
+    y, mean, variance = _Normalize.apply(x, w, b, list(shape), list(dims), eps, centred)  # type: ignore[no-untyped-call]
+    return y if fused else _affine(y, weight, bias, shape), mean, variance
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    given = [parameter for parameter in (weight, bias) if parameter is not None]
-    if isinstance(y, LNSTensor) and all(
-        isinstance(parameter, LNSTensor) and parameter.fmt == y.fmt for parameter in given
-    ):
-        return _Affine.apply(y, weight, bias, list(shape)) if given else y  # type: ignore[no-untyped-call]
     if weight is not None:
         y = y * weight.reshape(shape)
     return y if bias is None else y + bias.reshape(shape)
@@ -179,7 +155,7 @@ def layer_norm(
 ) -> Tensor:
     """Normalize over the last dimensions (LayerNorm)."""
     dims = range(input.dim() - len(normalized_shape), input.dim())
-    return _affine(normalize(input, dims, eps)[0], weight, bias, normalized_shape)
+    return _normalized(input, dims, eps, weight, bias, normalized_shape)[0]
 
 
 @replaces(F.rms_norm, torch.rms_norm)
@@ -192,7 +168,7 @@ def rms_norm(
     """
     dims = range(input.dim() - len(normalized_shape), input.dim())
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    return _affine(normalize(input, dims, eps, centred=False)[0], weight, None, normalized_shape)
+    return _normalized(input, dims, eps, weight, None, normalized_shape, centred=False)[0]
 
 
 @replaces(F.group_norm, torch.group_norm)
@@ -207,8 +183,9 @@ def group_norm(
     """Normalize over the channels of a group and all positions of an example (GroupNorm)."""
     n, channels = input.shape[:2]
     grouped = input.reshape(n, num_groups, channels // num_groups, math.prod(input.shape[2:]))
-    normal = normalize(grouped, (2, 3), eps)[0].reshape(input.shape)
-    return _affine(normal, weight, bias, [-1, *[1] * (input.dim() - 2)])
+    shape = [num_groups, channels // num_groups, 1]
+    y = _normalized(cast(LNSTensor, grouped), (2, 3), eps, weight, bias, shape)[0]
+    return y.reshape(input.shape)
 
 
 @torch.no_grad()
@@ -227,7 +204,9 @@ def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -
     return (x - LNSTensor(encoded[0], x.fmt)) * scale
 
 
-def _batch(x: LNSTensor, mean: Any, variance: Any, factor: float, eps: float) -> Tensor:
+def _batch(
+    x: LNSTensor, mean: Any, variance: Any, weight: Any, bias: Any, factor: float, eps: float
+) -> Tensor:
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
     if count < 2:
@@ -235,7 +214,8 @@ def _batch(x: LNSTensor, mean: Any, variance: Any, factor: float, eps: float) ->
             f"batch norm of {count} value per channel in training: needs more than one; use a"
             " larger batch or eval()"
         )
-    y, batch_mean, batch_variance = normalize(x, dims, eps)
+    shape = [-1, *[1] * (x.dim() - 2)]
+    y, batch_mean, batch_variance = _normalized(x, dims, eps, weight, bias, shape)
     assert batch_mean is not None
     _track(mean, batch_mean, factor)
     _track(variance, batch_variance * (count / (count - 1)), factor)
@@ -257,9 +237,8 @@ def batch_norm(
             " keep them so"
         )
     if training or running_mean is None:
-        y = _batch(input, running_mean, running_var, momentum, eps)
-    else:
-        y = _with_statistics(input, running_mean, running_var, eps)
+        return _batch(input, running_mean, running_var, weight, bias, momentum, eps)
+    y = _with_statistics(input, running_mean, running_var, eps)
     return _affine(y, weight, bias, [-1, *[1] * (input.dim() - 2)])
 
 
@@ -284,12 +263,12 @@ def instance_norm(
     bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     """Normalize over the positions of each channel of each example (InstanceNorm)."""
+    shape = [-1, *[1] * (input.dim() - 2)]
     if not use_input_stats:
-        y = _with_statistics(input, running_mean, running_var, eps)
-    else:
-        y, mean, variance = normalize(input, range(2, input.dim()), eps)
-        assert mean is not None
-        count = math.prod(input.shape[2:])
-        _track(running_mean, mean.mean(0), momentum)
-        _track(running_var, variance.mean(0) * (count / max(1, count - 1)), momentum)
-    return _affine(y, weight, bias, [-1, *[1] * (input.dim() - 2)])
+        return _affine(_with_statistics(input, running_mean, running_var, eps), weight, bias, shape)
+    y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
+    assert mean is not None
+    count = math.prod(input.shape[2:])
+    _track(running_mean, mean.mean(0), momentum)
+    _track(running_var, variance.mean(0) * (count / max(1, count - 1)), momentum)
+    return y

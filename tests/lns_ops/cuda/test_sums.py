@@ -1,0 +1,123 @@
+"""Sums and means over any dimensions, of elements, products and squares, and the elementwise part
+of normalizations give the same bits on a GPU as on the CPU, wherever the terms lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lns_ops import LNSFormat, cuda
+from lns_ops import functional as lns
+from lns_ops.functional.normalization import normalize, normalize_backward
+from tests.lns_ops.cuda.codes import FORMATS, assert_same, random_codes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+    ),
+]
+
+REDUCTIONS = [
+    ((7,), [0]),
+    ((9000,), [0]),
+    ((64,), [0]),
+    ((5, 70, 3), [0]),
+    ((5, 70, 3), [1]),
+    ((130, 64), [1]),
+    ((130, 61), [1]),
+    ((2, 9000), [1]),
+    ((9000, 2), [0]),
+    ((4, 6, 8, 8), [2, 3]),
+    ((4, 6, 8, 8), [0, 2, 3]),
+    ((40, 3, 300), [0, 2]),
+    ((70, 5, 16, 16), [0, 2, 3]),
+    ((3, 5, 7), [0, 2]),
+    ((2, 3, 4, 5, 6), [0, 2, 4]),
+    ((2, 3, 4, 5, 6), [1, 3]),
+    ((3, 1, 5), [1]),
+    ((0, 3), [0]),
+    ((3, 0), [0]),
+]
+
+
+def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float) -> Tensor:
+    return torch.from_numpy(random_codes(shape, fmt, seed, spread))
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.02])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(("shape", "dims"), REDUCTIONS, ids=str)
+def test_sums_and_means(
+    shape: tuple[int, ...], dims: list[int], fmt: LNSFormat, spread: float
+) -> None:
+    x, y = (codes(shape, fmt, seed, spread) for seed in (1, 2))
+    about = codes(tuple(1 if d in dims else n for d, n in enumerate(shape)), fmt, 3, spread)
+    gx, gy, g_about = x.cuda(), y.cuda(), about.cuda()
+    for keepdim in (False, True):
+        assert_same(
+            lns.sum(gx, dims, fmt, keepdim=keepdim), lns.sum(x, dims, fmt, keepdim=keepdim).numpy()
+        )
+    assert_same(lns.sum(gx, dims, fmt, times=gy), lns.sum(x, dims, fmt, times=y).numpy())
+    if all(shape[d] for d in dims):
+        assert_same(lns.mean(gx, dims, fmt), lns.mean(x, dims, fmt).numpy())
+        assert_same(lns.mean(gx, dims, fmt, times=gy), lns.mean(x, dims, fmt, times=y).numpy())
+        assert_same(
+            lns.mean(gx, dims, fmt, about=g_about), lns.mean(x, dims, fmt, about=about).numpy()
+        )
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_terms_that_lie_elsewhere(fmt: LNSFormat) -> None:
+    x = codes((33, 6, 48), fmt, 4, 0.1)
+    g = x.cuda()
+    views = [
+        lambda x: x.transpose(0, 2), lambda x: x[1:], lambda x: x[:, :, 1:], lambda x: x[:, ::2],
+        lambda x: x[:, :1].expand(-1, 5, -1), lambda x: x.flatten()[3:].view(-1, 1).expand(-1, 3),
+    ]  # fmt: skip
+    for view in views:
+        for dims in ([0], [1], [0, 1], [-1]):
+            assert_same(lns.sum(view(g), dims, fmt), lns.sum(view(x), dims, fmt).numpy())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_sums_beyond_the_format_that_cancel(fmt: LNSFormat) -> None:
+    """A thousand largest numbers, as many smallest, and their negatives, come back to nothing."""
+    largest = torch.full((64, 9), fmt.field_mask, dtype=torch.int16)
+    x = torch.cat([largest, largest | fmt.sign_mask, torch.full((64, 9), 1, dtype=torch.int16)])
+    for terms in (x, x.flip(0), torch.cat([x, x])):
+        assert_same(lns.sum(terms.cuda(), [0], fmt), lns.sum(terms, [0], fmt).numpy())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kept", "affine"),
+    [
+        ((4, 6, 8, 8), (1, 6, 1, 1), (6, 1, 1)),
+        ((4, 6, 7, 5), (1, 6, 1, 1), (6, 1, 1)),
+        ((10, 48), (10, 1), (48,)),
+        ((10, 45), (10, 1), (45,)),
+        ((4, 2, 3, 35), (4, 2, 1, 1), (2, 3, 1)),
+        ((5, 3, 16), (5, 3, 1), (3, 1)),
+        ((2, 3, 4, 5), (2, 1, 4, 1), (3, 1, 5)),
+    ],
+    ids=str,
+)
+def test_normalizations(
+    shape: tuple[int, ...], kept: tuple[int, ...], affine: tuple[int, ...], fmt: LNSFormat
+) -> None:
+    x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
+    mean, scale, along = (codes(kept, fmt, seed, 0.1) for seed in (4, 5, 6))
+    weight, bias = (codes(affine, fmt, seed, 0.1) for seed in (7, 8))
+    for m in (mean, None):
+        for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
+            wanted = normalize(x, m, scale, w, b, fmt)
+            given = (None if v is None else v.cuda() for v in (x, m, scale, w, b))
+            for got, each in zip(normalize(*given, fmt), wanted, strict=True):
+                assert_same(got, each.numpy())
+        given = (None if v is None else v.cuda() for v in (grad, y, m, along, scale))
+        assert_same(
+            normalize_backward(*given, fmt),
+            normalize_backward(grad, y, m, along, scale, fmt).numpy(),
+        )
