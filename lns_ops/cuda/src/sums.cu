@@ -74,7 +74,7 @@ __device__ __forceinline__ int sum_of(int x, int y, const int2* gauss) {
     int code = arithmetic.code(arithmetic.watched(
         arithmetic.sum(arithmetic.of(x), SUBTRACT ? arithmetic.negated(other) : other)));
     if (arithmetic.template saturated<0>()) code = added_exactly(x, y, SUBTRACT, gauss);
-    return code;
+    return (short)code;  // with its sign extended, as product_of reads it
 }
 
 __device__ __forceinline__ int product_of(int x, int y) {

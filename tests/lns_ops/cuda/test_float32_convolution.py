@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lns_ops import LNSFormat, LNSTensor, cuda, lns8, lns12, lns16, matmul_accumulation
+from lns_ops import LNSFormat, cuda, lns8, lns12, lns16
 from lns_ops.cuda.float32_matmul import operand_type
 from lns_ops.functional import convolution
 from tests.lns_ops.functional.convolutions import Case, cases, check_float32_sums, codes
@@ -87,13 +87,12 @@ def test_bits_are_the_same_every_time_and_in_a_graph(fmt: LNSFormat) -> None:
     assert all(map(torch.equal, captured, first))
 
 
-def test_layers_without_autocast() -> None:
+def test_autocast_leaves_them_alone() -> None:
+    case, how = LAYERS[0], {"accumulation": "float32"}
     x, w = (
         torch.from_numpy(codes(s, lns12, i)).cuda()
-        for i, s in enumerate([(2, 8, 9, 9), (5, 8, 3, 3)])
+        for i, s in enumerate([(2, 64, 9, 9), (5, 64, 3, 3)])
     )
-    with matmul_accumulation("float32"):
-        wanted = torch.nn.functional.conv2d(LNSTensor(x, lns12), LNSTensor(w, lns12))
-        with torch.autocast("cuda"):
-            got = torch.nn.functional.conv2d(LNSTensor(x, lns12), LNSTensor(w, lns12))
-    assert torch.equal(got.codes, wanted.codes)
+    wanted = convolution.convolution(x, w, case.geometry, lns12, **how)
+    with torch.autocast("cuda"):
+        assert torch.equal(convolution.convolution(x, w, case.geometry, lns12, **how), wanted)
