@@ -2,7 +2,8 @@
 
     python scripts/bench_graphs.py [--steps N] [--kernels N]
 
-ResNet-18 for 32 x 32 images, batch 128, lns12, momentum; a GPT of four layers of 128, 8 windows of
+ResNet-18 as torchvision has it and without the strides of its beginning (``wide``), 128 images of
+32 x 32, lns12, momentum; a GPT of four layers of 128, 8 windows of
 64 tokens, lns16, AdamW; both with scope everywhere, Kahan summation and float32 sums of products or
 the contract's. Median time of a step in milliseconds, and how many times as long as float32's in
 the same form. Every figure of a row is of this run. ``--kernels N`` adds the N kernels that take
@@ -38,7 +39,20 @@ FORMS = {
 def resnet(lns: bool) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     """Return net, optimizer and a batch."""
     torch.manual_seed(0)
-    model = cifar(ResNet18()).cuda()
+    return images(ResNet18(), lns)
+
+
+def wide(lns: bool) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    """Return net, optimizer and a batch."""
+    torch.manual_seed(0)
+    return images(cifar(ResNet18()), lns)
+
+
+def images(
+    model: nn.Module, lns: bool
+) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+    """Return net, optimizer and a batch."""
+    model = model.cuda()
     if lns:
         lns_ops.convert_(model, "lns12", scope="everywhere")
     optimizer = lns_ops.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, kahan_sum=lns)
@@ -98,7 +112,7 @@ def print_kernels(step: Callable[[], Any], count: int) -> None:
 
 def rows(steps: int, kernels: int = 0) -> Iterator[tuple[str, str, float, float]]:
     """Yield net, arithmetic, and the times of an eager and of a replayed step."""
-    for name, make in (("resnet18", resnet), ("gpt", transformer)):
+    for name, make in (("resnet18", resnet), ("wide", wide), ("gpt", transformer)):
         for form, (fmt, sums) in FORMS.items():
             model, optimizer, batch = make(fmt is not None)
             with lns_ops.matmul_accumulation(sums):
