@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("lns", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lns")
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell ignores Ctrl-C for what it runs in the background, and what tests start inherits that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 SKIPS = (

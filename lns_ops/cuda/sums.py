@@ -70,47 +70,45 @@ def sum(
     ``kind`` is one of :data:`KINDS`: terms are elements of x, products with y, or squares of what
     x is more than y. ``shift`` ulps are added to a sum's logarithm before it is stored.
     """
-    kept = [d for d in range(x.dim()) if d not in dims]
-    K, device = math.prod(x.shape[d] for d in dims), x.get_device()
-    div, mod = 1, 1
+    kept, fmt = [d for d in range(x.dim()) if d not in dims], (bits, fraction_bits)
+    terms = math.prod(x.shape[d] for d in dims)
+    repeated: tuple[int, int] | None = (1, 1)
     if y is not None:
         x, y = x.contiguous(), y.contiguous()
-        repeated = repetition(y, x.shape) if kind == "squares" else (div, mod)
-        if repeated is not None:
-            div, mod = repeated
+        repeated = repetition(y, x.shape) if kind == "squares" else repeated
     summed, rest = _levels(x, dims), _levels(x, kept)
-    if y is not None and (repeated is None or max(len(summed), len(rest)) > 2):
-        terms = (
-            mul(x, y, bits, fraction_bits) if kind == "products" else sub(x, y, bits, fraction_bits)
-        )
-        x = mul(terms, terms, bits, fraction_bits) if kind == "squares" else terms
-        return sum(x, None, dims, "plain", bits, fraction_bits, shift)
-    if max(len(summed), len(rest)) > 2 or (len(summed) == 2 and K >= _LONGEST):
-        x = x.permute(*dims, *kept).contiguous()
-        return sum(x, None, range(len(dims)), kind, bits, fraction_bits, shift)
-    shape = [max(1, -(-K // LONG_SUM)), *(x.shape[d] for d in kept)]
-    if K == 0 or 0 in shape:
+    if max(len(summed), len(rest)) > 2 or (len(summed) == 2 and terms >= _LONGEST) or not repeated:
+        if y is None:
+            x = x.permute(*dims, *kept).contiguous()
+            return sum(x, None, range(len(dims)), "plain", *fmt, shift)
+        x = mul(x, y, *fmt) if kind == "products" else sub(x, y, *fmt)  # the terms by themselves
+        x = mul(x, x, *fmt) if kind == "squares" else x
+        return sum(x, None, dims, "plain", *fmt, shift)
+    shape = [max(1, -(-terms // LONG_SUM)), *(x.shape[d] for d in kept)]
+    if terms == 0 or 0 in shape:
         return x.new_zeros(shape)
     out = torch.empty(shape, dtype=torch.int16, device=x.device)
-    (inner, stride), outer = summed[-1], summed[0][1] if len(summed) == 2 else 0
-    (kept_inner, kept_stride), kept_outer = rest[-1], rest[0][1] if len(rest) == 2 else 0
-    lengths = [inner, outer][: len(summed)] if len(summed) == 2 else []
-    wide = stride == 1 and not any(n % 8 for n in (*lengths, kept_stride, kept_outer))
-    columns = _columns(K, out.numel(), stride, device)
-    tables, kernel = (
-        device_tables(fraction_bits, device),
-        elementwise_kernel("sum", bits, fraction_bits, device),
-    )
-    groups = -(-out.numel() // columns)
+    places = (*_strides(summed), *_strides(rest))
+    _, stride, outer, _, *kept_strides = places
+    wide = stride == 1 and not any(n % 8 for n in (outer, *kept_strides))
+    if len(summed) == 2:
+        wide = wide and summed[-1][0] % 8 == 0
+    columns, device = _columns(terms, out.numel(), stride, x.get_device()), x.get_device()
+    tables = device_tables(fraction_bits, device)
+    kernel = elementwise_kernel("sum", *fmt, device)
     kernel(
-        (min(groups, 8 * kernel.resident(device)), 1, 1), THREADS, device,
-        x.data_ptr(), pointer_of(y), out.data_ptr(),
-        K, out[0].numel(), inner, stride, outer, kept_inner, kept_stride, kept_outer, div, mod,
+        (min(-(-out.numel() // columns), 8 * kernel.resident(device)), 1, 1), THREADS, device,
+        x.data_ptr(), pointer_of(y), out.data_ptr(), terms, out[0].numel(), *places, *repeated,
         KINDS.index(kind), columns, shift,
         wide and alignment_flag(x, y if kind == "products" else None),
         tables.signed.data_ptr(), tables.gauss.data_ptr(),
     )  # fmt: skip
     return out
+
+
+def _strides(levels: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Return the size and stride of the inner level, and the stride of the outer one or 0."""
+    return *levels[-1], levels[0][1] if len(levels) == 2 else 0
 
 
 def _repeated(codes: Tensor | None, like: Tensor) -> tuple[tuple[int, int, int], Tensor | None]:

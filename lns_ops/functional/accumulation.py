@@ -21,6 +21,9 @@ products, in whatever order they are added (Higham, Accuracy and Stability of Nu
          f = 7..9    2^-11 (tf32 operands)                    2^-22
          f >= 10     2^-24 (float32 operands)                 2^-24
 
+Convolutions have tf32's figures up to f = 9. The bound is of sums term by term: cuDNN takes them so
+for tf32 operands; for float32 ones (f >= 10) it could choose an algorithm that does not (Winograd).
+
 On the significands 2^(j / 2^f) that occur, ``e`` is at most 2^-8.3 for bfloat16 and 2^-11.1 for
 tf32. Tensor cores do not round every addition to nearest, hence their larger u. What lies below
 float32's normal range may be flushed to zero: that is the last term, and ``e`` is 1 for operands

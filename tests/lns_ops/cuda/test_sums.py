@@ -11,34 +11,13 @@ from lns_ops import LNSFormat, cuda
 from lns_ops import functional as lns
 from lns_ops.functional.normalization import normalize, normalize_backward
 from tests.lns_ops.cuda.codes import FORMATS, assert_same, random_codes
+from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
     ),
-]
-
-REDUCTIONS = [
-    ((7,), [0]),
-    ((9000,), [0]),
-    ((64,), [0]),
-    ((5, 70, 3), [0]),
-    ((5, 70, 3), [1]),
-    ((130, 64), [1]),
-    ((130, 61), [1]),
-    ((2, 9000), [1]),
-    ((9000, 2), [0]),
-    ((4, 6, 8, 8), [2, 3]),
-    ((4, 6, 8, 8), [0, 2, 3]),
-    ((40, 3, 300), [0, 2]),
-    ((70, 5, 16, 16), [0, 2, 3]),
-    ((3, 5, 7), [0, 2]),
-    ((2, 3, 4, 5, 6), [0, 2, 4]),
-    ((2, 3, 4, 5, 6), [1, 3]),
-    ((3, 1, 5), [1]),
-    ((0, 3), [0]),
-    ((3, 0), [0]),
 ]
 
 
@@ -91,19 +70,7 @@ def test_sums_beyond_the_format_that_cancel(fmt: LNSFormat) -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize(
-    ("shape", "kept", "affine"),
-    [
-        ((4, 6, 8, 8), (1, 6, 1, 1), (6, 1, 1)),
-        ((4, 6, 7, 5), (1, 6, 1, 1), (6, 1, 1)),
-        ((10, 48), (10, 1), (48,)),
-        ((10, 45), (10, 1), (45,)),
-        ((4, 2, 3, 35), (4, 2, 1, 1), (2, 3, 1)),
-        ((5, 3, 16), (5, 3, 1), (3, 1)),
-        ((2, 3, 4, 5), (2, 1, 4, 1), (3, 1, 5)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "kept", "affine"), NORMALIZATIONS, ids=str)
 def test_normalizations(
     shape: tuple[int, ...], kept: tuple[int, ...], affine: tuple[int, ...], fmt: LNSFormat
 ) -> None:

@@ -24,7 +24,7 @@ from trainers.object_store import Store
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
-EPOCHS = 200
+EPOCHS = 400
 GANG = [
     "trial.workers=2",
     "rows=[{label: a, overrides: {precision.format: lns12}}]",

@@ -1,0 +1,78 @@
+"""Sums of products and of squares, and the elementwise part of normalizations, are their parts put
+together, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lns_ops import LNSFormat, lns12, lns16, reference
+from lns_ops import functional as lns
+from lns_ops.functional.normalization import normalize, normalize_backward
+from tests.lns_ops.cuda.codes import random_codes
+from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS
+
+
+def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int) -> Tensor:
+    return torch.from_numpy(random_codes(shape, fmt, seed, 0.05))
+
+
+@pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
+@pytest.mark.parametrize(("shape", "dims"), REDUCTIONS, ids=str)
+def test_sums_are_the_references(shape: tuple[int, ...], dims: list[int], fmt: LNSFormat) -> None:
+    x, y = (codes(shape, fmt, seed) for seed in (1, 2))
+    kept = [d for d in range(len(shape)) if d not in dims]
+    flat = np.ascontiguousarray(x.permute(*dims, *kept).numpy()).reshape(
+        -1 if all(shape) else int(np.prod([shape[d] for d in dims])), *(shape[d] for d in kept)
+    )
+    np.testing.assert_array_equal(
+        lns.sum(x, dims, fmt).numpy(), reference.long_sum(flat, 0, fmt), strict=True
+    )
+    assert torch.equal(
+        lns.sum(x, dims, fmt, keepdim=True, times=y),
+        lns.sum(lns.mul(x, y, fmt), dims, fmt, keepdim=True),
+    )
+    if not all(shape[d] for d in dims):
+        with pytest.raises(ValueError, match="a mean of 0 values"):
+            lns.mean(x, dims, fmt)
+        return
+    mean = lns.mean(x, dims, fmt, keepdim=True)
+    deviation = lns.sub(x, mean, fmt)
+    assert torch.equal(
+        lns.mean(x, dims, fmt, about=mean), lns.mean(lns.mul(deviation, deviation, fmt), dims, fmt)
+    )
+    assert torch.equal(lns.mean(x, dims, fmt, times=y), lns.mean(lns.mul(x, y, fmt), dims, fmt))
+
+
+@pytest.mark.parametrize(("shape", "kept", "affine"), NORMALIZATIONS, ids=str)
+def test_normalizations_are_four_operations(
+    shape: tuple[int, ...], kept: tuple[int, ...], affine: tuple[int, ...]
+) -> None:
+    x, grad, y = (codes(shape, lns12, seed) for seed in (1, 2, 3))
+    mean, scale, along = (codes(kept, lns12, seed) for seed in (4, 5, 6))
+    weight, bias = (codes(affine, lns12, seed) for seed in (7, 8))
+    normal = lns.mul(lns.sub(x, mean, lns12), scale, lns12)
+    out = lns.add(lns.mul(normal, weight, lns12), bias, lns12)
+    got = normalize(x, mean, scale, weight, bias, lns12)
+    assert torch.equal(got[0], normal)
+    assert torch.equal(got[1], out)
+    plain = normalize(x, None, scale, None, None, lns12)
+    assert all(torch.equal(each, lns.mul(x, scale, lns12)) for each in plain)
+    rest = lns.sub(lns.sub(grad, mean, lns12), lns.mul(y, along, lns12), lns12)
+    assert torch.equal(
+        normalize_backward(grad, y, mean, along, scale, lns12), lns.mul(rest, scale, lns12)
+    )
+
+
+def test_the_operators_pass_torchs_check() -> None:
+    ops, check, fmt = torch.ops.lns_ops, torch.library.opcheck, (12, 6)
+    x, y = (codes((5, 3, 1000), lns12, seed) for seed in (1, 2))
+    mean, weight = codes((1, 3, 1), lns12, 3), codes((3, 1), lns12, 4)
+    check(ops.sum.default, (x, None, [0, 2], "plain", *fmt))
+    check(ops.sum.default, (x, y, [2], "products", *fmt, -64))
+    check(ops.sum.default, (x, mean, [0, 2], "squares", *fmt))
+    check(ops.normalize.default, (x, mean, mean, weight, weight, *fmt))
+    check(ops.normalize.default, (x, None, mean, None, None, *fmt))
+    check(ops.normalize_backward.default, (x, y, mean, mean, mean, *fmt))
