@@ -88,6 +88,7 @@ class GraphedEpochs:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_STEPS):
+                    self._step.zero_()  # an epoch may have but one step
                     self._train_step()
                     if not updates:
                         self._optimizer.step()

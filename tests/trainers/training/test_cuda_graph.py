@@ -202,6 +202,17 @@ def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
+def test_an_epoch_on_a_gpu_may_have_one_step(decay: str) -> None:
+    config = replace(BASE, lr_schedule=LRSchedule(decay=decay))
+    examples = Training(config).data.train.size
+    whole = Training(replace(config, batch_size=examples))
+    first, second = (whole.train_epoch()["train/loss"] for _ in range(2))
+    assert second < first
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_a_value_that_is_not_finite_ends_training_on_a_gpu() -> None:
     training = Training(
         replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine"))
