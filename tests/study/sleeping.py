@@ -23,11 +23,11 @@ class Sleeps(Executor):
         self._epoch = 0
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        self._config = config
+        self._config, self._seconds = config, config.optimizer.lr
         return Beginning()
 
     def step(self) -> dict[str, Any]:
-        time.sleep(self._config.optimizer.lr)
+        time.sleep(self._seconds)
         self._epoch += 1
         done = self._epoch == self._config.epochs
         test = {"test/error": 0.1, "test/loss": 0.1} if done else {}
@@ -64,6 +64,34 @@ class FailsOnce(Sleeps):
             self._mark.touch()
             time.sleep(self._config.optimizer.lr / 2)
             raise ConnectionError("the network is away")
+        return super().step()
+
+
+WAITS_FOR_ANOTHER = "tests.study.sleeping:WaitsForAnother"
+
+
+class WaitsForAnother(Sleeps):
+    """A trial of many epochs takes its second one only once a trial of few, of another seed than
+    0, has begun, and needs no time for those after it."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._mark = Path(context.plan["checkpoints"]).parent / "another.began"
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        if config.seed > 0 and config.workers == 1 and config.epochs < 8:
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+        return super().begin(config, checkpoints)
+
+    def step(self) -> dict[str, Any]:
+        if self._config.epochs >= 8 and self._epoch > 0:
+            until = time.monotonic() + 60
+            while not self._mark.exists():
+                if time.monotonic() > until:
+                    raise TimeoutError("no other trial began in a minute")
+                time.sleep(0.02)
+            self._seconds = 0.0
         return super().step()
 
 

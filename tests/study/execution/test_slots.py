@@ -23,7 +23,7 @@ from study.plan.plan import make_plan
 from study.results.objectives import objective
 from study.search.agenda import Agenda
 from tests.study.conftest import SilentView
-from tests.study.sleeping import FAILS_ONCE, executor, most_at_once
+from tests.study.sleeping import FAILS_ONCE, WAITS_FOR_ANOTHER, executor, most_at_once
 from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REPORT, Beginning, Message
 
 Make = Callable[..., StudyConfig]
@@ -143,19 +143,20 @@ def test_max_concurrent_holds_trials_back(tiny: Make) -> None:
 def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_leaves(
     tiny: Make,
 ) -> None:
-    """A trial of half a second an epoch, eight epochs, holds one slot of four; a gang of four waits
-    for it. Trials of 0.1 s fill the other three slots meanwhile, once it is known how short they
-    are, and none begins that would make the gang wait longer.
+    """A trial of half a second an epoch, forty epochs, holds one slot of four until a short one has
+    begun beside it; a gang of four waits for it. Trials of 0.1 s fill the other three slots
+    meanwhile, once it is known how short they are, and none begins that would make the gang wait
+    longer.
     """
     rows = (
         "rows=[{label: short, overrides: {optimizer.lr: 0.05}}, {label: long, overrides:"
-        " {optimizer.lr: 0.5, epochs: 8}}, {label: gang, overrides: {workers: 4, optimizer.lr:"
+        " {optimizer.lr: 0.5, epochs: 40}}, {label: gang, overrides: {workers: 4, optimizer.lr:"
         " 0.02, batch_size: 64}}]"
     )
     study = tiny(
         "gangs", "cpus=4", rows, "baseline=null", f"seeds={list(range(6))}", "trial.epochs=2"
     )
-    with executor():
+    with executor(WAITS_FOR_ANOTHER):
         outcome = run_study(study, SilentView(), lambda line: None)
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
     events = [
