@@ -51,6 +51,17 @@ def forget_forward_order(module: Any) -> None:
         state._fsdp_param_group._post_forward_indices.clear()
 
 
+def google_storage_asked_once() -> type[Any]:
+    """Return ``gcsfs.core.GCSFileSystem`` with requests that are sent once.
+
+    Six times, as much as a minute, is fixed there where a request is defined (gcsfs 2026.10).
+    """
+    from gcsfs.core import GCSFileSystem
+
+    once = {"_request": GCSFileSystem._request.__wrapped__}
+    return type("GoogleStorage", (GCSFileSystem,), once)
+
+
 def of_tensors(formula: Formula) -> Formula:
     """Mark a formula of ``FlopCounterMode(custom_mapping=...)`` as one that takes tensors.
 

@@ -1,35 +1,41 @@
-"""Places in an object store (S3 and what speaks its protocol), and the folders that stand for them.
+"""Places in an object store (S3, what speaks its protocol, Google's), and the folders for them.
 
-A place is a path, or a URL ``s3://bucket/prefix``. What lies at a URL has a *cache*, the folder
-``~/.cache/lns-study/s3/bucket/prefix`` or the same below ``$LNS_STUDY_CACHE``: programs work there,
-and upload what must last. The path follows from the URL and the URL from the path, so nothing else
-notes which folder belongs to which.
+A place is a path, or a URL ``s3://bucket/prefix`` or ``gs://bucket/prefix``. What lies at a URL has
+a *cache*, the folder ``~/.cache/lns-study/s3/bucket/prefix`` or the same below
+``$LNS_STUDY_CACHE``: programs work there, and upload what must last. The path follows from the URL
+and the URL from the path, so nothing else notes which folder belongs to which.
 
-Objects are written whole or not at all, and a new one only where none is (``PutObject`` with
-``If-None-Match: *``), by which two writers find out about each other. A store that does not answer
-is asked again for :data:`PATIENCE_SECONDS`.
+Objects are written whole or not at all, and a new one only where none is (S3: ``PutObject`` with
+``If-None-Match: *``; Google: ``ifGenerationMatch=0``), by which two writers find out about each
+other. A store that does not answer is asked again for :data:`PATIENCE_SECONDS`.
 
-Credentials are found by the AWS client library as ever, in the environment or the machine's role,
-and are never part of a URL; ``$AWS_ENDPOINT_URL`` names a store other than AWS's.
+Credentials are found by the stores' client libraries as ever, in the environment or the machine's
+role, and are never part of a URL; ``$AWS_ENDPOINT_URL`` names a store other than AWS's,
+``$STORAGE_EMULATOR_HOST`` one other than Google's, which is asked without credentials.
 
-Source: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+Sources: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html,
+https://cloud.google.com/storage/docs/request-preconditions
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 CACHE = "LNS_STUDY_CACHE"
 """Environment variable with the folder of all caches."""
-FILE_SCHEME, S3_SCHEME = "file://", "s3://"
+FILE_SCHEME, S3_SCHEME, GOOGLE_SCHEME = "file://", "s3://", "gs://"
+SCHEMES = (S3_SCHEME, GOOGLE_SCHEME)
 PATIENCE_SECONDS = 600.0
 """Seconds for which a store that does not answer is asked again."""
 LONGEST_PAUSE = 2.0
@@ -38,14 +44,14 @@ QUIET_SECONDS = 5.0
 CONNECT_SECONDS, READ_SECONDS = 5, 60
 FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
 """Answers of a store, which asking again does not change."""
-_PLACE = re.compile(r"s3://[a-z0-9][a-z0-9.-]+(/[\w.=+ -]+)*/?")
+_PLACE = re.compile(r"(s3|gs)://[a-z0-9][a-z0-9._-]+(/[\w.=+ -]+)*/?")
 
 Found = TypeVar("Found")
 
 
 def is_url(place: str) -> bool:
     """Tell whether a place lies in an object store."""
-    return place.startswith(S3_SCHEME)
+    return place.startswith(SCHEMES)
 
 
 def check_place(key: str, place: str) -> None:
@@ -58,15 +64,28 @@ def check_place(key: str, place: str) -> None:
         return
     if not is_url(place):
         raise ValueError(
-            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be a path, file:///path or"
-            " s3://bucket/prefix; mount other stores, or use their S3 endpoint by AWS_ENDPOINT_URL"
+            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be a path, file:///path,"
+            " s3://bucket/prefix or gs://bucket/prefix; mount other stores, or use their S3"
+            " endpoint by AWS_ENDPOINT_URL"
         )
     if not _PLACE.fullmatch(place) or ".." in place:
         raise ValueError(
-            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be s3://bucket/prefix with letters,"
-            " digits and . _ - = +; credentials go into the environment (AWS_ACCESS_KEY_ID,"
-            " AWS_SECRET_ACCESS_KEY), the endpoint into AWS_ENDPOINT_URL"
+            f"{key}={re.sub('//.*@', '//...@', place)!r}: must be {place[:5]}bucket/prefix with"
+            f" letters, digits and . _ - = +; {access(place)}"
         )
+
+
+def access(place: str) -> str:
+    """Return where credentials and the endpoint of a store come from."""
+    if place.startswith(GOOGLE_SCHEME):
+        return (
+            "credentials go into the environment (GOOGLE_APPLICATION_CREDENTIALS) or are the"
+            " machine's, another endpoint into STORAGE_EMULATOR_HOST"
+        )
+    return (
+        "credentials go into the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or are the"
+        " machine's role, another endpoint into AWS_ENDPOINT_URL"
+    )
 
 
 def local_folder(place: str) -> Path:
@@ -78,10 +97,11 @@ def local_folder(place: str) -> Path:
 
 def place_of(folder: Path) -> str:
     """Return the place that a folder stands for: the URL of a cache, else the folder's path."""
-    s3 = _caches() / "s3"
-    return (
-        S3_SCHEME + folder.relative_to(s3).as_posix() if folder.is_relative_to(s3) else str(folder)
-    )
+    for scheme in SCHEMES:
+        top = _caches() / scheme.removesuffix("://")
+        if folder.is_relative_to(top):
+            return scheme + folder.relative_to(top).as_posix()
+    return str(folder)
 
 
 def open_store(place: str, patience: float = PATIENCE_SECONDS) -> Store | None:
@@ -149,17 +169,20 @@ class Store:
     def age(self, name: str) -> float:
         """Return the seconds since an object was written, by this machine's clock."""
         info = self._ask(lambda fs, path: fs.info(path), name)
-        return time.time() - float(info["LastModified"].timestamp())
+        written = info["LastModified"] if "LastModified" in info else info["mtime"]
+        return time.time() - float(written.timestamp())
 
     def remove(self, name: str) -> None:
         """Remove an object if it is there."""
-        self._ask(lambda fs, path: fs.rm_file(path), name)
+        with suppress(FileNotFoundError):
+            self._ask(lambda fs, path: fs.rm_file(path), name)
 
     def _path(self, name: str) -> str:
-        return f"{self.url.removeprefix(S3_SCHEME)}/{name}".rstrip("/")
+        return f"{self.url.partition('://')[2]}/{name}".rstrip("/")
 
     def _ask(self, request: Callable[[Any, str], Found], name: str) -> Found:
-        filesystem, path, pause = _filesystem(os.getpid()), self._path(name), 0.1
+        scheme = self.url[:5]
+        filesystem, path, pause = _filesystem(scheme, os.getpid()), self._path(name), 0.1
         began, said = time.monotonic(), False
         while True:
             waited = time.monotonic() - began
@@ -170,12 +193,12 @@ class Store:
             except Exception as error:  # the client library has a tree of its own
                 if _is_precondition(error):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-                if _is_refusal(error) or waited > self._patience:
-                    raise OSError(errno.EIO, f"{S3_SCHEME}{path}: {error}") from None
+                if _is_refusal(scheme, error) or waited > self._patience:
+                    raise OSError(errno.EIO, f"{scheme}{path}: {error}") from None
                 if waited > QUIET_SECONDS and not said:
                     said = True
                     print(
-                        f"{S3_SCHEME}{path} does not answer ({error}); waiting for it, at most"
+                        f"{scheme}{path} does not answer ({error}); waiting for it, at most"
                         f" {self._patience:.0f} s; Ctrl-C ends the command",
                         file=sys.stderr,
                         flush=True,
@@ -185,27 +208,58 @@ class Store:
 
 
 def _is_precondition(error: Exception) -> bool:
-    """Tell whether an error is the answer to ``If-None-Match`` (HTTP status 412)."""
+    """Tell whether an error is S3's answer to ``If-None-Match`` (HTTP status 412)."""
     return isinstance(error, OSError) and error.errno == errno.EINVAL
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Tell whether an error is this machine's own, such as missing credentials."""
+def _is_refusal(scheme: str, error: Exception) -> bool:
+    """Tell whether an error is final, or this machine's own, such as missing credentials."""
+    if scheme == GOOGLE_SCHEME:
+        from gcsfs.retry import HttpError
+        from google.auth.exceptions import GoogleAuthError, TransportError
+
+        if isinstance(error, HttpError):
+            return 400 <= int(error.code or 500) < 500 and int(error.code) not in (408, 429)
+        refused = isinstance(error, OSError) and str(error).startswith("Forbidden")
+        return refused or (
+            isinstance(error, GoogleAuthError) and not isinstance(error, TransportError)
+        )
     from botocore.exceptions import BotoCoreError, ConnectionError, HTTPClientError
 
     transient = (ConnectionError, HTTPClientError)
     return isinstance(error, BotoCoreError) and not isinstance(error, transient)
 
 
-@functools.lru_cache(maxsize=1)
-def _filesystem(process: int) -> Any:
+@functools.lru_cache(maxsize=2)
+def _filesystem(scheme: str, process: int) -> Any:
     """Return the client of a process, which one that it forks does not share."""
+    package, extra = ("gcsfs", "gcs") if scheme == GOOGLE_SCHEME else ("s3fs", "s3")
     try:
-        import s3fs
+        return _google() if scheme == GOOGLE_SCHEME else _s3()
     except ImportError:
         raise ValueError(
-            "storage=s3://...: needs the package s3fs; install it with pip install 'lns-study[s3]'"
+            f"storage={scheme}...: needs the package {package}; install it with pip install"
+            f" 'lns-study[{extra}]'"
         ) from None
+
+
+def _google() -> Any:
+    from trainers._compat import google_storage_asked_once
+
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # of waiting this module tells
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="GCS project not set")
+        return google_storage_asked_once()(
+            token="anon" if os.environ.get("STORAGE_EMULATOR_HOST") else None,
+            requests_timeout=READ_SECONDS,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+
+
+def _s3() -> Any:
+    import s3fs
+
     found = s3fs.S3FileSystem(
         use_listings_cache=False,
         skip_instance_cache=True,

@@ -33,8 +33,8 @@ goes on.
   --to slurm     sbatch, with conf/cluster/slurm.sh
   --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
 
-storage=... must be an absolute path that all nodes see, or s3://bucket/prefix. The same command
-again continues the study.
+storage=... must be an absolute path that all nodes see, or s3:// or gs://bucket/prefix. The same
+command again continues the study.
 """
 
 

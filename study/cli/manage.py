@@ -142,7 +142,7 @@ def add_command(
 
 def add_storage(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--storage``."""
-    text = "folder of all studies, or s3://bucket/prefix (default: studies)"
+    text = "folder of all studies, s3://bucket/prefix or gs://bucket/prefix (default: studies)"
     parser.add_argument("--storage", default=STORAGE, help=text)
 
 

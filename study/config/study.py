@@ -144,8 +144,8 @@ class StudyConfig:
         comparable_seeds: number of seeds that a row needs for its figures to be comparable.
         claims: claims that the study decides (:mod:`study.config.claims`).
         small: changes that make the study's small form, by dotted key, as on the command line.
-        storage: folder, or s3://bucket/prefix, of all studies: ledgers, checkpoints, reports, the
-            default tracking database (of a URL: in its cache).
+        storage: folder of all studies, or s3://bucket/prefix or gs://bucket/prefix: ledgers,
+            checkpoints, reports, the default tracking database (of a URL: in its cache).
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
             ``none`` to send nothing. A password in it is taken out and kept in this process only
             (:mod:`study.tracking_uri`).

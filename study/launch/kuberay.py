@@ -113,7 +113,7 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
         raise UserError(
             f"storage={storage!r}: must lie in a volume that outlives the cluster; {template.name}"
             f" mounts {', '.join(mounts) or 'none'}: use for example"
-            f" storage={mounts[0] if mounts else '/studies'}, or s3://bucket/prefix"
+            f" storage={mounts[0] if mounts else '/studies'}, or s3:// or gs://bucket/prefix"
         )
 
 

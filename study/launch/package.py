@@ -133,7 +133,7 @@ def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
         raise ValueError(
             f"storage={loaded.storage!r}: a relative path ends with the job's folder; use an"
             " absolute path that every node sees, for example storage=/shared/studies, or"
-            " s3://bucket/prefix"
+            " s3:// or gs://bucket/prefix"
         )
 
 

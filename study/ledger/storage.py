@@ -40,7 +40,7 @@ import psutil
 
 from study.ledger.lines import Lines
 from trainers.files import write_whole
-from trainers.object_store import Store, local_folder, open_store, place_of
+from trainers.object_store import Store, access, local_folder, open_store, place_of
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
 SEGMENTS, LOCKS, REPORT = "ledger", "locks", "report"
@@ -88,13 +88,13 @@ def check_storage(place: str) -> None:
             store.remove(name)
     except OSError as error:
         raise ValueError(
-            f"storage={place!r}: cannot be written ({error}); the bucket must exist, credentials be"
-            " in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or the machine's role,"
-            " and AWS_ENDPOINT_URL name a store other than AWS's"
+            f"storage={place!r}: cannot be written ({error}); the bucket must exist;"
+            f" {access(place)}"
         ) from None
     raise ValueError(
-        f"storage={place!r}: the store overwrites an object despite If-None-Match, so two drivers"
-        " could write one ledger; use a store with conditional writes, or a folder"
+        f"storage={place!r}: the store overwrites an object that a condition (S3's If-None-Match,"
+        " Google's ifGenerationMatch) protects, so two drivers could write one ledger; use a store"
+        " with conditional writes, or a folder"
     )
 
 
@@ -300,7 +300,7 @@ def _answered(request: Callable[..., Found], *arguments: Any) -> Found:
         return request(*arguments)
     except OSError as error:
         raise ValueError(
-            f"storage: {error}; check the network, AWS_ENDPOINT_URL and the credentials"
+            f"storage: {error}; check the network, the endpoint and the credentials"
         ) from None
 
 

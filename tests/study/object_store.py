@@ -1,4 +1,5 @@
-"""A real S3 server (moto's) on loopback, and a connection to it that can be cut."""
+"""Object stores on loopback, a real S3 server (moto's) and one that speaks as Google's does, and
+connections to them that can be cut."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.study import google_store
 from tests.study.servers import free_port
 from trainers import object_store
 
@@ -35,7 +37,7 @@ class Line:
     def __init__(self, server: int) -> None:
         self.port, self.left = free_port(), None
         self.change: Callable[[bytes], bytes] = lambda content: content
-        self._server, self._open = server, list[socket.socket]()
+        self._server, self._open = server, set[socket.socket]()
         self.mend()
 
     def mend(self) -> None:
@@ -49,7 +51,7 @@ class Line:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for end in self._open:
+        for end in list(self._open):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
@@ -60,7 +62,7 @@ class Line:
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._server))
-                self._open += [client, server]
+                self._open |= {client, server}
                 threading.Thread(target=self._send, args=(client, server), daemon=True).start()
                 threading.Thread(target=self._receive, args=(server, client), daemon=True).start()
 
@@ -72,6 +74,7 @@ class Line:
                 server.sendall(self.change(content))
                 if self.left is not None and self.left <= 0:
                     return self.cut()
+        with suppress(OSError):
             server.shutdown(socket.SHUT_WR)
         return None
 
@@ -79,7 +82,11 @@ class Line:
         with suppress(OSError):
             while content := server.recv(1 << 16):
                 client.sendall(content)
-            client.shutdown(socket.SHUT_WR)
+        for end in (client, server):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+            self._open.discard(end)
 
 
 @contextmanager
@@ -142,6 +149,26 @@ def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield line
     line.cut()
     object_store._filesystem.cache_clear()
+
+
+@pytest.fixture
+def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    """The line to an empty bucket as Google's, :data:`BUCKET`, used as that of :func:`s3`."""
+    with google_store.serve(BUCKET) as port:
+        line = Line(port)
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{line.port}")
+        monkeypatch.setenv(object_store.CACHE, str(tmp_path / "cache"))
+        object_store._filesystem.cache_clear()
+        yield line
+        line.cut()
+        object_store._filesystem.cache_clear()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def store_line(request: pytest.FixtureRequest) -> tuple[str, Line]:
+    """Each kind of store in turn: the URL of its empty bucket, and the line to it."""
+    name = {"s3": "s3", "gs": "google"}[request.param]
+    return f"{request.param}://{BUCKET}", request.getfixturevalue(name)
 
 
 @contextmanager

@@ -4,8 +4,10 @@ the library that changed."""
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,28 @@ def test_ray_train_runs_say_where_they_continue(tmp_path: Path) -> None:
     assert _compat.latest_ray_train_checkpoint(tmp_path) == tmp_path / "checkpoint_7", (
         "Ray: a run's newest checkpoint is written elsewhere"
     )
+
+
+def test_google_storage_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gcsfs", reason="pip install 'lns-study[gcs]'")
+    requests = []
+
+    class Away(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            requests.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *arguments: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Away)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    try:
+        storage = _compat.google_storage_asked_once()(token="anon", skip_instance_cache=True)
+        with pytest.raises(Exception, match="503"):
+            storage.cat_file("bucket/name")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(requests) == 1, "gcsfs: requests are sent again elsewhere than around _request"

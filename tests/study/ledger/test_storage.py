@@ -22,7 +22,7 @@ from study.ledger.storage import check_storage, fetch_report, study_folders
 from study.manage.checkpoints import check_checkpoints
 from study.manage.studies import condition, find, read
 from tests.study.conftest import TINY
-from tests.study.object_store import BUCKET, SECRET, Line, cache, s3, s3_server  # noqa: F401
+from tests.study.object_store import BUCKET, SECRET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
 from trainers import object_store
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.manifest import STATE, sealed
@@ -36,11 +36,23 @@ EPOCHS = 250
 
 
 @pytest.fixture
-def folder(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
-    """The cache of a study in an empty bucket, whose lock is looked at often."""
+def url(store_line: tuple[str, Line]) -> str:  # noqa: F811
+    """The place of studies in an empty bucket."""
+    return f"{store_line[0]}/studies"
+
+
+@pytest.fixture
+def line(store_line: tuple[str, Line]) -> Line:  # noqa: F811
+    """The line to that bucket."""
+    return store_line[1]
+
+
+@pytest.fixture
+def folder(url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a study there, whose lock is looked at often."""
     monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3)
     monkeypatch.setattr(storage, "SILENT_SECONDS", 2.0)
-    return local_folder(f"{URL}/{NAME}")
+    return local_folder(f"{url}/{NAME}")
 
 
 def note(ledger: Ledger, number: int) -> None:
@@ -55,8 +67,8 @@ def noted(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     "place",
-    ["gs://bucket/x", "s3://", "s3://key:secret@bucket/x", "s3://bucket/../x", "s3://bucket/x?y=1",
-     "http://bucket", "file://relative", "S3://bucket"],
+    ["az://bucket/x", "gs://", "gs://key:secret@bucket/x", "s3://", "s3://key:secret@bucket/x",
+     "s3://bucket/../x", "s3://bucket/x?y=1", "http://bucket", "file://relative", "S3://bucket"],
 )  # fmt: skip
 def test_places_that_are_none_are_refused_and_no_login_is_shown(place: str) -> None:
     with pytest.raises(ValueError, match=r"storage=.*must be") as error:
@@ -65,7 +77,7 @@ def test_places_that_are_none_are_refused_and_no_login_is_shown(place: str) -> N
 
 
 def test_a_folder_and_a_url_name_each_other(tmp_path: Path) -> None:
-    for place in ("s3://bucket/a/b", "s3://bucket"):
+    for place in ("s3://bucket/a/b", "s3://bucket", "gs://my_bucket/a"):
         assert place_of(local_folder(place)) == place
     assert local_folder(f"file://{tmp_path}") == local_folder(str(tmp_path)) == tmp_path
     assert place_of(tmp_path) == str(tmp_path)
@@ -77,12 +89,12 @@ def test_ray_train_is_refused() -> None:
         StudyConfig(name="x", storage="s3://bucket/x", executor="train")
 
 
-def test_another_machine_reads_what_one_wrote(folder: Path, tmp_path: Path) -> None:
+def test_another_machine_reads_what_one_wrote(folder: Path, url: str, tmp_path: Path) -> None:
     with Ledger(folder) as ledger:
         note(ledger, 1)
         written = (folder / FILE).read_bytes()
         with cache(tmp_path / "other"):
-            other = local_folder(f"{URL}/{NAME}")
+            other = local_folder(f"{url}/{NAME}")
             assert noted(other) == [1]
             assert (other / FILE).read_bytes() == written
             note(ledger, 2)
@@ -90,16 +102,16 @@ def test_another_machine_reads_what_one_wrote(folder: Path, tmp_path: Path) -> N
             assert is_locked(other)
     with cache(tmp_path / "other"):
         assert not is_locked(other)
-        assert study_folders(URL) == [other]
+        assert study_folders(url) == [other]
         with Ledger(other) as ledger:
             assert [event["cpus"] for event in ledger.history] == [1, 2]
             note(ledger, 3)
     assert noted(folder) == [1, 2, 3]
 
 
-def test_a_second_driver_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_second_driver_is_refused(folder: Path, url: str, tmp_path: Path) -> None:
     with Ledger(folder) as ledger, cache(tmp_path / "other"):
-        other = local_folder(f"{URL}/{NAME}")
+        other = local_folder(f"{url}/{NAME}")
         for _ in range(2):
             with pytest.raises(ValueError, match=rf"process {os.getpid()} .* is running this"):
                 Ledger(other)
@@ -108,14 +120,14 @@ def test_a_second_driver_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_driver_that_was_silent_for_too_long_writes_no_more(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both hold that they have the lock; the store's order of lines decides."""
     monkeypatch.setattr(storage, "BEAT_SECONDS", 100.0)
     first = Ledger(folder)
     note(first, 1)
     with cache(tmp_path / "other"):
-        other = local_folder(f"{URL}/{NAME}")
+        other = local_folder(f"{url}/{NAME}")
         with Ledger(other) as second:
             note(second, 2)
             with pytest.raises(OSError, match="another driver continues this study"):
@@ -128,18 +140,17 @@ def test_a_driver_that_was_silent_for_too_long_writes_no_more(
 
 
 def test_a_store_that_is_away_holds_the_driver_up_and_doubles_nothing(
-    folder: Path,
-    s3: Line,  # noqa: F811
+    folder: Path, line: Line
 ) -> None:
     with Ledger(folder) as ledger:
         note(ledger, 1)
-        s3.cut()
+        line.cut()
         thread = threading.Thread(target=note, args=(ledger, 2))
         thread.start()
         thread.join(3.0)
         assert thread.is_alive()
         assert (folder / FILE).read_bytes().count(b'"cpus"') == 1
-        s3.mend()
+        line.mend()
         thread.join(TIMEOUT)
         note(ledger, 3)
     assert noted(folder) == [1, 2, 3]
@@ -147,39 +158,42 @@ def test_a_store_that_is_away_holds_the_driver_up_and_doubles_nothing(
 
 def test_waiting_for_a_store_and_for_a_writer_is_said(
     folder: Path,
-    s3: Line,  # noqa: F811
+    url: str,
+    line: Line,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(object_store, "QUIET_SECONDS", 0.5)
-    store = Store(URL)
+    store = Store(url)
     store.put("x", b"x")
-    s3.cut()
-    threading.Timer(3.0, s3.mend).start()
+    line.cut()
+    threading.Timer(3.0, line.mend).start()
     assert store.get("x") == b"x"
     said = capfd.readouterr().err
     assert said.count("does not answer") == 1
-    assert f"{URL}/x does not answer" in said
+    assert f"{url}/x does not answer" in said
     monkeypatch.setattr(storage, "BEAT_SECONDS", 100.0)
     with monkeypatch.context() as other:
         other.setattr(storage.socket, "gethostname", lambda: "dead")
         first = Ledger(folder)
     assert capfd.readouterr().err == ""
-    with cache(tmp_path / "other"), Ledger(local_folder(f"{URL}/{NAME}")):
-        assert "on dead wrote s3://" in capfd.readouterr().err
+    with cache(tmp_path / "other"), Ledger(local_folder(f"{url}/{NAME}")):
+        assert f"on dead wrote {url}" in capfd.readouterr().err
     first.close()
 
 
-def test_a_request_whose_answer_was_lost_is_no_second_writer(folder: Path) -> None:
-    store = Store(f"{URL}/{NAME}")
+def test_a_request_whose_answer_was_lost_is_no_second_writer(folder: Path, url: str) -> None:
+    store = Store(f"{url}/{NAME}")
     store.put("a", b"mine", new=True)
     store.put("a", b"mine", new=True)
     with pytest.raises(FileExistsError):
         store.put("a", b"other", new=True)
 
 
-def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(folder: Path) -> None:
+def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(
+    folder: Path, url: str
+) -> None:
     with Ledger(folder) as ledger:
         note(ledger, 1)
         note(ledger, 2)
@@ -189,7 +203,7 @@ def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(folder: P
         (folder / FILE).write_bytes(content)
         assert noted(folder) == [1, 2]
         assert (folder / FILE).read_bytes() == whole
-    store = Store(f"{URL}/{NAME}")
+    store = Store(f"{url}/{NAME}")
     for name in store.names():
         store.remove(name)
     (folder / "checkpoints").mkdir()
@@ -200,11 +214,11 @@ def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(folder: P
     assert not (folder / "checkpoints").exists()
 
 
-def test_lines_that_the_store_lost_are_seen(folder: Path) -> None:
+def test_lines_that_the_store_lost_are_seen(folder: Path, url: str) -> None:
     with Ledger(folder) as ledger:
         for number in range(3):
             note(ledger, number)
-    store = Store(f"{URL}/{NAME}")
+    store = Store(f"{url}/{NAME}")
     segments = store.names("ledger")
     for lost in (segments[-1], segments[1]):
         store.remove(f"ledger/{lost}")
@@ -213,27 +227,25 @@ def test_lines_that_the_store_lost_are_seen(folder: Path) -> None:
             Ledger(folder)
 
 
-def test_checkpoints_without_a_ledger_are_refused(folder: Path) -> None:
-    Store(f"{URL}/{NAME}").put("checkpoints/t/000001/state.json", b"{}")
+def test_checkpoints_without_a_ledger_are_refused(folder: Path, url: str) -> None:
+    Store(f"{url}/{NAME}").put("checkpoints/t/000001/state.json", b"{}")
     with pytest.raises(ValueError, match="has checkpoints, and their ledger is gone"):
         Ledger(folder)
 
 
 def test_an_upload_that_broke_off_leaves_no_checkpoint(
-    folder: Path,
-    s3: Line,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, url: str, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = f"{URL}/{NAME}/checkpoints/t"
+    trial = f"{url}/{NAME}/checkpoints/t"
     tensors = {"w": torch.arange(100_000, dtype=torch.float32)}
     for epoch in (1, 2):
         save_checkpoint(local_folder(f"{trial}/{epoch:06d}"), tensors, {"epoch": epoch})
     upload(local_folder(f"{trial}/000001"), f"{trial}/000001")
     monkeypatch.setattr(object_store.Store.__init__, "__defaults__", (1.0,))
-    s3.left = 200_000
+    line.left = 200_000
     with pytest.raises(OSError, match="000002"):
         upload(local_folder(f"{trial}/000002"), f"{trial}/000002")
-    s3.mend()
+    line.mend()
     assert remote_checkpoints(trial) == [f"{trial}/000001"]
     with cache(folder / "other"):
         found = fetched(f"{trial}/000001")
@@ -247,8 +259,8 @@ def test_an_upload_that_broke_off_leaves_no_checkpoint(
     assert remote_checkpoints(trial)[0] == f"{trial}/000002"
 
 
-def test_the_stores_report_is_fetched_unless_the_own_one_is_newer(folder: Path) -> None:
-    store = Store(f"{URL}/{NAME}")
+def test_the_stores_report_is_fetched_unless_the_own_one_is_newer(folder: Path, url: str) -> None:
+    store = Store(f"{url}/{NAME}")
     store.put("report/figures.json", b"1")
     store.put("report/large.png", b"1")
     path = folder / "report" / "figures.json"
@@ -264,8 +276,8 @@ def test_the_stores_report_is_fetched_unless_the_own_one_is_newer(folder: Path) 
     assert path.read_bytes() == b"2"
 
 
-def test_the_checkpoints_of_the_store_are_checked(folder: Path) -> None:
-    store = Store(f"{URL}/{NAME}/checkpoints")
+def test_the_checkpoints_of_the_store_are_checked(folder: Path, url: str) -> None:
+    store = Store(f"{url}/{NAME}/checkpoints")
     for epoch in (1, 2, 3):
         place = f"{store.url}/t/{epoch:06d}"
         save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": epoch})
@@ -274,12 +286,12 @@ def test_the_checkpoints_of_the_store_are_checked(folder: Path) -> None:
     store.put(next(name for name in store.names("") if "000001/tensors" in name), b"damaged")
     store.put("t/000002/state.json", b"damaged")
     with cache(folder / "other"):
-        found = dict(check_checkpoints(local_folder(f"{URL}/{NAME}")))
+        found = dict(check_checkpoints(local_folder(f"{url}/{NAME}")))
     assert found == {f"{store.url}/t/{epoch:06d}": epoch == 3 for epoch in (1, 2, 3)}
 
 
-def test_a_checkpoint_that_would_write_elsewhere_is_not_fetched(folder: Path) -> None:
-    store = Store(f"{URL}/{NAME}/checkpoints/t/000001")
+def test_a_checkpoint_that_would_write_elsewhere_is_not_fetched(folder: Path, url: str) -> None:
+    store = Store(f"{url}/{NAME}/checkpoints/t/000001")
     store.put("../w", b"evil")
     store.put("state.json", sealed({"epoch": 1, "files": {"../w": "0"}}).encode())
     with pytest.raises(ValueError, match="must be a name within the checkpoint"):
@@ -291,10 +303,42 @@ def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:  
     check_storage(URL)
     assert Store(URL).names() == []
     s3.change = lambda content: content.replace(b"If-None-Match", b"X-None-Match-")
-    with pytest.raises(ValueError, match="overwrites an object despite If-None-Match"):
+    with pytest.raises(ValueError, match="overwrites an object that a condition"):
         check_storage(URL)
     with pytest.raises(ValueError, match=r"cannot be written.*bucket must exist"):
         check_storage("s3://no-such-bucket/studies")
+
+
+def test_a_google_bucket_that_overwrites_or_is_not_there_is_refused(google: Line) -> None:  # noqa: F811
+    place = f"gs://{BUCKET}/studies"
+    check_storage(place)
+    assert Store(place).names() == []
+    google.change = lambda content: content.replace(b"ifGenerationMatch", b"xxGenerationMatch")
+    with pytest.raises(ValueError, match="overwrites an object that a condition"):
+        check_storage(place)
+    with pytest.raises(ValueError, match=r"cannot be written.*GOOGLE_APPLICATION_CREDENTIALS"):
+        check_storage("gs://no-such-bucket/studies")
+
+
+def test_objects_beyond_one_request_and_lists_beyond_one_page(url: str) -> None:
+    """51 MiB are uploaded in parts, and 120 objects are listed in pages."""
+    store = Store(url)
+    large = os.urandom(51 << 20)
+    store.put("large", large, new=True)
+    assert store.get("large") == large
+    with pytest.raises(FileExistsError):
+        store.put("large", large[1:], new=True)
+    names = [f"many/{number:03d}/x" for number in range(120)]
+    for name in names:
+        store.put(name, name.encode())
+    assert store.names("many") == [name.removeprefix("many/") for name in names]
+    assert Store(f"{url}/many").folders() == [f"{number:03d}" for number in range(120)]
+    assert store.get_all(names) == [name.encode() for name in names]
+    store.remove(names[0])
+    store.remove(names[0])
+    assert 0 <= store.age(names[1]) < 60
+    with pytest.raises(FileNotFoundError):
+        store.get(names[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,8 +379,7 @@ def weights(url: str) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was_away(
-    s3: Line,  # noqa: F811
-    tmp_path: Path,
+    url: str, line: Line, tmp_path: Path
 ) -> None:
     undisturbed = start(tmp_path / "study", str(tmp_path / "local"))
     output, _ = undisturbed.communicate(timeout=TIMEOUT)
@@ -347,25 +390,25 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
     }
     assert len(expected) == 2
 
-    first = start(tmp_path / "study", URL)
+    first = start(tmp_path / "study", url)
     await_epoch(first, 3)
-    second = start(tmp_path / "study", URL, tmp_path / "second")
+    second = start(tmp_path / "study", url, tmp_path / "second")
     output, _ = second.communicate(timeout=TIMEOUT)
     assert second.returncode == 2, output
     assert f"process {first.pid} " in output
-    s3.cut()
+    line.cut()
     time.sleep(60.0)
     assert first.poll() is None
-    s3.mend()
+    line.mend()
     time.sleep(3.0)  # some epochs more
     first.send_signal(signal.SIGKILL)
     first.wait()
 
-    third = start(tmp_path / "study", URL, tmp_path / "third")
+    third = start(tmp_path / "study", url, tmp_path / "third")
     seen = await_epoch(third, 1)
     assert "2 continue from their last checkpoint" in seen
     with cache(tmp_path / "fourth"):
-        folder = find(NAME, URL)
+        folder = find(NAME, url)
         assert condition(folder, read(folder)) == "running"
         ask(folder, wish=Wish.CANCEL)
     output, _ = third.communicate(timeout=TIMEOUT)
@@ -374,10 +417,10 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
         assert condition(folder, read(folder)) == "stopped"
         done = [e["epoch"] for e in open_ledger(folder).events if e["event"] == "report"]
     fourth = os.environ | {object_store.CACHE: str(tmp_path / "fourth")}
-    resume = [sys.executable, "-m", "study", "resume", NAME, "--storage", URL]
+    resume = [sys.executable, "-m", "study", "resume", NAME, "--storage", url]
     last = subprocess.run(resume, env=fourth, capture_output=True, text=True, timeout=TIMEOUT)
     assert last.returncode == 0, last
-    assert weights(f"{URL}/{NAME}") == expected
+    assert weights(f"{url}/{NAME}") == expected
     with cache(tmp_path / "fourth"):
         contents = open_ledger(folder)
     assert not contents.damage
@@ -386,12 +429,12 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
         {(trial, n) for trial in expected for n in range(1, EPOCHS + 1)}
     )
     assert len(done) < 2 * EPOCHS
-    assert any(name.startswith("report/") for name in Store(f"{URL}/{NAME}").names())
-    assert_nowhere(SECRET, tmp_path)
+    assert any(name.startswith("report/") for name in Store(f"{url}/{NAME}").names())
+    assert_nowhere(SECRET, url, tmp_path)
 
 
-def assert_nowhere(secret: str, folder: Path) -> None:
-    store = Store(URL)
+def assert_nowhere(secret: str, url: str, folder: Path) -> None:
+    store = Store(url)
     assert all(secret.encode() not in content for content in store.get_all(store.names()))
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert any(path.name == STATE for path in files)
