@@ -54,7 +54,7 @@ LAZY = {
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.interactive"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.pictures"): "draws with what takes 1.6 s",
-    ("trainers.object_store", "trainers._compat"): "2 s, of torch",
+    ("trainers.object_store", "trainers._compat"): "1 s, of torch",
     ("trainers.parallel.factory", "trainers.parallel.fsdp"): "0.8 s, of torch's sharding",
     ("trainers.parallel.factory", "trainers.parallel.tensor_parallel"): "0.8 s, likewise",
     ("trainers.sync.factory", "trainers.sync.async_client"): "0.6 s, of Ray",
