@@ -146,6 +146,23 @@ class Store:
         """
         return bytes(self._ask(lambda fs, path: fs.cat_file(path), name))
 
+    def put_file(self, name: str, path: Path) -> None:
+        """Write an object with a file's content; a large one in parts, several at a time."""
+        self._ask(lambda fs, place: fs.put_file(str(path), place), name)
+
+    def get_file(self, name: str, path: Path) -> None:
+        """Write an object's content to a file, whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self._ask(lambda fs, place: fs.get_file(place, str(part)), name)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
     def get_all(self, names: list[str]) -> list[bytes]:
         """Return the contents of several objects, which are fetched at the same time."""
         paths = [self._path(name) for name in names]

@@ -21,7 +21,7 @@ def upload(folder: Path, url: str) -> None:
     """
     store = Store(url)
     for name in file_digests(read_state(folder)):
-        store.put(name, (folder / name).read_bytes())
+        store.put_file(name, folder / name)
     store.put(STATE, (folder / STATE).read_bytes())
 
 
@@ -42,7 +42,7 @@ def fetched(place: str) -> Path:
         path = folder / name
         if not path.is_file() or digest_file(path) != digest:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, store.get(name))
+            store.get_file(name, path)
     write_whole(folder / STATE, manifest)
     return folder
 

@@ -320,14 +320,22 @@ def test_a_google_bucket_that_overwrites_or_is_not_there_is_refused(google: Line
         check_storage("gs://no-such-bucket/studies")
 
 
-def test_objects_beyond_one_request_and_lists_beyond_one_page(url: str) -> None:
-    """51 MiB are uploaded in parts, and 120 objects are listed in pages."""
+def test_objects_beyond_one_request_and_lists_beyond_one_page(url: str, tmp_path: Path) -> None:
+    """101 MiB are uploaded in parts, and 120 objects are listed in pages."""
     store = Store(url)
-    large = os.urandom(51 << 20)
+    large, there, back = os.urandom(101 << 20), tmp_path / "there", tmp_path / "back"
     store.put("large", large, new=True)
     assert store.get("large") == large
     with pytest.raises(FileExistsError):
         store.put("large", large[1:], new=True)
+    there.write_bytes(large[::-1])
+    store.put_file("large", there)
+    store.get_file("large", back)
+    assert back.read_bytes() == large[::-1]
+    with pytest.raises(FileNotFoundError):
+        store.get_file("none", back)
+    assert set(tmp_path.iterdir()) >= {there, back}
+    assert not list(tmp_path.glob(".*"))
     names = [f"many/{number:03d}/x" for number in range(120)]
     for name in names:
         store.put(name, name.encode())
