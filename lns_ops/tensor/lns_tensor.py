@@ -195,13 +195,13 @@ def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return whether ``x`` is a float or complex tensor, and no LNSTensor."""
+    """Return whether ``x`` is a float or complex tensor, and no LNSTensor, or a complex number."""
     return (
         type(x) is not LNSTensor
         and isinstance(x, Tensor)
         and not isinstance(x, LNSTensor)
         and (x.dtype.is_floating_point or x.dtype.is_complex)
-    )
+    ) or type(x) is complex
 
 
 def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -212,7 +212,9 @@ def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_complex(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, LNSTensor) and x.dtype.is_complex
+    if isinstance(x, Tensor):
+        return not isinstance(x, LNSTensor) and x.dtype.is_complex
+    return type(x) is complex
 
 
 def _value(x: Any) -> Any:
@@ -254,6 +256,8 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     def encoded(leaf: Any) -> Any:
         if fmt is None or not _is_plain(leaf) or not leaf.requires_grad:
             return leaf
+        if leaf.layout is not torch.strided:
+            return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
         promotion.count(name)
         return in_format(leaf, fmt.bits, fmt.fraction_bits)
 

@@ -58,6 +58,20 @@ def _graph_adjacency() -> Made:
 
 
 @by_hand
+def _graph_sparse_adjacency() -> Made:
+    def forward(m: Any, x: Tensor, edges: Tensor) -> Tensor:
+        h = F.relu(torch.spmm(m.adjacency, m.first(x)))
+        weights = torch.full((edges.shape[1],), 0.5)
+        adjacency = torch.sparse_coo_tensor(edges, weights, (8, 8))
+        return m.second(torch.sparse.mm(adjacency, h))
+
+    adjacency = (torch.eye(8) + torch.ones(8, 8).tril(-6)).to_sparse()
+    parts = {"first": nn.Linear(5, 8), "second": nn.Linear(8, 3), "adjacency": adjacency}
+    inputs = (torch.randn(8, 5), torch.randint(0, 8, (2, 12)))
+    return Calls(forward, **parts), inputs, {}
+
+
+@by_hand
 def _embedding_bag() -> Made:
     def forward(m: Any, x: Tensor, offsets: Tensor) -> Tensor:
         return m.head(m.bag(x, offsets))

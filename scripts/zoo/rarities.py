@@ -112,6 +112,26 @@ def _state_space() -> Made:
 
 
 @by_hand
+def _state_space_diagonal() -> Made:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        length = x.shape[-1]
+        poles = (1j * m.frequency - torch.exp(m.log_decay)) * torch.exp(m.log_step).unsqueeze(-1)
+        powers = torch.exp(poles.unsqueeze(-1) * torch.arange(length))
+        kernel = 2 * torch.einsum("hn,hnl->hl", torch.view_as_complex(m.c), powers).real
+        spectrum = torch.fft.rfft(x, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+        y = torch.fft.irfft(spectrum, n=2 * length)[..., :length]
+        return m.out((y + x * m.d.unsqueeze(-1)).transpose(1, 2))
+
+    parts = {
+        "frequency": math.pi * torch.arange(4.0).repeat(6, 1), "d": torch.ones(6),
+        "log_decay": torch.full((6, 4), -0.7), "c": torch.randn(6, 4, 2),
+        "log_step": torch.linspace(-4.0, -2.0, 6),
+    }  # fmt: skip
+    weights = {name: nn.Parameter(value) for name, value in parts.items()}
+    return Calls(forward, **weights, out=nn.Linear(6, 6)), (torch.randn(3, 6, 10),), {}
+
+
+@by_hand
 def _hyper_network() -> Made:
     def forward(m: Any, x: Tensor, task: Tensor) -> Tensor:
         weight = m.hyper(task).view(4, 10)

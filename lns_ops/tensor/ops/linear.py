@@ -103,6 +103,8 @@ class _BatchedProduct(torch.autograd.Function):
 @replaces(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """Return ``torch.matmul``; batches of matrices in one step of the graph."""
+    if _is_sparse(input) or _is_sparse(other):
+        return mm(input, other)
     if (
         isinstance(input, LNSTensor)
         and isinstance(other, LNSTensor)
@@ -114,6 +116,30 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         return _BatchedProduct.apply(input, other)  # type: ignore[no-untyped-call, no-any-return]
     with DisableTorchFunction():
         return torch.matmul(input, other)
+
+
+@replaces(torch.mm, Tensor.mm, torch.spmm, torch.sparse.mm)
+def mm(input: Tensor, mat2: Tensor) -> Tensor:
+    """Return ``torch.mm``; of a sparse float matrix (COO, CSR) the entries alone are multiplied.
+
+    They are encoded as float tensors are where they meet LNS, and the products of a row are added
+    as ``index_add`` adds them.
+    """
+    if _is_sparse(mat2):
+        return mm(mat2.t(), input.t()).t()
+    if not _is_sparse(input):
+        with DisableTorchFunction():
+            return torch.mm(input, mat2)
+    entries = input.to_sparse_coo().coalesce()
+    rows, columns = entries.indices()
+    x = mat2 if mat2.dim() == 2 else mat2[:, None]
+    terms = x[columns] * entries.values()[:, None]
+    product = x.new_zeros(input.shape[0], x.shape[1]).index_add(0, rows, terms)
+    return product if mat2.dim() == 2 else product[:, 0]
+
+
+def _is_sparse(x: Tensor) -> bool:
+    return type(x) is not LNSTensor and x.layout is not torch.strided
 
 
 @replaces(F.linear)

@@ -123,6 +123,8 @@ def test_in_place_the_destination_stays_what_it_is() -> None:
         (lambda x: x.to(torch.zeros(1, dtype=torch.int32)), torch.int32),
         (lambda x: torch.view_as_complex(x), torch.complex64),
         (lambda x: torch.fft.fft(x) * x, torch.complex64),
+        (lambda x: 1j * x, torch.complex64),
+        (lambda x: torch.exp(x - 2j), torch.complex64),
     ],
 )
 def test_other_dtypes_take_the_values_out(
@@ -133,6 +135,44 @@ def test_other_dtypes_take_the_values_out(
     assert torch.equal(leave(x), leave(x.to_float()))
     assert isinstance(x.float(), LNSTensor)
     assert isinstance(x.to(random(1)), LNSTensor)
+
+
+SPARSE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": torch.mm,
+    "spmm": torch.spmm,
+    "sparse.mm": torch.sparse.mm,
+    "matmul": lambda a, x: a @ x,
+    "vector": lambda a, x: a @ x[:, 0],
+    "reversed": lambda a, x: x.t() @ a.t(),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_products_with_sparse_matrices_are_those_with_dense_ones(
+    name: str, layout: torch.layout
+) -> None:
+    """The terms of a row are few enough for one block of the contract's sum."""
+    matrix = torch.randn(5, 20).where(torch.rand(5, 20) > 0.6, 0.0)
+    x, y = random(20, 4).requires_grad_(), random(20, 4).requires_grad_()
+    found = SPARSE[name](matrix.to_sparse(layout=layout), x)
+    dense = {"vector": "vector", "reversed": "reversed"}.get(name, "matmul")
+    expected = SPARSE[dense](matrix, y)
+    assert torch.equal(found.codes, expected.codes)  # type: ignore[attr-defined]
+    for result in (found, expected):
+        (result * result).sum().backward()
+    assert torch.equal(x.grad.codes, y.grad.codes)  # type: ignore[union-attr]
+
+
+def test_the_entries_of_a_sparse_matrix_learn() -> None:
+    at, values = torch.tensor([[0, 1, 1], [2, 0, 2]]), torch.randn(3, requires_grad=True)
+    x = random(3, 4)
+    matrix = torch.sparse_coo_tensor(at, values, (2, 3), check_invariants=True)
+    (matrix @ x).sum().backward()
+    expected = x.to_float().sum(1)[at[1]]
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, expected, rtol=0.02, atol=0.02)
 
 
 def test_numbers_and_lists_and_texts() -> None:
