@@ -395,7 +395,10 @@ def test_the_head_is_lost_and_a_new_cluster_goes_on_from_an_object_store_alone(
         process = command(tmp_path, cluster.address, epochs, f"storage={place}")
         assert process.stdout is not None
         assert any(f"/{EPOCHS}, validation" in line for line in process.stdout)
-        cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        # Its nodes end with it: workers without a head would train on for as long as Ray waits for
+        # one, and on a busy machine that is long enough to finish.
+        for node in [cluster.head_node, *cluster.worker_nodes]:
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
         said, _ = process.communicate(timeout=300)
         assert process.returncode != 0, said
     finally:
