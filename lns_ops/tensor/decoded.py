@@ -4,8 +4,8 @@ A sine, a matrix inverse, a sampling grid or a random draw has nothing to gain f
 a function takes the values of its LNS arguments, is torch's own in float32, and its floating-point
 results are encoded, each rounded once; the gradient crosses the same border backwards, so it is
 torch's float32 gradient, rounded once. What only compares or selects (``unique``, ``cummax``) is
-exact so. Results that are complex, boolean or integer stay what they are: a Fourier transform goes
-on in complex float32 until real values meet LNS again.
+exact so. Results that are complex, sparse, boolean or integer stay what they are: a Fourier
+transform goes on in complex float32 until real values meet LNS again.
 
 A result that is infinite or NaN raises, as in the rest of LNS.
 """
@@ -30,7 +30,8 @@ fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices index_redu
 randn_like randint_like bernoulli multinomial poisson normal exponential_ geometric_ log_normal_
 cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
 complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
-__dlpack__ __dlpack_device__
+__dlpack__ __dlpack_device__ sparse_coo_tensor sparse_csr_tensor to_sparse to_sparse_coo
+to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors
 """
 NAMES = frozenset(_TEXT.split())
 """Names of torch functions, Tensor methods and aten operators."""

@@ -358,7 +358,9 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_real(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+    return (
+        isinstance(leaf, Tensor) and leaf.dtype.is_floating_point and leaf.layout is torch.strided
+    )
 
 
 def _write(x: Any, result: LNSTensor, name: str) -> Any:

@@ -175,6 +175,23 @@ def test_the_entries_of_a_sparse_matrix_learn() -> None:
     torch.testing.assert_close(values.grad, expected, rtol=0.02, atol=0.02)
 
 
+def test_a_sparse_matrix_of_lns_values_is_one_of_float32() -> None:
+    at, x = torch.tensor([[0, 1, 1], [2, 0, 2]]), random(3, 4)
+    logits, dense = random(3).requires_grad_(), random(2, 3).requires_grad_()
+    weights = logits.sigmoid()
+    for learned, matrix in (
+        (logits, torch.sparse_coo_tensor(at, weights, (2, 3), check_invariants=True)),
+        (dense, dense.to_sparse()),
+    ):
+        assert matrix.layout is torch.sparse_coo
+        assert not isinstance(matrix, LNSTensor)
+        (matrix @ x).sum().backward()
+        assert isinstance(learned.grad, LNSTensor)
+    s = weights.to_float()
+    expected = x.to_float().sum(1)[at[1]] * s * (1 - s)
+    torch.testing.assert_close(logits.grad.to_float(), expected, rtol=0.02, atol=0.02)  # type: ignore[union-attr]
+
+
 def test_numbers_and_lists_and_texts() -> None:
     x = random(2, 2)
     values = x.to_float()
