@@ -20,6 +20,7 @@ from lns_ops import functional as lns
 from lns_ops.functional.indexed import index_sum
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.registry import aten, handles
 
 
@@ -221,7 +222,7 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
 
 @handles(aten.scatter.src, aten.scatter.value)
 def _scatter(func: Any, x: LNSTensor, dim: int, index: Tensor, source: Any) -> LNSTensor:
-    codes, terms, fmt = operands("scatter", x, source)
+    codes, terms, fmt = operands("scatter", x, finite(source, x.fmt))
     return LNSTensor(
         torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms),
         fmt,
@@ -236,7 +237,7 @@ def _index_copy(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTen
 
 @handles(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def _index_fill(func: Any, x: LNSTensor, dim: int, index: Tensor, value: Any) -> LNSTensor:
-    codes, filling, fmt = operands("index_fill", x, value)
+    codes, filling, fmt = operands("index_fill", x, finite(value, x.fmt))
     return LNSTensor(aten.index_fill.int_Scalar(codes, dim, index, int(filling)), fmt)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -91,10 +92,18 @@ def test_a_masked_score_takes_no_part() -> None:
     assert not nothing.codes.any()
 
 
-def test_minus_infinity_masks_scores_before_a_softmax() -> None:
-    scores = LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns12).masked_fill(
-        torch.tensor([False, True, False]), float("-inf")
-    )
+MASKED = {
+    "masked_fill": lambda x: x.masked_fill(torch.tensor([False, True, False]), -math.inf),
+    "scatter": lambda x: x.scatter(-1, torch.tensor([1]), -math.inf),
+    "index_fill": lambda x: x.index_fill(0, torch.tensor([1]), -math.inf),
+    "where": lambda x: torch.where(torch.tensor([True, False, True]), x, -math.inf),
+    "added": lambda x: x + torch.tensor([0.0, -math.inf, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_minus_infinity_masks_scores_before_a_softmax(name: str) -> None:
+    scores = MASKED[name](LNSTensor.from_float(torch.tensor([1.0, 2.0, 3.0]), lns12))
     weights = F.softmax(scores, -1)
     assert isinstance(weights, LNSTensor)
     torch.testing.assert_close(
