@@ -122,6 +122,8 @@ class Store:
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS) -> None:
         self.url, self._patience = url.rstrip("/"), patience
+        # s3fs asks for the size of an object first, to fetch a large one in parts
+        self._at_once = {"max_concurrency": 1} if url.startswith(S3_SCHEME) else {}
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
         """Write an object; with ``new`` only if there is none with other content.
@@ -144,7 +146,7 @@ class Store:
         Raises:
             FileNotFoundError: there is none.
         """
-        return bytes(self._ask(lambda fs, path: fs.cat_file(path), name))
+        return bytes(self._ask(lambda fs, path: fs.cat_file(path, **self._at_once), name))
 
     def put_file(self, name: str, path: Path) -> None:
         """Write an object with a file's content; a large one in parts, several at a time."""
@@ -164,16 +166,24 @@ class Store:
             part.unlink(missing_ok=True)
 
     def get_all(self, names: list[str]) -> list[bytes]:
-        """Return the contents of several objects, which are fetched at the same time."""
+        """Return the contents of several small objects, which are fetched at the same time.
+
+        Raises:
+            FileNotFoundError: there is no object of one of the names.
+        """
         paths = [self._path(name) for name in names]
-        found = self._ask(lambda fs, _: fs.cat(paths) if paths else {}, "")
+        found = self._ask(lambda fs, _: fs.cat(paths, **self._at_once) if paths else {}, "")
         return [found[path] for path in paths] if isinstance(found, dict) else [found]
 
     def names(self, under: str = "") -> list[str]:
         """Return the names of all objects below ``under``, relative to it, in order."""
+        return sorted(self.sizes(under))
+
+    def sizes(self, under: str = "") -> dict[str, int]:
+        """Return the sizes in bytes of all objects below ``under``, by names relative to it."""
         top = self._path(under)
-        found = self._ask(lambda fs, path: fs.find(path), under)
-        return sorted(path[len(top) + 1 :] for path in found)
+        found = self._ask(lambda fs, path: fs.find(path, detail=True), under)
+        return {path[len(top) + 1 :]: info["size"] for path, info in found.items()}
 
     def folders(self) -> list[str]:
         """Return the first parts of the names that have several, in order."""
@@ -205,6 +215,8 @@ class Store:
             waited = time.monotonic() - began
             try:
                 return request(filesystem, path)
+            except FileNotFoundError:  # s3fs does not say which
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
             except FINAL:
                 raise
             except Exception as error:  # the client library has a tree of its own

@@ -4,6 +4,7 @@ At a URL the folder of a study is a cache (:mod:`trainers.object_store`), and wh
 the store::
 
     ledger/0000000042.jsonl   lines of the ledger from number 42 on, written once
+    packs/0000000001-0000000999.jsonl  the same lines, 1 to 999, once more: quick to fetch
     locks/000003.json         the third writer: pid, host, and a beat every few seconds; at the
                               end, the number of lines that it left
     checkpoints/TRIAL/EPOCH/  checkpoints, the manifest last
@@ -14,9 +15,11 @@ acts on them. Each object of lines is named after its first line's number and is
 none is, so of two writers one is refused, whatever their clocks and locks say; the lock only makes
 that rare. A writer that has been silent for :data:`SILENT_SECONDS` is taken for dead.
 
+One request per round of the loop is one object. A writer packs them, when it begins and when it
+ends, so that a ledger of many thousand lines is a few objects for who has none of them yet.
+
 Limits: MLflow's default database, the trials' output and their profiles stay in the cache of the
-machine that wrote them. One request per round of the loop is one object: a ledger of many thousand
-lines takes a while to fetch.
+machine that wrote them.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -43,7 +47,9 @@ from trainers.files import write_whole
 from trainers.object_store import Store, access, local_folder, open_store, place_of
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
-SEGMENTS, LOCKS, REPORT = "ledger", "locks", "report"
+SEGMENTS, PACKS, LOCKS, REPORT = "ledger", "packs", "locks", "report"
+PACKED = 100
+"""Least number of objects that are packed."""
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 30.0
 ANSWER_SECONDS = 20.0
 """Seconds that commands which only read wait for the store."""
@@ -196,7 +202,7 @@ class Remote:
     """
 
     def __init__(self, folder: Path, lock: IO[str]) -> None:
-        self._store = Store(place_of(folder))
+        self._folder, self._store = folder, Store(place_of(folder))
         self._note = {"pid": os.getpid(), "host": socket.gethostname(), "id": uuid.uuid4().hex}
         self._lost = ""
         self._ended = threading.Event()
@@ -210,6 +216,8 @@ class Remote:
                 " there, or choose another name with name=..."
             )
         self._thread.start()
+        with suppress(OSError):  # lines are there without packs too
+            _pack(folder, Store(self._store.url, ANSWER_SECONDS))
 
     def append(self, number: int, lines: bytes) -> None:
         """Write the lines that begin with ``number``; they are durable on return.
@@ -231,6 +239,8 @@ class Remote:
             self._thread.join()
         with suppress(OSError):  # then the lock falls silent
             store = Store(self._store.url, ANSWER_SECONDS)
+            if note:
+                _pack(self._folder, store)
             store.put(f"{LOCKS}/{self._name}", json.dumps(note).encode())
 
     def _take(self) -> str:
@@ -310,21 +320,19 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
     A copy of another ledger is thrown away with the rest of the cache.
     """
     path = folder / FILE
-    names = store.names(SEGMENTS)
-    starts = [int(name.removesuffix(".jsonl")) for name in names]
+    pieces = _pieces(store)
     have = path.read_bytes() if path.exists() else b""
     lines = have.splitlines(keepends=True)
-    if have and not (names and have.startswith(store.get(f"{SEGMENTS}/{names[0]}"))):
+    if have and not (pieces and _begins(have, store)):
         _empty(folder)
         have, lines = b"", []
-    if _damaged(lines):
-        lines = []
     # the last object that the copy may have in part, and those after it
-    after = max((start for start in starts if start <= len(lines)), default=1)
-    new = [
-        f"{SEGMENTS}/{name}" for name, start in zip(names, starts, strict=True) if start >= after
-    ]
-    content = b"".join([*lines[: after - 1], *store.get_all(new)])
+    after = max((piece.begin for piece in pieces if piece.begin <= len(lines)), default=1)
+    old = b"".join(lines[: after - 1])
+    if len(old) != sum(piece.size for piece in pieces if piece.begin < after) or _damaged(lines):
+        after, old = 1, b""
+    new = [piece.name for piece in pieces if piece.begin >= after]
+    content = b"".join([old, *store.get_all(new)])
     if content != have:
         write_whole(path, content)
     locks = [f"{LOCKS}/{name}" for name in store.names(LOCKS)]
@@ -332,10 +340,58 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
     write_lock(lock, {"lines": max((note.get("lines", 0) for note in notes), default=0)})
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """An object with lines of a ledger: its name, first line's number, and size in bytes."""
+
+    name: str
+    begin: int
+    size: int
+
+
+def _pieces(store: Store) -> list[_Piece]:
+    """Return the objects that make up a ledger, in order: packs, and what is in none of them."""
+    found, end = [], 0
+    for name, size in sorted(store.sizes(PACKS).items()):
+        first, last = map(int, name.removesuffix(".jsonl").split("-"))
+        if first == end + 1:
+            found.append(_Piece(f"{PACKS}/{name}", first, size))
+            end = last
+    for name, size in sorted(store.sizes(SEGMENTS).items()):
+        if (begin := int(name.removesuffix(".jsonl"))) > end:
+            found.append(_Piece(f"{SEGMENTS}/{name}", begin, size))
+    return found
+
+
+def _begins(have: bytes, store: Store) -> bool:
+    """Tell whether a copy begins as the store's ledger does."""
+    try:
+        return have.startswith(store.get(f"{SEGMENTS}/{1:010d}.jsonl"))
+    except FileNotFoundError:
+        return False
+
+
+def _pack(folder: Path, store: Store) -> None:
+    """Write the lines that are in no pack as one, if there are many objects of them.
+
+    The copy in ``folder`` has all lines; where it is damaged or ends otherwise than the store's,
+    nothing is written.
+    """
+    loose = [piece for piece in _pieces(store) if piece.name.startswith(SEGMENTS)]
+    if len(loose) < PACKED:
+        return
+    lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+    begin = loose[0].begin
+    content = b"".join(lines[begin - 1 :])
+    whole = len(content) == sum(piece.size for piece in loose) and not _damaged(lines)
+    if whole and content.endswith(store.get(loose[-1].name)):
+        store.put(f"{PACKS}/{begin:010d}-{len(lines):010d}.jsonl", content, new=True)
+
+
 def _damaged(lines: list[bytes]) -> bool:
     reader = Lines()
     for line in lines:
-        reader.read(line)
+        reader.read(line.rstrip(b"\n"))
     reader.end()
     return bool(reader.damage)
 

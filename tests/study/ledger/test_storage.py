@@ -18,7 +18,7 @@ from study.config import StudyConfig
 from study.execution.control import Wish, ask
 from study.ledger import storage
 from study.ledger.log import FILE, Ledger, is_locked, open_ledger
-from study.ledger.storage import check_storage, fetch_report, study_folders
+from study.ledger.storage import PACKED, check_storage, fetch_report, study_folders
 from study.manage.checkpoints import check_checkpoints
 from study.manage.studies import condition, find, read
 from tests.study.conftest import TINY
@@ -212,6 +212,64 @@ def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(
         note(ledger, 3)
     assert noted(folder) == [3]
     assert not (folder / "checkpoints").exists()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the objects whose content is asked for."""
+    names: list[str] = []
+    get_all = Store.get_all
+
+    def noted_get_all(self: Store, wanted: list[str]) -> list[bytes]:
+        names.extend(wanted)
+        return get_all(self, wanted)
+
+    monkeypatch.setattr(Store, "get_all", noted_get_all)
+    return names
+
+
+def test_a_ledger_of_many_objects_is_fetched_as_a_few_and_only_what_is_new(
+    folder: Path, url: str, tmp_path: Path, asked: list[str]
+) -> None:
+    def lines_fetched() -> list[str]:
+        found = [name for name in asked if name.startswith(("ledger/", "packs/"))]
+        asked.clear()
+        return found
+
+    with Ledger(folder) as ledger:
+        for number in range(PACKED):
+            note(ledger, number)
+        lines_fetched()
+        with cache(tmp_path / "other"):
+            other = local_folder(f"{url}/{NAME}")
+            assert noted(other) == list(range(PACKED))
+            assert len(lines_fetched()) == PACKED
+            note(ledger, PACKED)
+            assert noted(other) == list(range(PACKED + 1))
+            # the copy may have the first of them in part
+            assert lines_fetched() == [
+                f"ledger/{number:010d}.jsonl" for number in (PACKED + 1, PACKED + 2)
+            ]
+    lines_fetched()
+    with cache(tmp_path / "third"):
+        new = local_folder(f"{url}/{NAME}")
+        assert noted(new) == list(range(PACKED + 1))
+        assert lines_fetched() == [f"packs/{1:010d}-{PACKED + 2:010d}.jsonl"]
+        with Ledger(new) as ledger:
+            note(ledger, -1)
+    assert noted(folder) == [*range(PACKED + 1), -1]
+    assert (folder / FILE).read_bytes() == (new / FILE).read_bytes()
+
+
+def test_a_ledger_with_lost_lines_is_not_packed(folder: Path, url: str) -> None:
+    store = Store(f"{url}/{NAME}")
+    with Ledger(folder) as ledger:
+        for number in range(PACKED):
+            note(ledger, number)
+        store.remove("ledger/0000000003.jsonl")
+    with pytest.raises(ValueError, match="nothing was started"):
+        Ledger(folder)
+    assert not store.names("packs")
 
 
 def test_lines_that_the_store_lost_are_seen(folder: Path, url: str) -> None:
