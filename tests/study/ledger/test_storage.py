@@ -27,7 +27,7 @@ from trainers import object_store
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.manifest import STATE, sealed
 from trainers.checkpoint.remote import fetched, remote_checkpoints, upload
-from trainers.object_store import Store, check_place, local_folder, place_of
+from trainers.object_store import Store, local_folder
 
 URL = f"s3://{BUCKET}/studies"
 NAME = "tiny"
@@ -63,25 +63,6 @@ def noted(folder: Path) -> list[int]:
     contents = open_ledger(folder)
     assert not contents.damage
     return [event["cpus"] for event in contents.events]
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["az://bucket/x", "gs://", "gs://key:secret@bucket/x", "s3://", "s3://key:secret@bucket/x",
-     "s3://bucket/../x", "s3://bucket/x?y=1", "http://bucket", "file://relative", "S3://bucket"],
-)  # fmt: skip
-def test_places_that_are_none_are_refused_and_no_login_is_shown(place: str) -> None:
-    with pytest.raises(ValueError, match=r"storage=.*must be") as error:
-        StudyConfig(name="x", storage=place)
-    assert "secret@" not in str(error.value)
-
-
-def test_a_folder_and_a_url_name_each_other(tmp_path: Path) -> None:
-    for place in ("s3://bucket/a/b", "s3://bucket", "gs://my_bucket/a"):
-        assert place_of(local_folder(place)) == place
-    assert local_folder(f"file://{tmp_path}") == local_folder(str(tmp_path)) == tmp_path
-    assert place_of(tmp_path) == str(tmp_path)
-    check_place("storage", "relative/folder")
 
 
 def test_ray_train_is_refused() -> None:
