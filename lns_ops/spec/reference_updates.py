@@ -207,9 +207,6 @@ def adam_update(
     return weight, exp_avg, root, residue, compensation
 
 
-# --------------------------------------------------------------------------------------------- upda
-
-
 class Float32Codec(NamedTuple):
     """The way that updates in float32 load and store codes.
 

@@ -415,9 +415,6 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
     os.fsync(file.fileno())
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def is_locked(folder: Path) -> bool:
     """Tell whether a process writes the ledger in ``folder`` now.
 

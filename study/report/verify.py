@@ -309,9 +309,6 @@ def _rival(
     return low, mean, high
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def _mlflow(client: Any, figures: Mapping[str, Any], source: Source) -> Iterator[str]:
     """Compare the report with MLflow's metrics and tags."""
     experiment = client.get_experiment_by_name(figures["study"])

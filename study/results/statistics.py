@@ -202,9 +202,6 @@ def front(found: Sequence[Entry], measures: Sequence[str], metric: Metric) -> li
     return [found[place] for place in undominated(points)]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """The metric by value of a category, compared with a reference chosen before anything ran.
@@ -375,9 +372,6 @@ def heat_map(
         place = formats.index(entry.categories["format"]), layouts.index(entry.categories["layout"])
         table[place] = np.nanmin([table[place], metric.sign * entry.values[METRIC]])
     return formats, layouts, metric.sign * table
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:

@@ -289,9 +289,6 @@ def sentences(state: StudyState) -> list[str]:
     return [*texts, *filter(None, [remark(run)])]
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def _end(run: Run, now: float | None) -> float:
     return run.end if run.over or now is None else max(now, run.end)
 

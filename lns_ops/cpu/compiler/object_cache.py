@@ -253,9 +253,6 @@ def _check_array_layout() -> None:
         raise RuntimeError("numpy arrays have another layout in memory here")
 
 
-# --------------------------------------------------------------------------------------------------
-
-
 def sources() -> list[Path]:
     """Return the files that kernels may be made of.
 
@@ -320,9 +317,6 @@ def _store(name: str, content: bytes) -> None:
             temporary.replace(folder / name)
         except OSError:
             continue
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:

@@ -23,8 +23,6 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.registry import aten, handles, replaces
 
-# --------------------------------------------------------------------------------------------------
-
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
     """Return the codes at flat spatial ``indices``."""
@@ -93,9 +91,6 @@ def _max_pool_backward(func: Any, grad: LNSTensor, x: LNSTensor, *args: Any) -> 
     return LNSTensor(
         index_sum(grad.codes.reshape(-1), places, planes * size, x.fmt).reshape(x.shape), x.fmt
     )
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 def _full(value: Any, dims: int) -> tuple[int, ...]:
