@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from study import Study
+from study.claims.verdict import of_mean
 from study.results.summary import figures_by_seed, summarise
 
 HALF = 50.0
@@ -35,29 +36,24 @@ def fit(seeds: list[Errors]) -> dict[str, Any]:
     """Return the slope of the depth's binary logarithm over the bits, by least squares.
 
     The depth at which the error rises through :data:`HALF` is interpolated between the depths of
-    each number of bits, linear in its logarithm; numbers of bits without such a depth are left out.
-    The interval is Student's t over seeds, or that of the fit where only one seed has three depths.
+    each number of bits, linear in its logarithm. Every seed has one slope, over the numbers of bits
+    that have such a depth at all seeds, so that no seed is left out for what it found; the interval
+    is Student's t over seeds.
     """
     ends = [_ends(errors) for errors in seeds]
-    whole = [each for each in ends if len(each) > 2]
-    if not whole:
-        note = "fewer than three numbers of bits have depths that train and depths that do not"
+    shared = set.intersection(*map(set, ends)) if ends else set()
+    if len(shared) < 3:
+        note = (
+            "fewer than three numbers of bits have, at every seed, depths that train and depths"
+            " that do not"
+        )
         return {"figure": 0.0, "verdict": "undecided", "note": note}
+    whole = [{bits: each[bits] for bits in sorted(shared)} for each in ends]
     fits = [stats.linregress(list(each), np.log2(list(each.values()))) for each in whole]
-    slopes = [float(each.slope) for each in fits]
-    if len(fits) > 1:
-        error, freedom = float(stats.sem(slopes)), len(fits) - 1
-    else:
-        error, freedom = float(fits[0].stderr), len(whole[0]) - 2
-    figure, half = float(np.mean(slopes)), float(stats.t.ppf(0.975, freedom)) * error
+    found = of_mean([float(each.slope) for each in fits], "octaves a bit")
     depths = ", ".join(f"{bits} bits {end:.0f}" for bits, end in whole[0].items())
-    return {
-        "figure": figure,
-        "low": figure - half,
-        "high": figure + half,
-        "unit": "octaves a bit",
-        "note": f"{len(whole)} of {len(seeds)} seeds; depths of the first: {depths}",
-    }
+    notes = [found.get("note", ""), f"{len(whole)} seeds; depths of the first: {depths}"]
+    return found | {"note": "; ".join(filter(None, notes))}
 
 
 def _ends(errors: Errors) -> dict[int, float]:

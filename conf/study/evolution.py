@@ -32,8 +32,9 @@ import lns_ops
 import study as lns_study
 from lns_ops import LNSTensor
 from study import Study
+from study.claims.verdict import of_mean
 from study.errors import UserError
-from study.results.statistics import interval
+from study.ledger.state import ENDED
 from study.results.summary import figures_by_seed, summarise
 from trainers import LoopContext
 from trainers.config import DataConfig
@@ -167,19 +168,22 @@ def gain(study: Study, row: str) -> dict[str, Any]:
     except UserError as missing:
         note = f"{missing}; run it first: lns-study run evolution"
         return {"figure": math.nan, "verdict": "undecided", "note": note}
+    left = sum(trial.status not in ENDED for trial in other.state.trials)
+    if left:
+        note = f"{left} of {len(other.state.trials)} trials of {name} are left"
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
     theirs, ours = _by_seed(other, row), _by_seed(study, row)
     shared = sorted(theirs.keys() & ours.keys())
     gains = [theirs[seed] - ours[seed] for seed in shared]
-    half = interval(gains) if len(gains) > 1 else None
-    if half is None:
+    if len(gains) < 2:
         return {"figure": math.nan, "verdict": "undecided", "note": f"shared seeds: {shared}"}
-    mean = statistics.fmean(gains)
-    return {
-        "figure": mean, "low": mean - half, "high": mean + half, "unit": "points",
-        "runs": 2 * len(shared),
-        "note": f"random search {statistics.fmean(theirs.values()):.2f} %,"
-        f" here {statistics.fmean(ours.values()):.2f} %",
-    }  # fmt: skip
+    found = of_mean(gains, "points")
+    means = (
+        f"random search {statistics.fmean(theirs.values()):.2f} %,"
+        f" here {statistics.fmean(ours.values()):.2f} %"
+    )
+    notes = [means, found.get("note", "")]
+    return found | {"runs": 2 * len(shared), "note": "; ".join(filter(None, notes))}
 
 
 def _by_seed(study: Study, row: str) -> dict[int, float]:

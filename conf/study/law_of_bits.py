@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from study import Study
+from study.results.resampling import FEWEST, bootstrap_interval
 from study.results.summary import figures_by_seed, summarise
 
 BITS = range(4, 11)
@@ -20,7 +21,8 @@ def free_from(study: Study) -> dict[str, Any]:
     :data:`FREE`.
 
     The advantage is interpolated between bits, linear in its logarithm; the interval is the
-    bootstrap's over seeds (B. Efron, R. Tibshirani 1993, percentiles).
+    bootstrap's over seeds (:mod:`study.results.resampling`). Where the advantage is above
+    :data:`FREE` at all bits, or at none, the figure is the last or the first number of bits.
     """
     summary = summarise(study.state)
     rows = {row.label: figures_by_seed(row.trials, summary.metric) for row in summary.rows}
@@ -30,22 +32,25 @@ def free_from(study: Study) -> dict[str, Any]:
     gains = np.array(
         [[a[seed] - b[seed] for a, b in zip(lost, won, strict=True)] for seed in seeds]
     )
+    return crossing(gains, there)
 
-    def crossing(*of_bits: np.ndarray, axis: int = -1) -> Any:
-        means = np.stack([np.mean(values, axis=axis) for values in of_bits], axis=-1)
-        return np.apply_along_axis(_cross, -1, means, there)
 
-    found = stats.bootstrap(
-        tuple(gains.T), crossing, paired=True, vectorized=True, n_resamples=2000,
-        method="percentile", rng=np.random.default_rng(0),
-    )  # fmt: skip
-    low, high = found.confidence_interval
-    return {
-        "figure": _cross(gains.mean(axis=0), there),
-        "low": float(low),
-        "high": float(high),
-        "unit": "bits",
-    }
+def crossing(gains: np.ndarray, bits: list[int]) -> dict[str, Any]:
+    """Return the bits from which the mean gains are below :data:`FREE`, with their interval.
+
+    Args:
+        gains: Kahan's advantage, ``[seeds, bits]``.
+        bits: numbers of bits, rising.
+    """
+    if not gains.size or not np.isfinite(gains).all():
+        note = "a trial diverged, or the rows share no seed"
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
+    figure = _cross(gains.mean(axis=0), bits)
+    ends = bootstrap_interval(gains, lambda means: _cross(means, bits))
+    if ends is None:
+        note = f"{len(gains)} seeds have no interval by the bootstrap; run at least {FEWEST}"
+        return {"figure": figure, "unit": "bits", "verdict": "undecided", "note": note}
+    return {"figure": figure, "low": ends[0], "high": ends[1], "unit": "bits"}
 
 
 def _cross(gains: np.ndarray, bits: list[int]) -> float:

@@ -20,6 +20,7 @@ from scipy.stats import ttest_ind
 
 from study import Study
 from study.claims.analyses import rank
+from study.claims.verdict import of_mean
 from study.config.distribution import distribution, quiet_optuna
 from study.results.statistics import interval
 from study.results.summary import summarise, test_figures
@@ -97,11 +98,7 @@ def nats_of_the_chorales(study: Study) -> dict[str, Any]:
     table = summarise(study.state)
     row = next(row for row in table.rows if row.label == "JSB vanilla")
     nats = [NOTES * figure for figure in test_figures(row.trials, table.metric)]
-    mean, half = statistics.fmean(nats), interval(nats)
-    found = {"figure": mean, "unit": "nats a frame", "runs": len(nats)}
-    if half is None:
-        return found | {"verdict": "undecided", "note": "one seed"}
-    return found | {"low": mean - half, "high": mean + half}
+    return of_mean(nats, "nats a frame") | {"runs": len(nats)}
 
 
 def _sets(study: Study) -> dict[str, pd.DataFrame]:

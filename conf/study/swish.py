@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +27,33 @@ def worst_in_lns(study: Study) -> dict[str, Any]:
     for block, cell in cells.items():
         if block.endswith(FORMAT):
             swish, relu = (figures_by_seed(cell[name], metric) for name in NAMES)
-            found[block] = paired([swish[seed] - relu[seed] for seed in swish], "seeds")
-    contrasts = {
+            found[block] = [swish[seed] - relu[seed] for seed in swish if seed in relu]
+    return worst(found, metric.points.strip())
+
+
+def worst(differences: dict[str, list[float]], unit: str) -> dict[str, Any]:
+    """Return the largest mean of several differences, with its simultaneous interval.
+
+    The largest of the means lies between the largest lower and the largest upper end of their
+    intervals, which have one correction; so a data set with a wide interval keeps the claim open
+    although another one's mean is larger.
+
+    Args:
+        differences: by data set, a figure a seed.
+        unit: unit of the differences.
+    """
+    found = {block: paired(values, "seeds") for block, values in differences.items()}
+    if untested := [block for block, each in found.items() if each is None]:
+        note = f"{untested[0]} has one seed, the same difference at every seed, or diverged"
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
+    tested = {
         block: replace(each, tests=len(found)) for block, each in found.items() if each is not None
     }
-    worst = max(contrasts, key=lambda block: contrasts[block].difference)
-    each = contrasts[worst]
+    largest = max(tested, key=lambda block: tested[block].difference)
     return {
-        "figure": each.difference,
-        "low": each.difference - each.half,
-        "high": each.difference + each.half,
-        "unit": metric.points.strip(),
-        "note": f"worst on {worst}",
+        "figure": tested[largest].difference,
+        "low": max(each.difference - each.half for each in tested.values()),
+        "high": max(each.difference + each.half for each in tested.values()),
+        "unit": unit,
+        "note": f"worst on {largest}",
     }

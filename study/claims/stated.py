@@ -1,8 +1,10 @@
 """What a study stated before its first trial, and what was changed afterwards.
 
 The plan that the ledger has from before the first trial is the statement that counts; every later
-plan is compared with it, key by key and claim by claim. Limits: a folder that is deleted takes its
-statement with it; MLflow's parent run keeps the digest.
+plan is compared with it, key by key and claim by claim, and so is the code of claims as it is now:
+a function that is edited between the run and the report is what gives the verdict. Limits: a folder
+that is deleted takes its statement with it, while MLflow's parent run keeps the digest; of a
+function its own file counts, not what it imports.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from study.config.claims import digest, statement
@@ -64,7 +67,7 @@ def stated(state: StudyState) -> Stated | None:
     first, now = state.stated, state.plan
     if "stated" not in first:
         return None
-    then, today = _statement(first), _statement(now)
+    then, today = _statement(first), _statement(now, _code_now(now))
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
         digest=first["stated"]["digest"],
@@ -74,8 +77,16 @@ def stated(state: StudyState) -> Stated | None:
     )
 
 
-def _statement(plan: Event) -> dict[str, Any]:
-    return statement(plan["study"], plan.get("stated", {}).get("code", {}))
+def _statement(plan: Event, code: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    return statement(plan["study"], {**plan.get("stated", {}).get("code", {}), **code})
+
+
+def _code_now(plan: Event) -> dict[str, str]:
+    """Return the SHA-256 of the code of claims as it is, of the files that there are; a claim whose
+    file is gone is undecided and says so."""
+    claims = plan["study"]["claims"]
+    found = {claim["name"]: _hash(claim["check"]) for claim in claims if claim["check"]}
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, str]:

@@ -67,7 +67,7 @@ def show(figure: float, unit: str = "") -> str:
     """Return a figure of a claim: two decimals in per cent and points and from 0.1 on, else four
     significant digits."""
     two = unit in ("%", "points") or abs(figure) >= 0.1 or figure == 0
-    return f"{figure:.2f}" if two else f"{figure:.4g}"
+    return f"{figure:z.2f}" if two else f"{figure:z.4g}"
 
 
 def decide(bound: tuple[float, float], low: float, high: float) -> str:
@@ -87,23 +87,51 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
         unit: unit of the figures.
         over: kind of the replicates, in the plural: ``seeds``.
     """
-    mean = math.fsum(figures) / len(figures)
-    half, runs = interval(figures), len(figures)
-    if not math.isfinite(mean):
-        note = f"the mean over {runs} {over} is {mean}: training diverged"
-        return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
-    if half is None:
-        note = "one seed has no interval; run at least five"
-        return Verdict(claim=claim, outcome=UNDECIDED, figure=mean, unit=unit, runs=runs, note=note)
+    mean, runs = math.fsum(figures) / len(figures), len(figures)
+    if note := no_interval(figures, over):
+        shown = mean if math.isfinite(mean) else None
+        return Verdict(
+            claim=claim, outcome=UNDECIDED, figure=shown, unit=unit if shown is not None else "",
+            runs=runs, note=note,
+        )  # fmt: skip
+    half = interval(figures) or 0.0
     low, high = mean - half, mean + half
-    if high == low and runs < ENOUGH:
-        note = f"the same at all {runs} {over}, which shows no spread; run at least five"
-        return Verdict(claim=claim, outcome=UNDECIDED, figure=mean, unit=unit, runs=runs, note=note)
     outcome = decide(claim.bound, low, high)
     return Verdict(
         claim=claim, outcome=outcome, figure=mean, low=low, high=high, unit=unit, runs=runs,
         note=_resolution(figures, unit, over) if outcome == UNDECIDED else "",
     )  # fmt: skip
+
+
+def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[str, Any]:
+    """Return what the function of a claim returns of a mean: figure, interval and unit.
+
+    Args:
+        figures: one figure per replicate, one or more.
+        unit: unit of the figures.
+        over: kind of the replicates, in the plural.
+    """
+    mean = math.fsum(figures) / len(figures)
+    if note := no_interval(figures, over):
+        return {"figure": mean, "unit": unit, "verdict": UNDECIDED, "note": note}
+    half = interval(figures) or 0.0
+    return {"figure": mean, "low": mean - half, "high": mean + half, "unit": unit}
+
+
+def no_interval(figures: Sequence[float], over: str) -> str:
+    """Say why the mean of ``figures`` has no interval that decides; "" if it has one.
+
+    Figures that differ by rounding alone are equal: an error is a count over the size of a set, and
+    differences of counts are often the same at a few seeds.
+    """
+    mean, runs = math.fsum(figures) / len(figures), len(figures)
+    if not math.isfinite(mean):
+        return f"the mean over {runs} {over} is {mean}: training diverged"
+    if runs < 2:
+        return "one seed has no interval; run at least five"
+    if runs < ENOUGH and paired(figures, over) is None:
+        return f"the same at all {runs} {over}, which shows no spread; run at least five"
+    return ""
 
 
 def _resolution(figures: Sequence[float], unit: str, over: str) -> str:

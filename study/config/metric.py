@@ -114,11 +114,11 @@ class Metric:
 
     def figure(self, shown: float) -> str:
         """Return a shown value as a figure of a table, without its unit."""
-        return f"{shown:.2f}" if self.percent else f"{shown:.4g}"
+        return f"{shown:z.2f}" if self.percent else f"{shown:z.4g}"
 
     def difference(self, shown: float, *, decimals: int = 2) -> str:
         """Return a difference of shown values with its sign."""
-        return f"{shown:+.{decimals}f}" if self.percent else f"{shown:+.4g}"
+        return f"{shown:+z.{decimals}f}" if self.percent else f"{shown:+z.4g}"
 
     def rounded(self, shown: float) -> float:
         """Return a shown value with the digits that a plot needs."""

@@ -34,7 +34,11 @@ from trainers.files import write_whole
 PAGE = "claims"
 RULE = (
     "A claim holds if all of the 95 % interval of its figure lies within its bounds, fails if none"
-    " of it does, and is undecided otherwise. What was stated, and when, is in each study's list."
+    " of it does, and is undecided otherwise; a claim without an interval, or about what is"
+    " significant, follows the rule of its own function, which its remark names. Every interval is"
+    " of one claim, with no correction for how many claims the page has: where the truth lies on a"
+    " bound one claim in twenty is decided all the same. What was stated, and when, is in each"
+    " study's list."
 )
 PICTURES = ("law_of_bits", "ranks", "importance", "test_error")
 """Pictures of a report by what they say about claims; the page has the first that there is, or the

@@ -222,7 +222,7 @@ def _row(row: Mapping[str, Any], source: Source, page: str) -> Iterator[str]:
 def _printed(mean: float | None, sd: float | None, source: Source) -> str:
     if mean is None:
         return "-"
-    figure, spread = (".2f", ".2f") if source.scale == 100.0 else (".4g", ".2g")
+    figure, spread = ("z.2f", ".2f") if source.scale == 100.0 else ("z.4g", ".2g")
     return f"{mean:{figure}}" + (f" ± {sd:{spread}}" if sd is not None else "")
 
 
@@ -294,7 +294,8 @@ def _decided(arguments: Mapping[str, Any], low: float, high: float) -> str:
 def _rival(
     row: Mapping[int, float], others: Sequence[str], source: Source
 ) -> tuple[float, float, float]:
-    """Return the largest advantage over a row of any other, with its corrected interval."""
+    """Return the largest advantage over a row of any other, with its corrected interval: from the
+    largest of the lower ends to the largest of the upper ones."""
     sign = 1.0 if source.metric.mode == "min" else -1.0
     gains = []
     for label in others:
@@ -305,7 +306,7 @@ def _rival(
     tested = [gain for gain in finite if gain not in same]
     found = [(*_interval(gain, ALPHA / len(tested)), float(np.mean(gain))) for gain in tested]
     found += [(gain[0], gain[0], gain[0]) for gain in same if len(gain) >= ENOUGH]
-    low, high, mean = max(found)
+    low, high, mean = (max(each) for each in zip(*found, strict=True))
     return low, mean, high
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from study.claims.record import SAME
 from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
@@ -114,15 +115,21 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
 def claim_tags(figures: Mapping[str, Any]) -> dict[str, str]:
     """Return the parent run's tags about a study's statement and the verdicts on its claims.
 
+    A claim that is not as it was stated before the first trial is marked.
+
     Args:
         figures: figures of the report (:mod:`study.claims.record`).
     """
     tags = {
-        f"claim.{claim['name']}": f"{claim['outcome']}: {claim['shown']}"[:TEXT]
+        f"claim.{claim['name']}": f"{_mark(claim)}{claim['outcome']}: {claim['shown']}"[:TEXT]
         for claim in figures.get("claims", [])
     }
     said = figures.get("stated")
     return tags | ({"stated.sha256": said["digest"]} if said else {})
+
+
+def _mark(claim: Mapping[str, Any]) -> str:
+    return "" if claim.get("stated", SAME) == SAME else "NOT AS STATED, "
 
 
 def report_metrics(epoch: int, event: Event) -> Iterator[Any]:

@@ -269,6 +269,7 @@ def test_an_own_function_gets_the_study(tiny: Tiny, tmp_path: Path) -> None:
         ("{'figure': math.nan, 'low': 1, 'high': 2}", "figure=nan: must be a number"),
         ("{'figure': 1, 'low': math.nan, 'high': 2}", "low=nan: must be a number"),
         ("{'figure': 1, 'low': 2, 'high': 1}", "low 2 is above high 1"),
+        ("{'figure': 3, 'low': 0, 'high': 2}", "figure 3 that is not in its interval 0 to 2"),
         ("{'figure': '1', 'low': 0, 'high': 2}", "figure='1': must be a number"),
         ("{'figure': True, 'low': 0, 'high': 2}", "figure=True: must be a number"),
         ("{'figure': None, 'verdict': 'fails'}", "figure=None: must be a number"),
@@ -382,6 +383,9 @@ def test_what_is_changed_after_the_first_trial_is_told(tiny: Tiny) -> None:
     found = stated(state)
     assert found is not None
     assert found.digest == same.digest
+    rows = by_row(state, summarise(state))
+    assert "moved holds (NOT AS STATED)" in rows["float32"]
+    assert "kept holds," in rows["float32"]
     assert found.claims == {
         "moved": "changed: value was {'row': 'float32', 'at_most': 2}",
         "new": "added",

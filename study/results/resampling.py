@@ -1,0 +1,69 @@
+"""Intervals of figures that are no means, by the bootstrap over seeds.
+
+The percentiles of a bootstrap are too narrow where there are few replicates: resampling n figures
+knows a spread of (n - 1) / n of the variance, and the normal distribution in place of Student's.
+Of five seeds a 95 % interval holds the truth in 75 to 85 % of simulated studies. Its percentiles
+are therefore those of a wider level, with which the interval of a mean is Student's::
+
+    level = 2 Phi(sqrt(n / (n - 1)) t(n - 1, 97.5 %)) - 1        5 seeds: 99.81 %, 10: 98.29 %
+
+(T. Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69, 2015,
+section 4.3: the expanded percentile interval). In the same simulations it holds the truth in 92 to
+95 %, and in 84 % where figures have an exponential distribution.
+
+Limits: all resamples lie between the least and the largest figure, so below :data:`FEWEST`
+replicates no level is wide enough, and there is no interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEWEST = 5
+"""Replicates below which there is no interval."""
+RESAMPLES = 10_000
+
+
+def expanded_level(count: int, level: float = 0.95) -> float:
+    """Return the level of a percentile interval with which that of a mean is Student's.
+
+    Args:
+        count: number of replicates, 2 or more.
+        level: level of the interval that is wanted.
+    """
+    from scipy.special import ndtr, stdtrit
+
+    t = float(stdtrit(count - 1, 0.5 + level / 2))
+    return 1 - 2 * float(ndtr(-math.sqrt(count / (count - 1)) * t))
+
+
+def bootstrap_interval(
+    figures: NDArray[np.float64], figure_of: Callable[[NDArray[np.float64]], float]
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a function of means over replicates; None where there is none.
+
+    Args:
+        figures: ``[replicates, figures]``; the figures of a replicate are drawn together.
+        figure_of: function of the means, ``[figures]``.
+    """
+    from scipy import stats
+
+    if len(figures) < FEWEST or not np.isfinite(figures).all():
+        return None
+
+    def statistic(*columns: NDArray[np.float64], axis: int = -1) -> Any:
+        means = np.stack([np.mean(column, axis=axis) for column in columns], axis=-1)
+        return np.apply_along_axis(figure_of, -1, means)
+
+    found = stats.bootstrap(
+        tuple(figures.T), statistic, paired=True, vectorized=True, n_resamples=RESAMPLES,
+        confidence_level=expanded_level(len(figures)), method="percentile",
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    low, high = found.confidence_interval
+    return float(low), float(high)
