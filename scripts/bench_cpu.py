@@ -44,7 +44,7 @@ from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
 from trainers.training.step import train_step
 
-SHAPES = [(128, 784, 512), (512, 512, 512)]
+SHAPES = [(128, 784, 512), (512, 512, 512), (64, 64, 64)]
 CONVOLUTIONS = [
     (8, 64, 64, 32, 1),
     (8, 128, 128, 16, 1),
