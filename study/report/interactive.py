@@ -57,8 +57,13 @@ def interactive(state: StudyState) -> Interactive | None:
         policy=f"'sha256-{plotly_hash}' 'sha256-{_sha256(script)}'",
         plotly=packed,
         script=script,
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        data=explore_text(data),
     )
+
+
+def explore_text(data: dict[str, Any]) -> str:
+    """Return :func:`explore_data` as it is in a page."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache

@@ -10,9 +10,14 @@ metrics. What differs is told in a sentence each:
 - each row's mean, spread and interval, as numbers and as printed;
 - figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
   judged again as the report did;
-- in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims.
+- in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims; then
+  every point, param and status of every trial (:mod:`study.tracking.reconcile`), since a validation
+  figure that was altered chooses another configuration;
+- all else that ``figures.json``, ``report.md``, ``report.html`` and ``configurations.csv`` say,
+  made again by the report's own code (:mod:`study.report.verify_pages`).
 
-Limits: a loss that diverged is compared by what is printed; the pictures are not read.
+Limits: a loss that diverged is compared by what is printed; the pictures are not read. Whoever
+alters the ledger, its checksums, the report and MLflow alike leaves nothing to compare.
 """
 
 from __future__ import annotations
@@ -35,10 +40,12 @@ from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report
 from study.report.claims import markdown_cell
+from study.report.verify_pages import verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG, claim_tags
+from study.tracking.reconcile import audit
 from study.tracking.runs import runs_with_key
 from study.tracking.supervisor import OFF
 from study.tracking.writer import connect
@@ -159,27 +166,33 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     for row in figures["rows"]:
         yield from _row(row, source, page)
     state = fold(source.events)
-    wanted = record(state, summarise(state), judge(state, folder))
+    summary = summarise(state)
+    wanted = record(state, summary, judge(state, folder))
     again = {claim["name"]: claim for claim in wanted["claims"]}
     yield from _missing(figures, wanted)
     for claim in figures["claims"]:
         yield from _claim(claim, wanted["rows"], source, again.get(claim["name"], {}))
         if f"| {claim['outcome']} | {markdown_cell(claim['shown'])} |" not in page:
             yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
+    yield from verify_record(figures, wanted)
+    yield from verify_pages(state, summary, wanted["claims"], folder / "report")
     uri = tracking_uri or StudyConfig.from_dict(source.plan["study"]).tracking
     if uri != OFF:
-        yield from _mlflow(connect(uri), figures, source)
+        client = connect(uri)
+        yield from _mlflow(client, figures, source)
+        yield from (f"MLflow, {line}" for line in audit(client, state).differences())
 
 
 def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
     said = source.stated.get("stated")
     if said is None:
         return
-    found = digest(statement(source.stated["study"], said["code"]))
-    if not found == said["digest"] == figures["stated"]["digest"]:
+    found, shown = digest(statement(source.stated["study"], said["code"])), figures["stated"]
+    shown = shown and shown["digest"]
+    if not found == said["digest"] == shown:
         yield (
             f"statement: the first plan's sha256 is {found}, the ledger notes {said['digest']}, the"
-            f" report {figures['stated']['digest']}"
+            f" report {shown}"
         )
 
 

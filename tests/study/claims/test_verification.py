@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,11 @@ import yaml
 from study.claims.record import FILE, read_record
 from study.cli.entry import main
 from study.handle import Study
+from study.ledger.lines import seal, unseal
+from study.ledger.log import FILE as LEDGER
+from study.manage.studies import read
 from study.report.verify import verify
+from study.report.write import write_report
 from study.tracking.payload import KEY_TAG
 from study.tracking.writer import connect
 
@@ -128,6 +133,11 @@ def falsified(reproduced: Path, said: str) -> Iterator[dict[str, Any]]:
         (("claims", 2, "figure"), "claim best: figure"),
         (("claims", 0, "outcome"), "claim trains: the report has outcome"),
         (("stated", "digest"), "statement: the first plan's sha256"),
+        (("claims", 0, "claim"), "figures.json: claims trains: claim"),
+        (("claims", 1, "source"), "figures.json: claims perfect: source"),
+        (("claims", 1, "note"), "figures.json: claims perfect: note"),
+        (("rows", 0, "printed", "interval"), "figures.json: rows large: printed: interval"),
+        (("metric",), "figures.json: metric"),
     ],
 )
 def test_a_falsified_figure_of_the_report_is_seen(
@@ -168,6 +178,59 @@ def test_a_falsified_page_is_seen(reproduced: Path) -> None:
         assert any("report.md does not print" in line for line in verify(folder, "none"))
     finally:
         page.write_text(true)
+
+
+def altered(text: str, old: str, new: str) -> str:
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize("what", ["cell", "verdict", "exchange", "explore", "sentence", "added"])
+def test_a_page_with_one_text_altered_is_seen(reproduced: Path, what: str) -> None:
+    folder = study_of(reproduced).folder
+    file = folder / "report" / ("report.md" if what in ("sentence", "added") else "report.html")
+    true, rows = file.read_text(), read_record(folder / "report")["rows"]
+    first, second = (row["printed"]["mean"] for row in rows)
+    outcome = study_of(reproduced).claims["outcome"]["perfect"]
+    exchanged = true.replace(first, "@").replace(second, first).replace("@", second)
+    file.write_text(
+        {
+            "cell": lambda: altered(true, f"<td>{first}</td>", "<td>1.23</td>"),
+            "verdict": lambda: altered(true, f">{outcome}</td>", ">holds</td>"),
+            "exchange": lambda: exchanged,
+            "explore": lambda: altered(true, '"curve":[[1,2],[', '"curve":[[1,2],[9'),
+            "sentence": lambda: altered(true, "Lowest", "Highest"),
+            "added": lambda: f"{true}\n| large | {first} |\n",
+        }[what]()
+    )
+    try:
+        assert any(line.startswith(file.name) for line in verify(folder, "none"))
+    finally:
+        file.write_text(true)
+
+
+def test_a_ledger_that_was_altered_with_its_checksum_and_report_is_seen_in_mlflow(
+    reproduced: Path, tmp_path: Path
+) -> None:
+    """A validation figure is in no table of a row, and chooses a searched row's configuration."""
+    study = study_of(reproduced)
+    forged = tmp_path / study.folder.name
+    shutil.copytree(study.folder, forged)
+    lines = (forged / LEDGER).read_bytes().splitlines(keepends=True)
+    events = [unseal(line.rstrip()) for line in lines]
+    place, number, event = next(
+        (place, number, event)
+        for place, (number, event) in enumerate(events)
+        if number is not None and event is not None and event["event"] == "report"
+    )
+    event["metrics"]["validation/error"] /= 2
+    rest = {key: value for key, value in event.items() if key not in ("n", "check")}
+    lines[place] = seal(rest, number)
+    (forged / LEDGER).write_bytes(b"".join(lines))
+    write_report(read(forged), forged / "report")
+    assert not list(verify(forged, "none"))
+    found = list(verify(forged, study.config.tracking))
+    assert any(f"trial {event['trial']}" in line and "validation/error" in line for line in found)
 
 
 def test_mlflow_has_the_verdicts_and_a_falsified_metric_is_seen(
