@@ -113,7 +113,7 @@ def study_folders(place: str) -> list[Path]:
     top = local_folder(place)
     if (store := open_store(place, ANSWER_SECONDS)) is None:
         return sorted(path.parent for path in top.glob(f"*/{FILE}"))
-    folders = [top / name for name in _answered(store.folders)]
+    folders = [top / name for name in answered(store.folders)]
     for folder in folders:
         refresh(folder)
     return [folder for folder in folders if (folder / FILE).exists()]
@@ -128,12 +128,12 @@ def refresh(folder: Path) -> None:
         ValueError: the store does not answer.
     """
     store = open_store(place_of(folder), ANSWER_SECONDS)
-    if store is None or (not folder.exists() and not _answered(store.names, SEGMENTS)):
+    if store is None or (not folder.exists() and not answered(store.names, SEGMENTS)):
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _answered(_pull, folder, store, lock)
+        answered(_pull, folder, store, lock)
 
 
 def is_locked_remotely(folder: Path) -> bool:
@@ -144,11 +144,12 @@ def is_locked_remotely(folder: Path) -> bool:
     store = open_store(place_of(folder), ANSWER_SECONDS)
     if store is None:
         return False
-    names = _answered(store.names, LOCKS)
+    names = answered(store.names, LOCKS)
     if not names:
         return False
     path = f"{LOCKS}/{names[-1]}"
-    return "pid" in json.loads(store.get(path)) and store.age(path) < SILENT_SECONDS
+    note = json.loads(answered(store.get, path))
+    return "pid" in note and answered(store.age, path) < SILENT_SECONDS
 
 
 def share(folder: Path) -> str:
@@ -172,12 +173,12 @@ def fetch_report(folder: Path) -> None:
     """
     if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
         return
-    for name in _answered(store.names, REPORT):
+    for name in answered(store.names, REPORT):
         path, key = folder / REPORT / name, f"{REPORT}/{name}"
         written = path.stat().st_mtime if path.exists() else 0.0
-        if path.suffix != ".png" and time.time() - written > _answered(store.age, key):
+        if path.suffix != ".png" and time.time() - written > answered(store.age, key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, _answered(store.get, key))
+            write_whole(path, answered(store.get, key))
 
 
 def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
@@ -207,9 +208,9 @@ class Remote:
         self._lost = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lock")
-        self._name = _answered(self._take)
-        _answered(_pull, folder, self._store, lock)
-        if not (folder / FILE).exists() and self._store.names("checkpoints"):
+        self._name = answered(self._take)
+        answered(_pull, folder, self._store, lock)
+        if not (folder / FILE).exists() and answered(self._store.names, "checkpoints"):
             self.close({})
             raise ValueError(
                 f"{self._store.url}: has checkpoints, and their ledger is gone; remove what is"
@@ -300,8 +301,8 @@ class Remote:
                 store.put(f"{LOCKS}/{self._name}", content)
 
 
-def _answered(request: Callable[..., Found], *arguments: Any) -> Found:
-    """Return what a request finds; an error of its store becomes one for the user.
+def answered(request: Callable[..., Found], *arguments: Any) -> Found:
+    """Return what a request of a store finds; an error of the store becomes one for the user.
 
     Raises:
         ValueError: the store does not answer or refuses.

@@ -1,0 +1,147 @@
+"""Studies in an object store that errs, holds what others put there, or was changed by hand."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import (
+    ClientError,
+    CredentialRetrievalError,
+    EndpointConnectionError,
+    FlexibleChecksumError,
+)
+from google.auth.exceptions import RefreshError
+from s3fs.errors import translate_boto_error
+
+from study.errors import UserError
+from study.execution.control import Wish, ask
+from study.ledger.log import Ledger
+from study.ledger.storage import is_locked_remotely
+from tests.study.ledger.test_storage import NAME, folder, line, note, noted, url  # noqa: F401
+from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
+from trainers import object_store
+from trainers.object_store import Store
+
+PART = 5 << 20
+"""The least size in bytes of a part of an upload to S3."""
+
+
+def test_of_many_objects_those_that_failed_are_asked_for_again(
+    url: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [f"{number:02d}" for number in range(40)]
+    store = Store(url, 10.0)
+    for name in names:
+        store.put(name, name.encode())
+    client = object_store._filesystem(url[:5], os.getpid())
+    cat_file, chance = client._cat_file, random.Random(0)
+
+    async def flaky(path: str, *arguments: Any, **options: Any) -> Any:
+        if chance.random() < 0.3:
+            raise OSError(5, "503")
+        return await cat_file(path, *arguments, **options)
+
+    monkeypatch.setattr(client, "_cat_file", flaky)
+    assert store.get_all(names) == [name.encode() for name in names]
+    with pytest.raises(FileNotFoundError):
+        store.get_all([*names, "none"])
+
+
+Failing = Callable[[str, Exception, bool], None]
+
+
+@pytest.fixture
+def failing(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Failing:  # noqa: F811
+    """Have S3's next answer to a request be an error, before or after the request is done."""
+    client = object_store._filesystem("s3://", os.getpid())
+    call = client._call_s3
+
+    def fail(method: str, error: Exception, done: bool) -> None:
+        errors = [error]
+
+        async def once(asked: str, *arguments: Any, **options: Any) -> Any:
+            fails = asked == method and errors
+            answer = None if fails and not done else await call(asked, *arguments, **options)
+            if fails:
+                raise errors.pop()
+            return answer
+
+        monkeypatch.setattr(client, "_call_s3", once)
+
+    return fail
+
+
+@pytest.mark.parametrize("code", ["IncompleteBody", "BadDigest", "400", "SlowDown"])
+def test_an_error_of_s3_that_passes_is_no_second_writer(failing: Failing, code: str) -> None:
+    store = Store(f"s3://{BUCKET}/x", 10.0)
+    error = ClientError({"Error": {"Code": code, "Message": code}}, "PutObject")
+    failing("put_object", translate_boto_error(error), False)
+    store.put("a", b"1", new=True)
+    with pytest.raises(FileExistsError):
+        store.put("a", b"2", new=True)
+
+
+def test_an_upload_in_parts_whose_last_answer_was_lost_is_sent_again(
+    failing: Failing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda size, chunksize=None: PART)
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(2 * PART + 1))
+    failing("complete_multipart_upload", EndpointConnectionError(endpoint_url="x"), True)
+    store = Store(f"s3://{BUCKET}/x", 10.0)
+    store.put_file("a", path)
+    assert store.get("a") == path.read_bytes()
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        store.put_file("b", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error"),
+    [
+        ("s3", FlexibleChecksumError(error_msg="Expected checksum x")),
+        ("s3", CredentialRetrievalError(provider="role", error_msg="timed out")),
+        ("gs", RefreshError("timed out")),
+    ],
+)
+def test_content_damaged_on_its_way_and_a_role_that_is_renewed_late_are_asked_for_again(
+    scheme: str, error: Exception, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request.getfixturevalue({"s3": "s3", "gs": "google"}[scheme])
+    store = Store(f"{scheme}://{BUCKET}/x", 10.0)
+    store.put("a", b"1")
+    client = object_store._filesystem(f"{scheme}://", os.getpid())
+    cat_file, errors = client.cat_file, [error]
+
+    def once(path: str, *arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return cat_file(path, *arguments, **options)
+
+    monkeypatch.setattr(client, "cat_file", once)
+    assert store.get("a") == b"1"
+
+
+def test_a_store_that_refuses_is_told_to_the_user(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise PermissionError(13, "Access Denied")
+
+        with monkeypatch.context() as other:
+            other.setattr(Store, "put", refuse)
+            with pytest.raises(UserError, match=r"storage: .*Access Denied; check .* credentials"):
+                ask(folder, wish=Wish.STOP)
+        with monkeypatch.context() as other:
+            other.setattr(Store, "get", refuse)
+            with pytest.raises(ValueError, match=r"storage: .*Access Denied; check .* credentials"):
+                is_locked_remotely(folder)
