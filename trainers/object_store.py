@@ -200,10 +200,14 @@ class Store:
         return sorted(self.sizes(under))
 
     def sizes(self, under: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of all objects below ``under``, by names relative to it."""
+        """Return the sizes in bytes of all objects below ``under``, by names relative to it.
+
+        Left out are those whose names would lead out of a folder, such as ``../x`` and ``/x``.
+        """
         top = self._path(under)
         found = self._ask(lambda fs, path: fs.find(path, detail=True), under)
-        return {path[len(top) + 1 :]: info["size"] for path, info in found.items()}
+        sizes = {path[len(top) + 1 :]: info["size"] for path, info in found.items()}
+        return {name: size for name, size in sizes.items() if _stays_inside(name)}
 
     def folders(self) -> list[str]:
         """Return the first parts of the names that have several, in order."""
@@ -211,7 +215,11 @@ class Store:
             found = self._ask(lambda fs, path: fs.ls(path, detail=True), "")
         except FileNotFoundError:
             return []
-        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+        begin = len(self._path("")) + 1
+        names = [
+            entry["name"][begin:].rstrip("/") for entry in found if entry["type"] == "directory"
+        ]
+        return sorted(filter(_stays_inside, names))
 
     def age(self, name: str) -> float:
         """Return the seconds since an object was written, by this machine's clock."""
@@ -254,6 +262,11 @@ class Store:
                     )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _stays_inside(name: str) -> bool:
+    """Tell whether an object's name, as a path, leads to a file below the folder for its store."""
+    return not {"", ".", ".."} & set(name.split("/"))
 
 
 def _is_precondition(error: Exception) -> bool:

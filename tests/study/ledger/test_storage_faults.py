@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from botocore.exceptions import (
     ClientError,
     CredentialRetrievalError,
@@ -21,14 +22,36 @@ from s3fs.errors import translate_boto_error
 from study.errors import UserError
 from study.execution.control import Wish, ask
 from study.ledger.log import Ledger
-from study.ledger.storage import is_locked_remotely
+from study.ledger.storage import fetch_report, is_locked_remotely, study_folders
 from tests.study.ledger.test_storage import NAME, folder, line, note, noted, url  # noqa: F401
 from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
 from trainers import object_store
-from trainers.object_store import Store
+from trainers.checkpoint.files import save_checkpoint
+from trainers.checkpoint.remote import fetched, upload
+from trainers.object_store import Store, local_folder
 
 PART = 5 << 20
 """The least size in bytes of a part of an upload to S3."""
+
+
+def test_no_name_of_an_object_leads_out_of_the_cache(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+    store = Store(f"{url}/{NAME}")
+    for name in ("../../../../evil", f"/{tmp_path}/evil", "./evil"):
+        store.put(f"report/{name}", b"evil")
+    store.put("report/figures.json", b"1")
+    Store(url).put("../ledger/0000000001.jsonl", b"evil")
+    fetch_report(folder)
+    assert study_folders(url) == [folder]
+    with pytest.raises(ValueError, match=r"checkpoint=.*must be"):
+        fetched(f"{url}/../../../../evil")
+    assert not list(tmp_path.rglob("evil"))
+    assert [path.name for path in (folder / "report").iterdir()] == ["figures.json"]
 
 
 def test_of_many_objects_those_that_failed_are_asked_for_again(
@@ -125,6 +148,19 @@ def test_content_damaged_on_its_way_and_a_role_that_is_renewed_late_are_asked_fo
 
     monkeypatch.setattr(client, "cat_file", once)
     assert store.get("a") == b"1"
+
+
+def test_a_fetched_checkpoint_is_as_its_manifest_says(url: str) -> None:  # noqa: F811
+    place = f"{url}/{NAME}/checkpoints/t/000001"
+    save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": 1})
+    upload(local_folder(place), place)
+    store = Store(place)
+    tensors = next(name for name in store.names() if name.startswith("tensors-"))
+    store.put(tensors, b"damaged")
+    assert fetched(place) == local_folder(place)
+    (local_folder(place) / tensors).unlink()
+    with pytest.raises(ValueError, match=rf"{place}: {tensors} does not match its digest"):
+        fetched(place)
 
 
 def test_a_store_that_refuses_is_told_to_the_user(
