@@ -21,8 +21,10 @@ from s3fs.errors import translate_boto_error
 
 from study.errors import UserError
 from study.execution.control import Wish, ask
-from study.ledger.log import Ledger
-from study.ledger.storage import fetch_report, is_locked_remotely, study_folders
+from study.ledger import storage
+from study.ledger.lines import seal
+from study.ledger.log import FILE, Ledger, make_header
+from study.ledger.storage import PACKED, fetch_report, is_locked_remotely, study_folders
 from tests.study.ledger.test_storage import NAME, folder, line, note, noted, url  # noqa: F401
 from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
 from trainers import object_store
@@ -32,6 +34,98 @@ from trainers.object_store import Store, local_folder
 
 PART = 5 << 20
 """The least size in bytes of a part of an upload to S3."""
+
+
+def test_a_repaired_ledger_is_not_mixed_with_packs_of_the_damaged_one(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    store = Store(f"{url}/{NAME}")
+    with Ledger(folder) as ledger:
+        for number in range(PACKED):
+            note(ledger, number)
+    with Ledger(folder) as ledger:
+        note(ledger, -1)
+    assert store.names("packs")
+    for under in ("ledger", "locks"):
+        for name in store.names(under):
+            store.remove(f"{under}/{name}")
+    store.put("ledger/0000000001.jsonl", (folder / FILE).read_bytes())
+    with cache(tmp_path / "other"), Ledger(local_folder(store.url)) as ledger:
+        assert ledger.history[-1]["cpus"] == -1
+        note(ledger, -2)
+        assert noted(ledger.folder) == [*range(PACKED), -1, -2]
+    assert noted(folder) == [*range(PACKED), -1, -2]
+
+
+def test_a_pack_that_cannot_be_written_leaves_no_lock(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+) -> None:
+    store = Store(f"{url}/{NAME}")
+    store.put(f"packs/{1:010d}-{PACKED + 1:010d}.jsonl", b"of another ledger")
+    with Ledger(folder) as ledger:
+        for number in range(PACKED):
+            note(ledger, number)
+    assert not is_locked_remotely(folder)
+    assert noted(folder) == list(range(PACKED))
+
+
+def test_a_copy_of_lines_that_were_replaced_by_others_as_long_is_fetched_again(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+) -> None:
+    store = Store(f"{url}/{NAME}")
+
+    def put(number: int, cpus: int) -> None:
+        event = {"event": "capacity", "time": 1.0, "cpus": cpus, "gpus": 0, "nodes": 1}
+        store.put(f"ledger/{number:010d}.jsonl", seal(event, number))
+
+    store.put("ledger/0000000001.jsonl", seal(make_header("0" * 12, 1.0), 1))
+    for number in range(2, 9):
+        put(number, 10 + number)
+    assert noted(folder) == list(range(12, 19))
+    for number in range(5, 11):
+        put(number, 50 + number)
+    assert noted(folder) == [12, 13, 14, *range(55, 61)]
+
+
+def test_a_reader_at_the_end_of_a_run_misses_no_lines(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = Ledger(folder)
+    note(ledger, 1)
+    pieces = storage._pieces
+
+    def pieces_before_the_end(store: Store) -> Any:
+        found = pieces(store)
+        monkeypatch.setattr(storage, "_pieces", pieces)
+        note(ledger, 2)
+        ledger.close()
+        return found
+
+    monkeypatch.setattr(storage, "_pieces", pieces_before_the_end)
+    with cache(tmp_path / "other"):
+        other = local_folder(f"{url}/{NAME}")
+        assert noted(other) == [1]
+        assert noted(other) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["ledger/.DS_Store", "ledger/1.jsonl", "packs/x", "locks/x.json"])
+def test_what_others_put_among_the_lines_is_left_alone(
+    folder: Path,  # noqa: F811
+    url: str,  # noqa: F811
+    name: str,
+) -> None:
+    Store(f"{url}/{NAME}").put(name, b"")
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+    assert noted(folder) == [1]
+    assert not is_locked_remotely(folder)
 
 
 def test_no_name_of_an_object_leads_out_of_the_cache(
