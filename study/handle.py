@@ -62,17 +62,18 @@ class Study:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._read: tuple[int, StudyState] | None = None
+        self._read: tuple[tuple[int, int], StudyState] | None = None
 
     @property
     def state(self) -> StudyState:
-        """State of the study, read again once its ledger has grown."""
+        """State of the study, read again once its ledger has changed."""
         with refusals():
             refresh(self.folder)
-        size = (self.folder / FILE).stat().st_size
-        if self._read is None or self._read[0] != size:
+        file = (self.folder / FILE).stat()
+        seen = file.st_size, file.st_mtime_ns  # another ledger may be as long
+        if self._read is None or self._read[0] != seen:
             with refusals():
-                self._read = size, read(self.folder)
+                self._read = seen, read(self.folder)
         return self._read[1]
 
     @property

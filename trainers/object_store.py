@@ -150,7 +150,15 @@ class Store:
 
     def put_file(self, name: str, path: Path) -> None:
         """Write an object with a file's content; a large one in parts, several at a time."""
-        self._ask(lambda fs, place: fs.put_file(str(path), place), name)
+        path.stat()  # so that only the store has something to be not found
+
+        def request(fs: Any, place: str) -> None:
+            try:
+                fs.put_file(str(path), place)
+            except FileNotFoundError as error:  # an upload in parts that the store has ended
+                raise OSError(errno.EIO, str(error)) from None
+
+        self._ask(request, name)
 
     def get_file(self, name: str, path: Path) -> None:
         """Write an object's content to a file, whole or not at all.
@@ -168,22 +176,38 @@ class Store:
     def get_all(self, names: list[str]) -> list[bytes]:
         """Return the contents of several small objects, which are fetched at the same time.
 
+        Asks again for those alone that failed: of thousands some may fail each time.
+
         Raises:
             FileNotFoundError: there is no object of one of the names.
         """
         paths = [self._path(name) for name in names]
-        found = self._ask(lambda fs, _: fs.cat(paths, **self._at_once) if paths else {}, "")
-        return [found[path] for path in paths] if isinstance(found, dict) else [found]
+        found: dict[str, bytes] = {}
+
+        def request(fs: Any, _: str) -> None:
+            missing = [path for path in paths if path not in found]
+            answers = fs.cat(missing, on_error="return", **self._at_once) if missing else {}
+            wrong = [each for each in answers.values() if isinstance(each, Exception)]
+            found.update({p: each for p, each in answers.items() if isinstance(each, bytes)})
+            if wrong:
+                raise wrong[0]
+
+        self._ask(request, "")
+        return [found[path] for path in paths]
 
     def names(self, under: str = "") -> list[str]:
         """Return the names of all objects below ``under``, relative to it, in order."""
         return sorted(self.sizes(under))
 
     def sizes(self, under: str = "") -> dict[str, int]:
-        """Return the sizes in bytes of all objects below ``under``, by names relative to it."""
+        """Return the sizes in bytes of all objects below ``under``, by names relative to it.
+
+        Left out are those whose names would lead out of a folder, such as ``../x`` and ``/x``.
+        """
         top = self._path(under)
         found = self._ask(lambda fs, path: fs.find(path, detail=True), under)
-        return {path[len(top) + 1 :]: info["size"] for path, info in found.items()}
+        sizes = {path[len(top) + 1 :]: info["size"] for path, info in found.items()}
+        return {name: size for name, size in sizes.items() if _stays_inside(name)}
 
     def folders(self) -> list[str]:
         """Return the first parts of the names that have several, in order."""
@@ -191,7 +215,11 @@ class Store:
             found = self._ask(lambda fs, path: fs.ls(path, detail=True), "")
         except FileNotFoundError:
             return []
-        return sorted(Path(entry["name"]).name for entry in found if entry["type"] == "directory")
+        begin = len(self._path("")) + 1
+        names = [
+            entry["name"][begin:].rstrip("/") for entry in found if entry["type"] == "directory"
+        ]
+        return sorted(filter(_stays_inside, names))
 
     def age(self, name: str) -> float:
         """Return the seconds since an object was written, by this machine's clock."""
@@ -236,27 +264,40 @@ class Store:
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
+def _stays_inside(name: str) -> bool:
+    """Tell whether an object's name, as a path, leads to a file below the folder for its store."""
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
 def _is_precondition(error: Exception) -> bool:
-    """Tell whether an error is S3's answer to ``If-None-Match`` (HTTP status 412)."""
-    return isinstance(error, OSError) and error.errno == errno.EINVAL
+    """Tell whether an error is S3's answer to ``If-None-Match`` (HTTP status 412).
+
+    Its error number, EINVAL, says too little: s3fs gives it to an upload that broke off, too.
+    """
+    response = getattr(error.__cause__, "response", None) or {}
+    return response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")
 
 
 def _is_refusal(scheme: str, error: Exception) -> bool:
     """Tell whether an error is final, or this machine's own, such as missing credentials."""
     if scheme == GOOGLE_SCHEME:
         from gcsfs.retry import HttpError
-        from google.auth.exceptions import GoogleAuthError, TransportError
+        from google.auth.exceptions import GoogleAuthError, RefreshError, TransportError
 
         if isinstance(error, HttpError):
-            return 400 <= int(error.code or 500) < 500 and int(error.code) not in (408, 429)
+            return 400 <= int(error.code or 500) < 500 and int(error.code) not in (408, 410, 429)
         refused = isinstance(error, OSError) and str(error).startswith("Forbidden")
         return refused or (
-            isinstance(error, GoogleAuthError) and not isinstance(error, TransportError)
+            isinstance(error, GoogleAuthError)
+            and not isinstance(error, TransportError | RefreshError)
         )
-    from botocore.exceptions import BotoCoreError, ConnectionError, HTTPClientError
+    from botocore import exceptions as s3
 
-    transient = (ConnectionError, HTTPClientError)
-    return isinstance(error, BotoCoreError) and not isinstance(error, transient)
+    transient = (
+        s3.ConnectionError, s3.HTTPClientError, s3.IncompleteReadError, s3.FlexibleChecksumError,
+        s3.CredentialRetrievalError, s3.MetadataRetrievalError,
+    )  # fmt: skip
+    return isinstance(error, s3.BotoCoreError) and not isinstance(error, transient)
 
 
 @functools.lru_cache(maxsize=2)

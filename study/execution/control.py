@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from study.config import LimitsConfig
+from study.errors import refusals
 from study.ledger.state import ENDED, FAILED, StudyState
-from study.ledger.storage import ANSWER_SECONDS
+from study.ledger.storage import ANSWER_SECONDS, answered
 from study.results.objectives import joules
 from trainers.files import write_whole
 from trainers.object_store import open_store, place_of
@@ -214,6 +215,9 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
     """Write a wish or edited limits for the process that runs the study in ``folder``.
 
     An argument left out leaves what was asked before.
+
+    Raises:
+        UserError: the object store does not answer or refuses, as with credentials that only read.
     """
     path, store = folder / FILE, open_store(place_of(folder), ANSWER_SECONDS)
     try:
@@ -226,7 +230,8 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
         values["limits"] = limits
     content = json.dumps(values).encode()
     if store is not None:
-        store.put(FILE, content)
+        with refusals():
+            answered(store.put, FILE, content)
     write_whole(path, content)
 
 

@@ -7,8 +7,8 @@ two of them. It names no dependencies: the nodes' image has them, and a node tha
 import instead of fetching a torch of its own.
 
 Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
-of studies, and the data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or a
-private key is refused, and so are a link to a hidden file and a folder of more than
+of studies, and the data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or
+what :data:`KEY` matches is refused, and so are a link to a hidden file and a folder of more than
 :data:`MOST_BYTES`.
 
 Format of wheels: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
@@ -47,7 +47,13 @@ DIGITS = 12
 CACHES = {"__pycache__", "mlruns", "node_modules"}
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
-KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+KEY = re.compile(
+    rb"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
+      | aws_secret_access_key["']?\s*[=:]\s*["']?[a-z0-9/+]{40}
+      | "refresh_token"\s*:\s*"[^"]{20}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Private keys in PEM form, and the secrets that the tools of object stores write to files."""
 WHEEL = "Wheel-Version: 1.0\nGenerator: lns-study\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 START = """\
 #!/usr/bin/env bash
@@ -213,7 +219,7 @@ def _check_file(name: str, path: Path) -> None:
     text = content.decode(errors="replace")
     if KEY.search(content) or without_password(text) != text:
         raise ValueError(
-            f"{name}: holds a password or a private key, and would travel to the cluster; move it"
+            f"{name}: holds a password or a secret key, and would travel to the cluster; move it"
             " out of the study's folder, and give it to the nodes as a variable of their"
             " environment (docs/howto/cluster.md)"
         )

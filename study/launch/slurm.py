@@ -28,7 +28,7 @@ def batch_command(package: Package, loaded: StudyConfig, template: Path) -> tupl
         "sbatch",
         "--parsable",
         f"--job-name={loaded.slug}",
-        f"--output={package.stage / LOG}",
+        f"--output={str(package.stage / LOG).replace('%', '%%')}",  # %j would be the job's id
         str(template.resolve()),
         str(package.stage),
         loaded.slug,

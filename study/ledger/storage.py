@@ -27,6 +27,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -53,6 +54,12 @@ PACKED = 100
 BEAT_SECONDS, SILENT_SECONDS = 5.0, 30.0
 ANSWER_SECONDS = 20.0
 """Seconds that commands which only read wait for the store."""
+_OWN = {
+    SEGMENTS: re.compile(r"\d{10}\.jsonl"),
+    PACKS: re.compile(r"\d{10}-\d{10}\.jsonl"),
+    LOCKS: re.compile(r"\d{6}\.json"),
+}
+"""Names of a writer's objects."""
 
 Found = TypeVar("Found")
 
@@ -113,7 +120,7 @@ def study_folders(place: str) -> list[Path]:
     top = local_folder(place)
     if (store := open_store(place, ANSWER_SECONDS)) is None:
         return sorted(path.parent for path in top.glob(f"*/{FILE}"))
-    folders = [top / name for name in _answered(store.folders)]
+    folders = [top / name for name in answered(store.folders)]
     for folder in folders:
         refresh(folder)
     return [folder for folder in folders if (folder / FILE).exists()]
@@ -128,12 +135,12 @@ def refresh(folder: Path) -> None:
         ValueError: the store does not answer.
     """
     store = open_store(place_of(folder), ANSWER_SECONDS)
-    if store is None or (not folder.exists() and not _answered(store.names, SEGMENTS)):
+    if store is None or (not folder.exists() and not answered(store.names, SEGMENTS)):
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _answered(_pull, folder, store, lock)
+        answered(_pull, folder, store, lock)
 
 
 def is_locked_remotely(folder: Path) -> bool:
@@ -144,11 +151,12 @@ def is_locked_remotely(folder: Path) -> bool:
     store = open_store(place_of(folder), ANSWER_SECONDS)
     if store is None:
         return False
-    names = _answered(store.names, LOCKS)
+    names = sorted(answered(_sizes, store, LOCKS))
     if not names:
         return False
     path = f"{LOCKS}/{names[-1]}"
-    return "pid" in json.loads(store.get(path)) and store.age(path) < SILENT_SECONDS
+    note = json.loads(answered(store.get, path))
+    return "pid" in note and answered(store.age, path) < SILENT_SECONDS
 
 
 def share(folder: Path) -> str:
@@ -172,12 +180,12 @@ def fetch_report(folder: Path) -> None:
     """
     if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
         return
-    for name in _answered(store.names, REPORT):
+    for name in answered(store.names, REPORT):
         path, key = folder / REPORT / name, f"{REPORT}/{name}"
         written = path.stat().st_mtime if path.exists() else 0.0
-        if path.suffix != ".png" and time.time() - written > _answered(store.age, key):
+        if path.suffix != ".png" and time.time() - written > answered(store.age, key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, _answered(store.get, key))
+            write_whole(path, answered(store.get, key))
 
 
 def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
@@ -207,9 +215,9 @@ class Remote:
         self._lost = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lock")
-        self._name = _answered(self._take)
-        _answered(_pull, folder, self._store, lock)
-        if not (folder / FILE).exists() and self._store.names("checkpoints"):
+        self._name = answered(self._take)
+        answered(_pull, folder, self._store, lock)
+        if not (folder / FILE).exists() and answered(self._store.names, "checkpoints"):
             self.close({})
             raise ValueError(
                 f"{self._store.url}: has checkpoints, and their ledger is gone; remove what is"
@@ -239,13 +247,13 @@ class Remote:
             self._thread.join()
         with suppress(OSError):  # then the lock falls silent
             store = Store(self._store.url, ANSWER_SECONDS)
+            store.put(f"{LOCKS}/{self._name}", json.dumps(note).encode())
             if note:
                 _pack(self._folder, store)
-            store.put(f"{LOCKS}/{self._name}", json.dumps(note).encode())
 
     def _take(self) -> str:
         """Take the lock; return its object's name."""
-        names = self._store.names(LOCKS)
+        names = sorted(_sizes(self._store, LOCKS))
         number = int(names[-1].removesuffix(".json")) + 1 if names else 1
         if names:
             self._await_end(f"{LOCKS}/{names[-1]}")
@@ -293,15 +301,15 @@ class Remote:
         while not self._ended.wait(BEAT_SECONDS):
             beat += 1
             with suppress(OSError):
-                if store.names(LOCKS)[-1:] != [self._name]:
+                if max(_sizes(store, LOCKS), default="") != self._name:
                     self._lost = "another driver has taken the lock, after a silence of this one"
                     return
                 content = json.dumps(self._note | {"beat": beat}).encode()
                 store.put(f"{LOCKS}/{self._name}", content)
 
 
-def _answered(request: Callable[..., Found], *arguments: Any) -> Found:
-    """Return what a request finds; an error of its store becomes one for the user.
+def answered(request: Callable[..., Found], *arguments: Any) -> Found:
+    """Return what a request of a store finds; an error of the store becomes one for the user.
 
     Raises:
         ValueError: the store does not answer or refuses.
@@ -319,6 +327,9 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
 
     A copy of another ledger is thrown away with the rest of the cache.
     """
+    locks = [f"{LOCKS}/{name}" for name in _sizes(store, LOCKS)]
+    # before the lines, which may be more meanwhile
+    notes = [json.loads(note) for note in store.get_all(locks)]
     path = folder / FILE
     pieces = _pieces(store)
     have = path.read_bytes() if path.exists() else b""
@@ -333,10 +344,10 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
         after, old = 1, b""
     new = [piece.name for piece in pieces if piece.begin >= after]
     content = b"".join([old, *store.get_all(new)])
+    if old and not content.startswith(have):  # the store's first lines, then others
+        content = b"".join(store.get_all([piece.name for piece in pieces]))
     if content != have:
         write_whole(path, content)
-    locks = [f"{LOCKS}/{name}" for name in store.names(LOCKS)]
-    notes = [json.loads(note) for note in store.get_all(locks)]
     write_lock(lock, {"lines": max((note.get("lines", 0) for note in notes), default=0)})
 
 
@@ -350,17 +361,28 @@ class _Piece:
 
 
 def _pieces(store: Store) -> list[_Piece]:
-    """Return the objects that make up a ledger, in order: packs, and what is in none of them."""
+    """Return the objects that make up a ledger, in order: packs, and what is in none of them.
+
+    A pack of other lines than those that are there, as before a repair, is none.
+    """
+    loose = {
+        int(name.removesuffix(".jsonl")): size for name, size in _sizes(store, SEGMENTS).items()
+    }
     found, end = [], 0
-    for name, size in sorted(store.sizes(PACKS).items()):
+    for name, size in sorted(_sizes(store, PACKS).items()):
         first, last = map(int, name.removesuffix(".jsonl").split("-"))
-        if first == end + 1:
+        packed = sum(loose[begin] for begin in loose if first <= begin <= last)
+        if first == end + 1 and size == packed:
             found.append(_Piece(f"{PACKS}/{name}", first, size))
             end = last
-    for name, size in sorted(store.sizes(SEGMENTS).items()):
-        if (begin := int(name.removesuffix(".jsonl"))) > end:
-            found.append(_Piece(f"{SEGMENTS}/{name}", begin, size))
+    for begin in sorted(begin for begin in loose if begin > end):
+        found.append(_Piece(f"{SEGMENTS}/{begin:010d}.jsonl", begin, loose[begin]))
     return found
+
+
+def _sizes(store: Store, under: str) -> dict[str, int]:
+    """Return the sizes of the objects of ours by name, without what others put among them."""
+    return {name: size for name, size in store.sizes(under).items() if _OWN[under].fullmatch(name)}
 
 
 def _begins(have: bytes, store: Store) -> bool:

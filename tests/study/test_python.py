@@ -310,6 +310,15 @@ def test_ask_and_tell(algorithm: str, tiny: Tiny) -> None:
     assert len(read_ledger(found.folder)) == before  # nothing is planned anew
 
 
+def test_a_ledger_that_was_replaced_by_one_as_long_is_read_again(tiny: Tiny) -> None:
+    found = study.create(tiny("replaced"))
+    assert not found.state.damage
+    path = found.folder / FILE
+    path.write_bytes(path.read_bytes().replace(b"replaced", b"replacer"))
+    with pytest.raises(UserError, match="the ledger is damaged"):
+        print(found.state)
+
+
 @pytest.mark.slow
 def test_what_an_own_loop_told_a_search_learns_in_a_run(tiny: Tiny) -> None:
     search = {"algorithm": "tpe", "num_samples": 3}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainers.checkpoint.manifest import STATE, digest_file, file_digests, parse_state, read_state
 from trainers.files import write_whole
-from trainers.object_store import Store, is_url, local_folder
+from trainers.object_store import Store, check_place, is_url, local_folder
 
 
 def upload(folder: Path, url: str) -> None:
@@ -29,9 +29,10 @@ def fetched(place: str) -> Path:
     """Return the folder of a checkpoint, a path or a URL, whose files are fetched first.
 
     Raises:
-        ValueError: they do not match their digests.
+        ValueError: they do not match their digests, or the URL is none that checkpoints have.
         OSError: there is no checkpoint, or the store does not answer.
     """
+    check_place("checkpoint", place)
     folder = local_folder(place)
     if not is_url(place):
         return folder
@@ -43,6 +44,11 @@ def fetched(place: str) -> Path:
         if not path.is_file() or digest_file(path) != digest:
             path.parent.mkdir(parents=True, exist_ok=True)
             store.get_file(name, path)
+            if digest_file(path) != digest:
+                raise ValueError(
+                    f"{place}: {name} does not match its digest; the checkpoint is damaged, use an"
+                    " earlier one"
+                )
     write_whole(folder / STATE, manifest)
     return folder
 

@@ -16,7 +16,9 @@ from study.config.compose import load
 from study.launch import package as packages
 from study.launch.package import Package, pack
 from study.launch.ray_jobs import job_request
+from study.launch.slurm import batch_command
 from tests.study.conftest import TINY
+from tests.study.object_store import SECRET
 
 WORDS = ["storage=/studies", "tracking_uri=none"]
 
@@ -98,13 +100,17 @@ def test_pip_installs_the_wheel_and_it_runs(tmp_path: Path) -> None:
     [
         ("notes.txt", "postgresql://ada:hunter2-hunter2@db/mlflow"),
         ("key.txt", "-----BEGIN RSA PRIVATE KEY-----\nabc"),
+        ("environment.sh", f"export AWS_SECRET_ACCESS_KEY={SECRET}"),
+        ("credentials", f"[default]\naws_secret_access_key = {SECRET}"),
+        ("google.json", '{"refresh_token": "1//0hunter2-hunter2-hunter2"}'),
     ],
 )
 def test_a_file_with_a_secret_is_refused(here: Path, name: str, content: str) -> None:
     (here / name).write_text(content)
-    with pytest.raises(ValueError, match=rf"^{name}: holds a password or a private key") as told:
+    with pytest.raises(ValueError, match=rf"^{name}: holds a password or a secret key") as told:
         packed()
     assert "hunter2" not in str(told.value)
+    assert SECRET not in str(told.value)
     assert not list(here.glob(".lns-study/*"))
 
 
@@ -151,6 +157,18 @@ def test_a_jobs_environment_is_the_nodes_own(here: Path) -> None:
     request = job_request(packed(), "tiny")
     assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
     assert request["entrypoint"].split()[:5] == ["python", "-m", "study", "run", "tiny.yaml"]
+
+
+def test_slurm_takes_no_part_of_a_folders_name_for_a_pattern(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "100%j").mkdir()
+    (here / "tiny.yaml").rename(here / "100%j" / "tiny.yaml")
+    monkeypatch.chdir(here / "100%j")
+    package = packed()
+    command = batch_command(package, load("tiny.yaml", WORDS), here / "slurm.sh")
+    assert f"--output={here}/100%%j/.lns-study/{package.stage.name}/slurm.log" in command
+    assert str(package.stage) in command
 
 
 def test_a_relative_storage_is_refused(here: Path) -> None:
