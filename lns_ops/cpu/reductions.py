@@ -21,8 +21,6 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import ACC_MAX, ACC_MIN, BLOCK
 
 LOWEST, HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
-WORTH_A_THREAD = 1 << 19
-"""Multiply-accumulates on vector lanes that take a few times as long as to wake a thread."""
 
 
 def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
@@ -185,11 +183,12 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
         gemm.pack_y, panels, 1 + 8 * GRAIN // (K * avx512.PANEL), y, K, N, mask, plan.y_top,
         plan.unit_shift, packed,
     )  # fmt: skip
-    unit = avx512.ROWS_AT_ONCE * min(N, avx512.PANEL) * K
+    # So many multiply-accumulates take a few times as long as to wake a thread.
+    grain = 1 + 16 * GRAIN // (avx512.ROWS_AT_ONCE * min(N, avx512.PANEL) * K)
     run(
-        plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), 1 + WORTH_A_THREAD // unit, counts,
-        steps, words, packed, plan.constants, plan.extra, plan.mapped, out.reshape(-1), M, K, N,
-        BLOCK, plan.zone, plan.top_field, plan.unit_shift, mask,
+        plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), grain, counts, steps, words, packed,
+        plan.constants, plan.extra, plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone,
+        plan.top_field, plan.unit_shift, mask,
     )  # fmt: skip
     return out
 

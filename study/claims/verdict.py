@@ -87,20 +87,16 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
         unit: unit of the figures.
         over: kind of the replicates, in the plural: ``seeds``.
     """
-    mean, runs = math.fsum(figures) / len(figures), len(figures)
-    if note := no_interval(figures, over):
-        shown = mean if math.isfinite(mean) else None
+    found, runs = of_mean(figures, unit, over), len(figures)
+    if "low" not in found:
+        shown = math.isfinite(found["figure"])
         return Verdict(
-            claim=claim, outcome=UNDECIDED, figure=shown, unit=unit if shown is not None else "",
-            runs=runs, note=note,
+            claim=claim, outcome=UNDECIDED, figure=found["figure"] if shown else None,
+            unit=unit if shown else "", runs=runs, note=found["note"],
         )  # fmt: skip
-    half = interval(figures) or 0.0
-    low, high = mean - half, mean + half
-    outcome = decide(claim.bound, low, high)
-    return Verdict(
-        claim=claim, outcome=outcome, figure=mean, low=low, high=high, unit=unit, runs=runs,
-        note=_resolution(figures, unit, over) if outcome == UNDECIDED else "",
-    )  # fmt: skip
+    outcome = decide(claim.bound, found["low"], found["high"])
+    note = _resolution(figures, unit, over) if outcome == UNDECIDED else ""
+    return Verdict(claim=claim, outcome=outcome, runs=runs, note=note, **found)
 
 
 def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[str, Any]:
@@ -112,13 +108,13 @@ def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[st
         over: kind of the replicates, in the plural.
     """
     mean = math.fsum(figures) / len(figures)
-    if note := no_interval(figures, over):
+    if note := _no_interval(figures, over):
         return {"figure": mean, "unit": unit, "verdict": UNDECIDED, "note": note}
     half = interval(figures) or 0.0
     return {"figure": mean, "low": mean - half, "high": mean + half, "unit": unit}
 
 
-def no_interval(figures: Sequence[float], over: str) -> str:
+def _no_interval(figures: Sequence[float], over: str) -> str:
     """Say why the mean of ``figures`` has no interval that decides; "" if it has one.
 
     Figures that differ by rounding alone are equal: an error is a count over the size of a set, and

@@ -222,17 +222,9 @@ def _drawings(
     """
     draw = drawings(state, summary)
     notes = {"slots": " ".join(use)}
-    metric = summary.metric
-    named = {
-        "words": metric.words,
-        "test": metric.test_words,
-        "short": metric.short,
-        "Short": capital(metric.short),
-        "best": metric.best_word,
-    }
 
     def drawing(name: str) -> Callable[[], Picture]:
-        title, alt = (text.format(**named) for text in TITLES[name])
+        title, alt = caption(name, summary.metric)
         return lambda: Picture(
             file=f"{name}.png",
             title=title,
@@ -243,6 +235,18 @@ def _drawings(
         )
 
     return {name: drawing(name) for name in TITLES}
+
+
+def caption(name: str, metric: Metric) -> tuple[str, str]:
+    """Return a picture's title and what it shows in words, by its name in :data:`TITLES`."""
+    title, alt = (
+        text.format(
+            words=metric.words, test=metric.test_words, short=metric.short,
+            Short=capital(metric.short), best=metric.best_word,
+        )
+        for text in TITLES[name]
+    )  # fmt: skip
+    return title, alt
 
 
 def _png(figure: Figure | None) -> bytes:

@@ -24,9 +24,8 @@ from study.ledger.state import StudyState
 from study.manage.studies import read
 from study.report.claims import HEADINGS, claim_cells, markdown_table
 from study.report.figures.style import LIGHT, png
-from study.report.pictures import TITLES, drawings
+from study.report.pictures import caption, drawings
 from study.report.tables import facts, remarks
-from study.results.answer import capital
 from study.results.summary import Summary, summarise
 from study.text import counted
 from trainers.files import write_whole
@@ -161,14 +160,10 @@ def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
 
 def _picture(state: StudyState, summary: Summary) -> tuple[bytes, str]:
     """Return the picture that says most about the claims, and its description."""
-    draw, metric = drawings(state, summary), summary.metric
+    draw = drawings(state, summary)
     several = len(state.config.search.objectives) > 1
     for name in ("pareto", *PICTURES) if several else PICTURES:
         figure = draw[name](LIGHT) if name in draw else None
         if figure is not None:
-            alt = TITLES[name][1].format(
-                words=metric.words, test=metric.test_words, short=metric.short,
-                Short=capital(metric.short), best=metric.best_word,
-            )  # fmt: skip
-            return png(figure), alt
+            return png(figure), caption(name, summary.metric)[1]
     return b"", ""

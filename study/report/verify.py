@@ -40,7 +40,7 @@ from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report
 from study.report.claims import markdown_cell
-from study.report.verify_pages import verify_pages, verify_record
+from study.report.verify_pages import LIKE, verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.tracking.names import sanitise
@@ -50,8 +50,6 @@ from study.tracking.runs import runs_with_key
 from study.tracking.supervisor import OFF
 from study.tracking.writer import connect
 
-LIKE = 1e-9
-"""Relative difference of two computations of a figure that is rounding."""
 ALPHA = 0.05
 
 

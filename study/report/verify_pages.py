@@ -23,9 +23,8 @@ from typing import Any
 from study.ledger.state import StudyState
 from study.report.html import render_html
 from study.report.interactive import explore_data, explore_text
-from study.report.pictures import TITLES, Links, Parts, tables
+from study.report.pictures import TITLES, Links, Parts, caption, tables
 from study.report.tables import render_csv, render_markdown
-from study.results.answer import capital
 from study.results.summary import Summary
 from study.results.utilisation import sentences
 
@@ -96,8 +95,8 @@ def _page(
     made = Parts(pictures=[], tables=tables(state), explore=None, failed=[])
     page = (folder / "report.html").read_text(encoding="utf-8")
     wanted = render_html(state, summary, made, Links(), claims)
-    named = _named(summary)
-    of_pictures = {title.format(**named) for title, _ in TITLES.values()} | {" ".join(use), LINK}
+    titles = {caption(name, summary.metric)[0] for name in TITLES}
+    of_pictures = titles | {" ".join(use), LINK}
     whole = FIGURE.sub("", page)
     shown = EXPLORE.sub("", whole, count=1)
     yield from _differences("report.html", texts(wanted), texts(shown), of_pictures)
@@ -150,14 +149,6 @@ def _differences(
                 f"{file}: it says {ours or 'nothing'!r} where the ledger gives"
                 f" {theirs or 'nothing'!r}"
             )
-
-
-def _named(summary: Summary) -> dict[str, str]:
-    metric = summary.metric
-    return {
-        "words": metric.words, "test": metric.test_words, "short": metric.short,
-        "Short": capital(metric.short), "best": metric.best_word,
-    }  # fmt: skip
 
 
 def _name(entry: Any, number: int) -> str:
