@@ -51,6 +51,13 @@ collate_functions: dict[Any, Any] = collate.default_collate_fn_map
 types to it, nothing public names it (torch 2.13)."""
 
 
+def is_transformed(x: torch.Tensor) -> bool:
+    """Return whether ``torch.func`` wraps a tensor for a gradient or a batch; only private
+    functions tell (torch 2.13)."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x))
+
+
 def written_arguments(operator: Any) -> list[Any]:
     """Return the arguments that an aten operator writes to; only its schema tells (torch 2.13)."""
     return [
@@ -80,6 +87,18 @@ def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
             if isinstance(hook, kinds):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move a leaf's gradient hooks to another leaf; handles that remove them go on to do so.
+
+    No public function tells which hooks a tensor has (torch 2.13).
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name)
+        if hooks:
+            setattr(old, name, None)
+            setattr(new, name, hooks)
 
 
 COMPILER = "torch._dynamo"

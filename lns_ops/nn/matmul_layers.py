@@ -40,12 +40,18 @@ class _LinearMatmul(torch.autograd.Function):
     All three take the same accumulation.
     """
 
+    generate_vmap_rule = True  # for torch.func.vmap and torch.func.grad around a network
+
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-        ctx.save_for_backward(x_BI, w_OI)
-        ctx.options = fmt, accumulation
+    def forward(x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
         x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
         return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt, accumulation=accumulation), fmt)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x_BI, w_OI, *options = inputs
+        ctx.save_for_backward(x_BI, w_OI)
+        ctx.options = options
 
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -104,10 +110,10 @@ class _ConvolutionMatmul(torch.autograd.Function):
     each is made of the other two. ``size`` is the spatial size of the result, where it is x or w.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, result: str, a: Tensor, b: Tensor, size: Any, options: Any) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.result, ctx.options = result, options
+    def forward(result: str, a: Tensor, b: Tensor, size: Any, options: Any) -> Tensor:
         geometry, fmt, accumulation = options
         first, second = lns.encode(a, fmt), lns.encode(b, fmt)
         sizes = () if result == "y" else (size,)
@@ -115,6 +121,11 @@ class _ConvolutionMatmul(torch.autograd.Function):
             first, second, *sizes, geometry, fmt, accumulation=accumulation
         )
         return lns.decode(codes, fmt)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.result, a, b, _, ctx.options = inputs
+        ctx.save_for_backward(a, b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -96,14 +96,18 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
 
 
 def gradient(parameter: LNSTensor) -> Tensor:
+    """Return the codes of a parameter's gradient, encoded if somebody made a float32 one."""
     grad, fmt = parameter.grad, parameter.fmt
-    if not isinstance(grad, LNSTensor) or grad.fmt != fmt:
-        raise ValueError(
-            f"gradient of type {type(grad).__name__} for an {fmt} parameter: must be an LNSTensor"
-            " of the same format; compute the loss outside of torch.autocast (mixed precision), and"
-            " let nothing else replace gradients by float ones"
-        )
-    return grad.codes
+    if isinstance(grad, LNSTensor) and grad.fmt == fmt:
+        return grad.codes
+    if type(grad) is Tensor and grad.dtype in (torch.float32, torch.float64) and not grad.is_sparse:
+        return lns.encode(grad, fmt)
+    kind = str(grad.fmt) if isinstance(grad, LNSTensor) else f"{type(grad).__name__} {grad.dtype}"  # type: ignore[union-attr]
+    raise ValueError(
+        f"gradient of type {kind} for an {fmt} parameter: must be an LNSTensor of the same format,"
+        " or a dense float32 one; compute the loss outside of torch.autocast (mixed precision), and"
+        " without sparse gradients (sparse=False)"
+    )
 
 
 def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:

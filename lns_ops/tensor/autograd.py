@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, in_format
 from lns_ops.tensor.promotion import takes_floats
 from lns_ops.tensor.registry import replaces_untraced
 
@@ -31,7 +32,7 @@ def _edges(tensors: Sequence[Any]) -> tuple[GradientEdge, ...]:
 
 
 def _seeds(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
-    """Return the gradients to start from: those given, and ones for scalars."""
+    """Return the gradients to start from: those given, in each tensor's kind, and ones."""
     given = (None,) * len(tensors) if grads is None else _tuple(grads)
     for t, g in zip(tensors, given, strict=True):
         if g is None and isinstance(t, Tensor) and t.numel() != 1:
@@ -39,10 +40,17 @@ def _seeds(tensors: Sequence[Any], grads: Any) -> tuple[Any, ...]:
                 f"gradient of an LNSTensor of shape {tuple(t.shape)}: only that of a scalar is 1;"
                 " pass the gradient"
             )
-    return tuple(
-        torch.ones_like(t) if g is None and isinstance(t, Tensor) else g
-        for t, g in zip(tensors, given, strict=True)
-    )
+    return tuple(_seed(t, g) for t, g in zip(tensors, given, strict=True))
+
+
+def _seed(t: Any, grad: Any) -> Any:
+    if not isinstance(t, Tensor):
+        return grad
+    if grad is None:
+        return torch.ones_like(t)
+    if isinstance(t, LNSTensor):
+        return in_format(grad, t.fmt.bits, t.fmt.fraction_bits)
+    return in_float32(grad)
 
 
 @replaces_untraced(torch.autograd.backward)
@@ -76,16 +84,12 @@ def grad(
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return ``torch.autograd.grad``, run from the edges of the graph.
-
-    Raises:
-        NotImplementedError: batched gradients.
-    """
+    """Return ``torch.autograd.grad``, run from the edges of the graph."""
     if is_grads_batched:
-        raise NotImplementedError(
-            "is_grads_batched=True: LNS operations have no batching rule; call grad once for each"
-            " gradient"
-        )
+        return _one_by_one(
+            outputs, inputs, grad_outputs, create_graph=create_graph, allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )  # fmt: skip
     roots, leaves = _tuple(outputs), _tuple(inputs)
     unused = materialize_grads if allow_unused is None else allow_unused
     found = torch.autograd.grad(
@@ -101,3 +105,13 @@ def grad(
             torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)
         )
     return tuple(found)
+
+
+def _one_by_one(outputs: Any, inputs: Any, batched: Any, **options: Any) -> tuple[Any, ...]:
+    """Return the gradients of batches of gradients, one of each after the other, stacked."""
+    seeds = _tuple(batched)
+    found = [
+        grad(outputs, inputs, tuple(s if s is None else s[i] for s in seeds), True, **options)
+        for i in range(next(len(s) for s in seeds if s is not None))
+    ]
+    return tuple(None if g[0] is None else torch.stack(g) for g in zip(*found, strict=True))

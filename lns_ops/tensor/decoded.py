@@ -7,6 +7,10 @@ torch's float32 gradient, rounded once. What only compares or selects (``unique`
 exact so. Results that are complex, sparse, boolean or integer stay what they are: a Fourier
 transform goes on in complex float32 until real values meet LNS again.
 
+Functions that round (``floor``, ``remainder``) get integers back first
+(:mod:`lns_ops.tensor.integers`); what is compared with floats (``bucketize``, ``isin``) is compared
+with their encoded values, as by ``==``.
+
 A result that is infinite or NaN raises, as in the rest of LNS.
 """
 
@@ -35,7 +39,15 @@ to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors
 """
 NAMES = frozenset(_TEXT.split())
 """Names of torch functions, Tensor methods and aten operators."""
-_FAMILIES = ("linalg_", "_linalg_", "fft_", "_fft_", "special_")
+_ROUNDING = {
+    "floor", "ceil", "trunc", "fix", "frac", "remainder", "__mod__", "__rmod__", "fmod",
+    "floor_divide", "__floordiv__", "__rfloordiv__", "div.Tensor_mode", "div.Scalar_mode",
+}  # fmt: skip
+_COMPARING = {"bucketize", "searchsorted", "isin", "isclose", "allclose"}
+_FAMILIES = (
+    "linalg_", "_linalg_", "fft_", "_fft_", "special_", "fake_quantize_", "_fake_quantize_",
+    "fused_moving_avg_obs_fake_quant",
+)  # fmt: skip
 
 
 def is_decoded(name: str) -> bool:
@@ -45,3 +57,15 @@ def is_decoded(name: str) -> bool:
         or name.startswith(_FAMILIES)
         or (name.endswith("_backward") and name.removesuffix("_backward") in NAMES)
     )
+
+
+def rounds(name: str) -> bool:
+    """Return whether a function looks for integers (:mod:`lns_ops.tensor.integers`)."""
+    own, _, overload = name.partition(".")
+    own = own if own.startswith("__") else own.removesuffix("_")
+    return own in _ROUNDING or f"{own}.{overload}" in _ROUNDING
+
+
+def compares(name: str) -> bool:
+    """Return whether a function compares values, so that float ones must be encoded first."""
+    return name in _COMPARING

@@ -7,6 +7,7 @@ raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NoReturn, cast
 
@@ -24,8 +25,8 @@ from lns_ops._compat import (
     written_arguments,
 )
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, promotion
-from lns_ops.tensor.decoded import is_decoded
+from lns_ops.tensor import collectives, fallback, integers, promotion
+from lns_ops.tensor.decoded import compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
 
@@ -81,7 +82,9 @@ class LNSTensor(torch.Tensor):
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
+            NotImplementedError: a transform of ``torch.func`` goes on around the call.
         """
+        promotion.refuse_transforms(x)
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
@@ -89,7 +92,7 @@ class LNSTensor(torch.Tensor):
 
         It is differentiable; the gradient is encoded in this tensor's format.
         """
-        return _ToFloat.apply(self)  # type: ignore[no-untyped-call, no-any-return]
+        return _ToFloat.apply(self, lns.decode)  # type: ignore[no-untyped-call, no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.codes) is not Tensor:  # traced by torch.compile: there are no values to show
@@ -226,6 +229,14 @@ def _decoded(x: Any) -> Any:
     return in_float32(x) if isinstance(x, LNSTensor) else x
 
 
+def _whole(x: Any) -> Any:
+    return with_integers(x) if isinstance(x, LNSTensor) else x
+
+
+def _whole_value(x: Any) -> Any:
+    return integers.restored(x.codes, x.fmt) if isinstance(x, LNSTensor) else x
+
+
 def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
     """Return the format of the first LNSTensor among arguments; None if there is none."""
     leaves = tree_leaves((args, kwargs))
@@ -266,14 +277,22 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a function's float32 results, encoded (:mod:`lns_ops.tensor.decoded`)."""
-    fmt = _format_of(args, kwargs)
-    result = func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
+    fmt, name = _format_of(args, kwargs), func.__name__
+    if fmt is not None and compares(name):
+        args, kwargs = tree_map(lambda leaf: _on_the_grid(leaf, fmt), (args, kwargs))
+    value = _whole if rounds(name) or compares(name) else _decoded
+    result = func(*tree_map(value, args), **tree_map(value, kwargs))
     if fmt is None:
         return result
     bits, fraction_bits = fmt.bits, fmt.fraction_bits
     return tree_map(
         lambda leaf: in_format(leaf, bits, fraction_bits) if _is_real(leaf) else leaf, result
     )
+
+
+def _on_the_grid(x: Any, fmt: LNSFormat) -> Any:
+    """Return a float tensor's values as they are after encoding, to compare LNS ones with them."""
+    return integers.restored(promotion.encoded(x, fmt), fmt) if _is_plain(x) else x
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
@@ -350,7 +369,8 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         )
     fmt = _format_of(args, kwargs)
     assert fmt is not None
-    result = func(*tree_map(_value, args), **tree_map(_value, kwargs))
+    value = _whole_value if rounds(func.name().removeprefix("aten::")) else _value
+    result = func(*tree_map(value, args), **tree_map(value, kwargs))
     encoded = tree_map(
         lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result
     )
@@ -396,15 +416,15 @@ class _FromFloat(torch.autograd.Function):
 
 class _ToFloat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: LNSTensor) -> Tensor:
+    def forward(ctx: Any, x: LNSTensor, values: Callable[[Tensor, LNSFormat], Tensor]) -> Tensor:
         ctx.fmt = x.fmt
-        return lns.decode(x.codes, x.fmt)
+        return values(x.codes, x.fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> LNSTensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[LNSTensor, None]:
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
-            return _FromFloat.apply(grad, ctx.fmt)  # type: ignore[no-untyped-call, no-any-return]
-        return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt)
+            return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
+        return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -418,12 +438,22 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     return LNSTensor.from_float(x, fmt)
 
 
+def gradient(grad: Tensor, fmt: LNSFormat) -> LNSTensor:
+    """Return a gradient that came in, encoded where a hook or a Function of others made floats."""
+    return grad if isinstance(grad, LNSTensor) else LNSTensor.from_float(grad, fmt)
+
+
 def in_float32(x: Tensor) -> Tensor:
     """Return :meth:`LNSTensor.to_float`; for traced code."""
     return x.to_float() if isinstance(x, LNSTensor) else x
 
 
-for _traced in (in_format, in_float32):
+def with_integers(x: LNSTensor) -> Tensor:
+    """Return ``x.to_float()`` with integers given back (:mod:`.integers`); for traced code."""
+    return _ToFloat.apply(x, integers.restored)  # type: ignore[no-untyped-call, no-any-return]
+
+
+for _traced in (in_format, in_float32, with_integers):
     allow_in_graph(_traced)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import tree_map
+from lns_ops._compat import is_transformed, tree_map
 from lns_ops.spec.format import LNSFormat
 
 encoded_by: Counter[str] = Counter()
@@ -39,6 +39,20 @@ KEPT: set[Any] = set()
 def takes_floats(*functions: Any) -> None:
     """Leave the float arguments of torch ``functions`` alone."""
     KEPT.update(functions)
+
+
+def refuse_transforms(x: Tensor) -> None:
+    """Refuse to encode what a transform of ``torch.func`` wraps.
+
+    Raises:
+        NotImplementedError: ``x`` is part of such a transform.
+    """
+    if is_transformed(x):
+        raise NotImplementedError(
+            "torch.func.grad, vmap, jvp and the like around LNS layers: LNS functions have no rules"
+            " for them; use torch.autograd.grad, one call for each gradient, or convert with"
+            " scope='matmul', for which they work"
+        )
 
 
 def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:

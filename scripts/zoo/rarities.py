@@ -314,3 +314,92 @@ def _energy_forces() -> Made:
 
     net = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1))
     return Calls(forward, net=net, decay=torch.rand(4)), (torch.rand(5, 3),), {}
+
+
+@by_hand
+def _deformable_convolution() -> Made:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        at = torch.stack([rows, columns]).float() + m.offset(x).view(batch, 2, height, width)
+        low = at.floor()
+        share, low = at - low, low.long()
+        found = 0.0
+        for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            row = (low[:, 0] + down).clamp(0, height - 1)
+            place = row * width + (low[:, 1] + right).clamp(0, width - 1)
+            index = place.view(batch, 1, -1).expand(-1, channels, -1)
+            weight = (share[:, 0] - (1 - down)).abs() * (share[:, 1] - (1 - right)).abs()
+            found = found + x.flatten(2).gather(2, index).view_as(x) * weight.unsqueeze(1)
+        return m.head(torch.einsum("bchw,oc->bohw", found, m.weight).relu().mean((2, 3)))
+
+    parts = {"offset": nn.Conv2d(3, 2, 3, padding=1), "head": nn.Linear(6, 2)}
+    model = Calls(forward, weight=nn.Parameter(torch.randn(6, 3)), **parts)
+    return model, (torch.randn(IMAGES),), {}
+
+
+@by_hand
+def _liquid_time_constants() -> Made:
+    class Cell(nn.Module):
+        """A cell whose parameters are registered by name, and found in a dictionary."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"leak": (8,), "mean": (3, 8), "width": (3, 8), "inputs": (3, 8)}
+            self.kept = {name: nn.Parameter(torch.rand(size)) for name, size in sizes.items()}
+            for name, parameter in self.kept.items():
+                self.register_parameter(name, parameter)
+
+        def forward(self, x: Tensor) -> Tensor:
+            p, state = self.kept, torch.zeros(x.shape[0], 8)
+            for t in range(x.shape[1]):
+                gate = torch.sigmoid((x[:, t].unsqueeze(-1) - p["mean"]) * p["width"])
+                total = F.softplus(p["leak"]) + gate.sum(1)
+                state = (state + (gate * p["inputs"]).sum(1)) / (1 + total)
+            return state
+
+    return nn.Sequential(Cell(), nn.Linear(8, 2)), (torch.randn(4, 5, 3),), {}
+
+
+@by_hand
+def _quantization_aware() -> Made:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        weight = torch.fake_quantize_per_tensor_affine(m.layer.weight, 0.05, 0, -128, 127)
+        return m.head(F.linear(x, weight, m.layer.bias).relu())
+
+    model = Calls(forward, layer=nn.Linear(10, 8), head=nn.Linear(8, 2))
+    return model, (torch.randn(FEATURES),), {}
+
+
+@by_hand
+def _adjoint_gradients() -> Made:
+    class Solve(torch.autograd.Function):
+        """Euler's method, whose backward pass goes in float32 from step to step."""
+
+        @staticmethod
+        def forward(ctx: Any, net: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+            ctx.net, steps = net, [x.detach()]
+            with torch.no_grad():
+                for _ in range(4):
+                    steps.append(steps[-1] + 0.25 * net(steps[-1]))
+            ctx.save_for_backward(*steps[:-1])
+            return steps[-1]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+            weights = list(ctx.net.parameters())
+            adjoint, sums = torch.zeros(grad.shape) + grad, [torch.zeros(w.shape) for w in weights]
+            for step in reversed(ctx.saved_tensors):
+                with torch.enable_grad():
+                    at = step.detach().requires_grad_()
+                    slope = 0.25 * ctx.net(at)
+                first, *rest = torch.autograd.grad(slope, [at, *weights], adjoint)
+                adjoint = adjoint + first
+                sums = [torch.zeros(g.shape).copy_(s + g) for s, g in zip(sums, rest, strict=True)]
+            return None, adjoint, *sums
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head(Solve.apply(m.net, x, *m.net.parameters()))  # type: ignore[no-untyped-call]
+
+    net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 10))
+    return Calls(forward, net=net, head=nn.Linear(10, 2)), (torch.randn(FEATURES),), {}

@@ -117,7 +117,10 @@ GROUPS = {
             " samples"
         ),
     ),
-    "decoded": (DECODED, "torch's float32 result of the decoded values, rounded once"),
+    "decoded": (
+        DECODED,
+        "torch's float32 result of the decoded values (of integers, where it rounds), rounded once",
+    ),
     "losses": (IN_FLOAT32, "torch's float32 result of the decoded values"),
 }
 

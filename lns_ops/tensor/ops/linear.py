@@ -24,7 +24,7 @@ from lns_ops import _compat
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.accumulation import get_matmul_accumulation
-from lns_ops.tensor.lns_tensor import LNSTensor
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient
 from lns_ops.tensor.registry import replaces
 
 
@@ -43,8 +43,9 @@ class _Linear(torch.autograd.Function):
         return LNSTensor(codes if len(shape) == 2 else codes.view(*shape[:-1], -1), fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
+        grad = gradient(grad, x.fmt)
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             rows = grad.reshape(-1, grad.shape[-1])
@@ -83,8 +84,9 @@ class _BatchedProduct(torch.autograd.Function):
         return LNSTensor(codes.view(*left.shape[:-1], right.shape[-1]), x.fmt)
 
     @staticmethod
-    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, y = ctx.saved_tensors
+        grad = gradient(grad, x.fmt)
         wanted_x, wanted_y = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return grad @ y.mT if wanted_x else None, x.mT @ grad if wanted_y else None

@@ -33,7 +33,7 @@ from lns_ops import functional as lns
 from lns_ops.functional.indexed import power
 from lns_ops.functional.normalization import normalize, normalize_backward
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.lns_tensor import LNSTensor
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient
 from lns_ops.tensor.registry import replaces
 
 
@@ -90,8 +90,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: LNSTensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         normal, scale, weight, bias = ctx.saved_tensors
+        grad = gradient(grad, normal.fmt)
         fmt, g, y = grad.fmt, grad.codes, normal.codes
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad[:3]
         dw = _summed(g, weight, ctx.shape, times=y) if wanted_weight else None

@@ -55,6 +55,15 @@ def _extremum(func: Any, x: Any, y: Any) -> LNSTensor:
     return _from_key(func(_key(x), _key(y)), x.fmt)
 
 
+@handles(aten.nextafter.default)
+def _nextafter(func: Any, x: Any, y: Any) -> LNSTensor:
+    """Return the value next to ``x`` on the way to ``y``."""
+    x, y = _pair(func, x, y)
+    key, other = _key(x), _key(y)
+    steps = (other > key).to(key.dtype) - (other < key).to(key.dtype)
+    return _from_key(key + steps, x.fmt)
+
+
 @handles(
     aten.clamp.default,
     aten.clamp.Tensor,

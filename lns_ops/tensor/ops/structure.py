@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, collate_functions, no_dispatch
+from lns_ops.tensor.integers import taken_out
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.promotion import takes_floats
@@ -26,6 +27,8 @@ from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 takes_floats(
     torch.Tensor.data.__set__, torch.Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
     aten.copy_.default, aten.set_.source_Tensor, aten.equal.default,
+    torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as, aten.view_as.default,
+    aten.expand_as.default, aten.reshape_as.default,
 )  # fmt: skip
 
 
@@ -91,8 +94,15 @@ def _padded(func: Any, x: LNSTensor, padding: list[int], value: Any = 0) -> LNST
 def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
     """Return a copy; the values, in a dtype that is not float32."""
     if dtype not in (None, torch.float32):
-        return lns.decode(x.codes, x.fmt).to(dtype=dtype, **kwargs)
+        return func(_values_for(x, dtype), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
     return LNSTensor(func(x.codes, **kwargs), x.fmt)
+
+
+def _values_for(x: LNSTensor, dtype: torch.dtype) -> Tensor:
+    """Return the values that go into another dtype: integers, where it is one of integers."""
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        return in_float32(x)
+    return taken_out(x.codes, x.fmt)
 
 
 _DTYPES = {
@@ -112,20 +122,26 @@ def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(a, (Tensor, torch.dtype))
     ]
     if wanted and wanted[0] != torch.float32 and isinstance(self, LNSTensor):
-        return in_float32(self).to(*args, **kwargs)
+        return _values_for(self, wanted[0]).to(*args, **kwargs)
     with DisableTorchFunction():
         return torch.Tensor.to(self, *args, **kwargs)
 
 
 def _takes_out(dtype: torch.dtype) -> Any:
-    def convert(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return in_float32(self).to(dtype, *args, **kwargs)
+    def convert(self: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _values_for(self, dtype).to(dtype, *args, **kwargs)
 
     return convert
 
 
 for _method, _dtype in _DTYPES.items():
     replaces(_method)(_takes_out(_dtype))
+
+
+@replaces_untraced(torch.Tensor.__int__)
+def integer(self: LNSTensor) -> int:
+    """Return ``int(x)``."""
+    return int(self.long().item())
 
 
 @handles(
@@ -166,7 +182,7 @@ def _full(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any)
 @handles(aten.copy_.default)
 def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(x, LNSTensor):
-        x.copy_(lns.decode(source.codes, source.fmt))
+        x.copy_(_values_for(source, x.dtype))
         return x
     same = isinstance(source, LNSTensor) and source.fmt == x.fmt
     value = (

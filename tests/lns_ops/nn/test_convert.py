@@ -262,7 +262,8 @@ def test_ties_that_two_conversions_would_cut_are_refused() -> None:
     ):
         convert_(model, "lns16", "everywhere", lambda module, name: name != "embedding")
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
-    model.head(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match=r"replaced: something kept the old one .*tied"):
+        model.head(torch.randn(2, 4)).sum().backward()
     with pytest.raises(ValueError, match=f"{OLD}.*ties"):
         optimizer.step()
 
@@ -297,3 +298,50 @@ def test_mixed_precision_is_refused_where_it_would_replace_lns() -> None:
         with torch.autocast("cpu", enabled=False):
             inside = lns(x)
     assert torch.equal(inside.codes, lns(x).codes)
+
+
+def test_hooks_and_attributes_of_parameters_stay_theirs() -> None:
+    model, calls = net(), list[str]()
+    first = model[0].weight.register_hook(lambda grad: calls.append("gradient") or grad * 0)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    model[2].weight.rate = 0.1
+    for change in (lambda m: convert_(m, lns16, scope="everywhere"), lns_ops.revert_):
+        change(model)
+        calls.clear()
+        model(torch.randn(5, 6)).sum().backward()
+        assert calls == ["gradient", "accumulated"]
+        assert not lns_ops.tensor.in_float32(model[0].weight.grad).any()
+        assert model[2].weight.rate == 0.1
+    first.remove()
+    calls.clear()
+    model(torch.randn(5, 6)).sum().backward()
+    assert calls == ["accumulated"]
+
+
+class Kept(nn.Module):
+    """A cell that finds its parameters in a dictionary of its own, as liquid networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("w", nn.Parameter(torch.randn(6, 3)))
+        self.kept = {"w": self.w, "more": [(self.w,)]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept["w"] + x @ self.kept["more"][0][0]  # type: ignore[index]
+
+
+def test_parameters_in_lists_and_dictionaries_of_a_module_follow() -> None:
+    model = nn.Sequential(Kept())
+    for change in (lambda m: convert_(m, lns16, scope="everywhere"), lns_ops.revert_):
+        change(model)
+        model(torch.randn(5, 6)).sum().backward()
+        assert model[0].w.grad is not None
+        assert model[0].kept["more"][0][0] is model[0].w
+
+
+def test_a_gradient_for_a_replaced_parameter_is_refused() -> None:
+    model = net()
+    old = model[2].bias
+    convert_(model, lns16, scope="everywhere")
+    with pytest.raises(ValueError, match=r"that convert_ or revert_ replaced: something kept"):
+        (model(torch.randn(5, 6)) + old).sum().backward()

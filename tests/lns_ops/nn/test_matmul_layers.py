@@ -206,3 +206,28 @@ def test_attention_with_more_keys(scope: str) -> None:
     assert (own[..., 5:] > 0).all()
     assert (own[weights == 0] == 0).all()
     assert (got - exact).norm() <= 0.03 * exact.norm()
+
+
+TRANSFORMED: dict[str, Any] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)), (3, 5)),
+    "conv": (lambda: nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)), (3, 2, 5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_gradients_of_single_examples_by_torch_func(name: str) -> None:
+    make, shape = TRANSFORMED[name]
+    model, x = convert_(make(), lns16), torch.randn(shape)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], example: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, weights, (example[None],))
+        return out.square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for i, example in enumerate(x):
+        leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
+        single = torch.autograd.grad(loss(leaves, example), list(leaves.values()))
+        for n, expected in zip(leaves, single, strict=True):
+            torch.testing.assert_close(found[n][i], expected, rtol=1e-5, atol=1e-6)

@@ -125,6 +125,17 @@ def test_random_tensors_like_others_are_those_of_float32_encoded() -> None:
     assert not torch.allclose(x, x + 1)
 
 
+def test_fake_quantization_is_that_of_the_values() -> None:
+    x = random(3, 4).requires_grad_()
+    y = torch.fake_quantize_per_tensor_affine(x, 0.05, 0, -8, 7)
+    values = x.detach().to_float().requires_grad_()
+    expected = torch.fake_quantize_per_tensor_affine(values, 0.05, 0, -8, 7)
+    assert torch.equal(y.codes, LNSTensor.from_float(expected.detach(), lns16).codes)
+    y.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(x.grad.to_float(), values.grad)
+
+
 QUICK = {"siren", "graph-convolution", "deep-sets", "rotary-llama", "mixture-of-experts-top-k"}
 NAMES = sorted(
     QUICK | {"spectral-norm", "spatial-transformer", "fourier-operator", "physics-informed"}

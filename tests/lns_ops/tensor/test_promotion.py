@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, NonFiniteError, convert_, lns12, lns16, optim, summary
-from lns_ops.tensor import promotion
+from lns_ops.tensor import in_float32, promotion
 
 
 def random(*shape: int, seed: int = 0) -> LNSTensor:
@@ -256,3 +256,72 @@ def test_tools_around_a_network(name: str) -> None:
         (batch,) = next(iter(torch.utils.data.DataLoader(data, batch_size=4)))
         assert isinstance(batch, LNSTensor)
         assert isinstance(model(batch), LNSTensor)
+
+
+class Ones(torch.autograd.Function):
+    """A function of somebody else, whose gradient is a float tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.ones(grad.shape)
+
+
+def hooked(y: Tensor) -> None:
+    y = y * 1
+    y.register_hook(lambda grad: torch.ones(grad.shape))
+    y.sum().backward()
+
+
+FLOAT_GRADIENTS: dict[str, Callable[[Tensor], None]] = {
+    "backward": lambda y: y.backward(torch.ones(y.shape)),
+    "torch.autograd.backward": lambda y: torch.autograd.backward([y], [torch.ones(y.shape)]),
+    "function": lambda y: Ones.apply(y).sum().backward(),  # type: ignore[no-untyped-call]
+    "hook": hooked,
+}
+
+
+@pytest.mark.parametrize("way", FLOAT_GRADIENTS)
+@pytest.mark.parametrize("layer", ["linear", "layer_norm", "batch_norm", "embedding"])
+def test_float_gradients_are_encoded(layer: str, way: str) -> None:
+    torch.manual_seed(0)
+    made: nn.Module = {
+        "linear": lambda: nn.Linear(4, 4), "layer_norm": lambda: nn.LayerNorm(4),
+        "batch_norm": lambda: nn.BatchNorm1d(4), "embedding": lambda: nn.Embedding(9, 4),
+    }[layer]()  # fmt: skip
+    convert_(made, "lns16", "everywhere")
+    x = torch.arange(6) if layer == "embedding" else torch.randn(6, 4)
+    made(x).sum().backward()
+    expected = [in_float32(p.grad) for p in made.parameters() if p.grad is not None]
+    made.zero_grad()
+    FLOAT_GRADIENTS[way](made(x))
+    found = [in_float32(p.grad) for p in made.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    optim.Adam(made.parameters(), lr=0.1).step()
+
+
+def test_shapes_of_lns_tensors_encode_nothing() -> None:
+    x, like = torch.randn(2, 6, requires_grad=True), random(3, 4)
+    assert type(x.view_as(like)) is Tensor
+    with torch.inference_mode():
+        assert type(torch.randn(2, 6).view_as(like)) is Tensor
+        assert type(torch.randn(1, 4).expand_as(like)) is Tensor
+
+
+def test_batched_gradients_are_those_one_by_one() -> None:
+    net = convert_(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), "lns16", "everywhere")
+    x = torch.randn(2, 3, requires_grad=True)
+    y, seeds = net(x), torch.eye(8).reshape(8, 2, 4)
+    (found,) = torch.autograd.grad(y, x, seeds, retain_graph=True, is_grads_batched=True)
+    single = [torch.autograd.grad(y, x, seed, retain_graph=True)[0] for seed in seeds]
+    assert torch.equal(found, torch.stack(single))
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    net = convert_(nn.Linear(3, 4), "lns16", "everywhere")
+    for transform in (torch.func.jacrev, torch.func.vmap):
+        with pytest.raises(NotImplementedError, match=r"torch\.func.*torch.autograd.grad.*matmul"):
+            transform(net)(torch.randn(2, 3))
