@@ -256,14 +256,14 @@ def test_a_study_that_ends_in_order_with_trials_left_exits_with_3(here: Here) ->
     assert "3    ended in order with trials left" in lns_study("--help", cwd=here.folder).stdout
 
 
-def test_report_from_a_ledger_alone(folder: Path) -> None:
-    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}"])
+def test_report_from_a_ledger_alone_on_a_terminal_without_its_characters(folder: Path) -> None:
+    study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}", "seeds=[0,1]"])
     with Ledger(study.folder) as ledger:
         for event in made_up_events(study):
             ledger.append(**{key: value for key, value in event.items() if key != "time"})
-    done = lns_study("report", "tiny", cwd=folder)
+    done = lns_study("report", "tiny", cwd=folder, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
-    assert "lns matmul" in done.stdout
+    assert " ? " in done.stdout
     assert (study.folder / "report" / "report.html").exists()
 
 
