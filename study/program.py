@@ -37,7 +37,7 @@ def lns_study(*words: str, storage: str = STORAGE) -> str:
         storage: folder of the studies that the command is about; named in it unless it is the usual
             one.
     """
-    option = () if storage == STORAGE else ("--storage", storage)
+    option = () if storage in (STORAGE, os.path.abspath(STORAGE)) else ("--storage", storage)
     return " ".join(
         [_program(), *(shlex.quote(without_password(word)) for word in (*words, *option))]
     )

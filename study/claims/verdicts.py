@@ -343,11 +343,13 @@ def _shown(value: Any) -> str:
 
 
 def _comparable(verdict: Verdict, summary: Summary) -> Verdict:
-    """Leave a claim with a published figure undecided in a study of another recipe."""
+    """Leave a claim with a published figure undecided in a study of another recipe.
+
+    What departs is said once, in the remarks of the study.
+    """
     if verdict.claim.published is None or summary.comparable:
         return verdict
-    note = f"not comparable with the published figure: {'; '.join(summary.departures)}"
-    return replace(verdict, outcome=UNDECIDED, note=note)
+    return replace(verdict, outcome=UNDECIDED, note="not comparable with the published figure")
 
 
 def _undecided(claim: ClaimConfig, note: str) -> Verdict:

@@ -8,10 +8,12 @@ MLflow) wait until a command needs them, so ``--help`` is quick.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import metadata
 
 from study.cli.data import add_data
 from study.cli.launch import add_launch
@@ -21,25 +23,28 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import UserError
+from study.text import nearest
 
 DESCRIPTION = """\
-Run a study: train the same network in several number formats, several seeds each, and compare the
-test errors.
+Run a study: train the same network in several number formats, several seeds
+each, and compare the test errors.
 
-  lns-study run quickstart              the four-row table with a small budget: two minutes, or
-                                        seconds on digits
-  lns-study run table                   the full table on MNIST (12 trials of 20 epochs)
-  lns-study run table 'seeds=[0,1,2,3,4]' more seeds; what has run is not run again
-  lns-study plan search                 what a study would run, and how long it would take
-  lns-study status table                where a study stands, also from another terminal
-  lns-study report table                print the table again, renew the report, send MLflow what it
-                                        lacks
-  lns-study ui                          open the runs in MLflow's web interface
+  lns-study run quickstart   the four-row table with a small budget: two
+                             minutes, or seconds on digits
+  lns-study run table        the full table on MNIST (12 trials of 20 epochs)
+  lns-study run table 'seeds=[0,1,2,3,4]'
+                             more seeds; what has run is not run again
+  lns-study plan search      what a study would run, and how long it would take
+  lns-study status table     where a study stands, also from another terminal
+  lns-study report table     print the table again, renew the report, send
+                             MLflow what it lacks
+  lns-study ui               open the runs in MLflow's web interface
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
+    _print_whatever_the_locale()
     options = _parse(arguments)
     for notice in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(notice, _interrupt)
@@ -58,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _print_whatever_the_locale() -> None:
+    """Have characters that the terminal's encoding lacks printed as ``?`` instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def _interrupt(*_: object) -> None:
     """End as cleanly as with Ctrl-C, at the notice of a job controller.
 
@@ -70,12 +82,19 @@ def _interrupt(*_: object) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of every command."""
+    return _build()[0]
+
+
+def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
+    """Return the parser of every command, and the commands' names."""
     parser = argparse.ArgumentParser(
         prog="lns-study",
         description=DESCRIPTION,
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    version = metadata.version("lns-study")
+    parser.add_argument("--version", action="version", version=f"lns-study {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
     add_plan(commands)
@@ -88,17 +107,32 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_data(commands)
     add_simulate(commands)
-    return parser
+    return parser, commands.choices
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; accept ``run CONFIG --plain key=value``, which argparse alone refuses."""
-    parser = build_parser()
-    options, rest = parser.parse_known_args(arguments)
-    if [word for word in rest if word.startswith("-")] or (
-        rest and not hasattr(options, "overrides")
-    ):
-        parser.error(f"unknown argument {rest[0]!r}; see lns-study --help")
+    parser, commands = _build()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if wrong := _unknown_command(words[0], commands):
+        parser.error(wrong)
+    options, rest = parser.parse_known_args(words)
+    takes_keys = hasattr(options, "overrides")
+    if flags := [word for word in rest if word.startswith("-")]:
+        keys = "; a key is set without dashes, as in trial.epochs=3" if takes_keys else ""
+        parser.error(f"unknown argument {flags[0]!r}{keys}; see lns-study {words[0]} --help")
+    if rest and not takes_keys:
+        parser.error(f"unknown argument {rest[0]!r}; see lns-study {words[0]} --help")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _unknown_command(word: str, commands: Iterable[str]) -> str:
+    """Return what is wrong with a command that there is not; "" if nothing is."""
+    if word.startswith("-") or word in commands:
+        return ""
+    return f"{word!r}: no such command{nearest(word, list(commands))}; see lns-study --help"

@@ -25,16 +25,16 @@ LOOK_SECONDS = 2.0
 """Seconds between looks at a job of Slurm."""
 
 DESCRIPTION = """\
-Run a study on a cluster: pack the current folder's files and this version of lns-study, submit
-them, and follow the log. Ctrl-C detaches, and prints the command that follows again; the study
-goes on.
+Run a study on a cluster: pack the current folder's files and this version of
+lns-study, submit them, and follow the log. Ctrl-C detaches, and prints the
+command that follows again; the study goes on.
 
   --to ray       a Ray cluster that runs, by its job server (--address)
   --to slurm     sbatch, with conf/cluster/slurm.sh
   --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
 
-storage=... must be an absolute path that all nodes see, or s3:// or gs://bucket/prefix. The same
-command again continues the study.
+storage=... must be an absolute path that all nodes see, or s3:// or
+gs://bucket/prefix. The same command again continues the study.
 """
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from study.ledger.state import StudyState, TrialState
 
 
+TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
 Commands = Any  # argparse's subparsers, generic in stubs alone
 Run = Callable[["StudyConfig", bool, str], int]
 
@@ -39,7 +40,7 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
     )
     show = add_command(commands, "show", _show, "show everything about one trial")
-    show.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
+    show.add_argument("trial", metavar="TRIAL", help=TRIAL)
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
@@ -74,7 +75,7 @@ def add_commands(commands: Commands, run: Run) -> None:
         _rerun,
         "train a trial again and say whether every figure has the same bits",
     )
-    rerun.add_argument("trial", metavar="TRIAL", help="the trial's id, or the beginning of it")
+    rerun.add_argument("trial", metavar="TRIAL", help=TRIAL)
 
 
 def _add_runs(commands: Commands, run: Run) -> None:
@@ -406,8 +407,8 @@ def _rerun(options: argparse.Namespace) -> int:
         )
     if not done.differences:
         print(
-            f"{trial.id} ({name_of(trial)}): every figure of {len(done.again.reports)} epochs came"
-            " out bit-equal"
+            f"{trial.id} ({name_of(trial)}): every figure of"
+            f" {counted(len(done.again.reports), 'epoch')} came out bit-equal"
         )
         return 0
     print(f"{trial.id} ({name_of(trial)}): NOT bit-equal:", file=sys.stderr)

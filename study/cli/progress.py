@@ -198,7 +198,10 @@ def render(
     table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
     for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
         table.add_column(
-            heading, justify="left" if heading in ("trial", "state", "id") else "right"
+            heading,
+            justify="left" if heading in ("trial", "state", "id") else "right",
+            no_wrap=heading == "id",  # `lns-study show` takes no id that is cut off
+            overflow="fold",
         )
     shown = _most_interesting(list(state.trials))
     for trial in shown:
@@ -274,7 +277,7 @@ def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
     done = sum(trial.epochs if trial.status in ENDED else trial.epoch for trial in state.trials)
     left = clock.left(state, concurrent)
     line = Table.grid(padding=(0, 1))
-    estimate = "starting Ray ..." if left is None else f"{duration(left)} left"
+    estimate = "starting ..." if left is None else f"{duration(left)} left"
     line.add_row(
         ProgressBar(total=max(total, 1), completed=done, width=32),
         f"{done} of {total} epochs,",

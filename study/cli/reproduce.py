@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from study.config import StudyConfig
 
 DESCRIPTION = """\
-Run, or continue, the studies of conf/study that have claims, one after the other, and write one
-page of their claims: source, published figure, ours with its interval, verdict, runs. The page is
-written anew after every study; after an interruption the same command goes on.
+Run, or continue, the studies of conf/study that have claims, one after the
+other, and write one page of their claims: source, published figure, ours with
+its interval, verdict, runs. The page is written anew after every study; after
+an interruption the same command goes on.
 
-NAME is a study file, or the name of one in conf/study; without one, --all takes every study there
-that states claims. key=value changes all of them: trial.device=cuda, address=auto (one Ray for
-all), tracking_uri=none.
+NAME is a study file, or the name of one in conf/study; without one, --all takes
+every study there that states claims. key=value changes all of them:
+trial.device=cuda, address=auto (one Ray for all), tracking_uri=none.
 """
 
 

@@ -27,29 +27,31 @@ LEFT = 3
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile, report --verify),
-       doctor found a fault; or a mistake of ours (traceback)
+  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile,
+       report --verify), doctor found a fault; or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
-  3    ended in order with trials left: stop, cancel or a limit; the same command goes on
-       (0 with run --job)
+  3    ended in order with trials left: stop, cancel or a limit; the same
+       command goes on (0 with run --job)
   130  interrupted (Ctrl-C, SIGTERM, SIGUSR1); the same command goes on
 """
 
 RUN_DESCRIPTION = """\
-Run a study, or continue one: trials that have finished are not run again, interrupted ones go on
-from their last checkpoint.
+Run a study, or continue one: trials that have finished are not run again,
+interrupted ones go on from their last checkpoint.
 
-CONFIG is a YAML file, the name of one in conf/study (table, quickstart), or a Python file that
-defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines several). After it come changes:
+CONFIG is a YAML file, the name of one in conf/study (table, quickstart), or a
+Python file that defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines
+several). After it come changes:
 
-  key=value     set a key              trial.epochs=3   seeds=[0,1]   name=my-study
-                trial. may be left out epochs=3         precision.format=lns12
-  group=file    swap a file of conf/   model=mlp_128    data=digits   precision=lns16   budget=small
+  key=value     set a key              trial.epochs=3  seeds=[0,1]  name=mine
+                trial. may be left out epochs=3        precision.format=lns12
+  group=file    swap a file of conf/   model=mlp_128   data=digits  budget=small
 
-Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets for shells that
-expand them: 'seeds=[0,1]'.
+Values are YAML: null, true, 0.1, [0,1], "text: with a colon". Quote brackets
+for shells that expand them: 'seeds=[0,1]'.
 
-  --small runs the study's small form: minutes on two cores, under the name NAME-small.
+  --small runs the study's small form: minutes on two cores, under the name
+  NAME-small.
   --dry-run prints every key and every trial, and starts nothing.
 """
 
@@ -85,9 +87,16 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", metavar="CONFIG", help="YAML or Python file, or name in conf/study"
     )
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    _add_changes(parser)
     parser.add_argument(
         "--small", action="store_true", help="the study's small form, as its key `small` says"
+    )
+
+
+def _add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add ``key=value``; without its default argparse's errors say that it is required."""
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="changes to the config"
     )
 
 
@@ -126,7 +135,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     simulate.add_argument(
         "--storage", help="folder of all studies, in which CONFIG is looked for first"
     )
-    simulate.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    _add_changes(simulate)
     simulate.add_argument(
         "--slots",
         type=int,
@@ -350,7 +359,7 @@ def _dry_run(study: StudyConfig) -> int:
     with refusals():
         plan = make_plan(study, download=False)
     print(yaml.safe_dump(plan.study.to_dict(), sort_keys=False, allow_unicode=True))
-    print(f"# {len(plan.trials)} trials:")
+    print(f"# {counted(len(plan.trials), 'trial')}:")
     for trial in plan.trials:
         precision = trial.config.precision
         epochs = counted(trial.config.epochs, "epoch")

@@ -54,6 +54,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.serve.ui import check_port, check_servable, serve
+    from study.tracking.address import pages_of
 
     with refusals():
         uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
@@ -70,7 +71,8 @@ def _ui(options: argparse.Namespace) -> int:
         check_servable(uri)
         check_writable(storage, "storage")
         check_port(options.port)
-    return serve(uri, storage / "artifacts", options.port, say_plainly)
+    pages = pages_of(storage, uri)
+    return serve(uri, storage / "artifacts", options.port, say_plainly, pages)
 
 
 def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:

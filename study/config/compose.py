@@ -28,21 +28,14 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from study.config.explain import (
-    check_lists,
-    explain,
-    first_line,
-    known_keys,
-    nearest,
-    schema,
-    unknown_key,
-)
+from study.config.explain import check_lists, explain, first_line, known_keys, schema, unknown_key
 from study.config.keys import leaves, locate, spell_out
 from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
+from study.text import nearest
 from study.tracking_uri import refuse_passwords
 from trainers.config import TrialConfig
 from trainers.data import resolve

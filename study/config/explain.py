@@ -15,10 +15,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from study.config.claims import ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
+from study.text import CLOSE
 
 _ABSENT = object()
-CLOSE = 0.6
-"""Similarity from which a known name is suggested as the one that was meant."""
 EXAMPLES = {
     "seeds": "[0,1]",
     "rows": "[{label: a, overrides: {epochs: 3}}]",
@@ -193,12 +192,6 @@ def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key}"
         if isinstance(child, DictConfig):
             yield from known_keys(child, f"{prefix}{key}.")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:

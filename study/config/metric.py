@@ -107,11 +107,6 @@ class Metric:
 
     # ---------------------------------------------------------------------------------------------
 
-    @property
-    def digits(self) -> int:
-        """Significant digits of shown values in a table of tests."""
-        return 3 if self.percent else 4
-
     def figure(self, shown: float) -> str:
         """Return a shown value as a figure of a table, without its unit."""
         return f"{shown:z.2f}" if self.percent else f"{shown:z.4g}"

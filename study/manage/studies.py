@@ -123,7 +123,7 @@ def find_trial(state: StudyState, key: str) -> TrialState:
     if len(found) != 1:
         some = ", ".join(trial.id for trial in list(state.known.values())[:5])
         raise ValueError(
-            f"trial {key!r}: {len(found)} trials match; give an id such as {some}"
+            f"trial {key!r}: {len(found) or 'no'} trials match; give an id such as {some}"
             f" (`{lns_study('status', 'STUDY')}` lists them)"
         )
     return found[0]
@@ -162,7 +162,7 @@ def overview(folder: Path) -> dict[str, Any]:
         "name": state.config.name,
         "condition": condition(folder, state),
         "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
-        "best": f"{metric.name} {best:.4g}" if best is not None else "-",
+        "best": f"{metric.name} {metric.said(best)}" if best is not None else "-",
         # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
     }

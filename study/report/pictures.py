@@ -112,7 +112,7 @@ TITLES = {
         ),
     ),
     "pareto": (
-        "{Short} against bits, time, energy and bytes",
+        "{Short} against cost",
         ("Dots: {words} over each other measure; the line joins those that none beats in both"),
     ),
     "heat_map": (
@@ -310,13 +310,14 @@ def tables(state: StudyState) -> list[Table]:
 
 def _formats(found: list[Entry], metric: Metric) -> Table:
     ranked = rank_formats(found, metric)
+    shown = {METRIC: metric.figure, "bits": "{:.4g}".format, "seconds": "{:.4g}".format}
     lines = [
         [
             line["format"],
             line["entry"],
             *(
-                f"{line[key]:.4g} ({line[f'rank_{key}']})" if key in line else "-"
-                for key in (METRIC, "bits", "seconds")
+                f"{show(line[key])} ({line[f'rank_{key}']})" if key in line else "-"
+                for key, show in shown.items()
             ),
         ]
         for line in ranked
@@ -347,7 +348,7 @@ def _tests(group: Groups, metric: Metric) -> Table:
             [
                 name,
                 str(len(values)),
-                f"{statistics.fmean(values):.{metric.digits}g}",
+                metric.figure(statistics.fmean(values)),
                 *figures,
                 _verdict(name, contrast, group),
             ]
@@ -364,11 +365,11 @@ def _tests(group: Groups, metric: Metric) -> Table:
         headings=[
             group.category,
             "trials",
-            metric.heading(f"mean {metric.short}"),
+            metric.heading(f"mean {metric.words}"),
             f"minus {group.reference}",
             "tested over",
             "p",
-            "",
+            "verdict",
         ],
         lines=lines,
         note=" ".join(
@@ -412,6 +413,7 @@ class Links:
     """Addresses of a study's runs in MLflow's interface; empty if unknown."""
 
     study: str = ""
+    local: bool = False  # whether `lns-study ui` must run for them
     rows: dict[str, str] | None = None
     trials: dict[str, str] | None = None
 
@@ -420,9 +422,8 @@ def links(state: StudyState, folder: Path) -> Links:
     """Return the addresses of the runs, from the writer's note in the study's folder."""
     try:
         place: dict[str, Any] = json.loads((folder / WHERE).read_text())
-        base = (
-            f"{place['uri'].rstrip('/') if is_server(place['uri']) else f'http://{HOST}:{PORT}'}/"
-        )
+        local = not is_server(place["uri"])
+        base = f"http://{HOST}:{PORT}/" if local else f"{place['uri'].rstrip('/')}/"
     except (OSError, ValueError, KeyError):
         return Links()
 
@@ -434,7 +435,8 @@ def links(state: StudyState, folder: Path) -> Links:
 
     rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}
     trials = {trial.id: search(f"tags.trial = '{trial.id}'") for trial in state.trials}
-    return Links(study=base + page(place["experiment"], place["view"]), rows=rows, trials=trials)
+    whole = base + page(place["experiment"], place["view"])
+    return Links(study=whole, local=local, rows=rows, trials=trials)
 
 
 def _quoted(text: str) -> str:

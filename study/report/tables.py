@@ -155,8 +155,8 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     texts += lacking(state)
     if unfinished:
         texts.append(
-            f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished; run the"
-            " same command again to continue."
+            f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished;"
+            " where nothing runs them, the same command goes on."
         )
     for trial in (trial for trial in state.trials if trial.relief):
         texts.append(

@@ -30,8 +30,8 @@ from study.results.utilisation import sentences
 
 LIKE = 1e-9
 """Relative difference of two computations of a figure that is rounding."""
-LINK = "All runs in MLflow"
-"""Text of a page whose study has a server to link to."""
+LINKS = {"All runs in MLflow", "All runs in MLflow (while lns-study ui runs)"}
+"""Texts of a page whose study has runs to link to."""
 FIGURE = re.compile(r"<figure>.*?</figure>", re.DOTALL)
 EXPLORE = re.compile(r'<section id="explore".*?</section>', re.DOTALL)
 """Part of a page that a machine without plotly does not write."""
@@ -96,7 +96,7 @@ def _page(
     page = (folder / "report.html").read_text(encoding="utf-8")
     wanted = render_html(state, summary, made, Links(), claims)
     titles = {caption(name, summary.metric)[0] for name in TITLES}
-    of_pictures = titles | {" ".join(use), LINK}
+    of_pictures = titles | {" ".join(use)} | LINKS
     whole = FIGURE.sub("", page)
     shown = EXPLORE.sub("", whole, count=1)
     yield from _differences("report.html", texts(wanted), texts(shown), of_pictures)

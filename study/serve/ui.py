@@ -24,6 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from study.config import check_tracking_uri
 from study.serve.mlflow_server import TOKEN, mlflow_command
@@ -31,6 +32,7 @@ from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
 
 EVERYWHERE = "0.0.0.0"
+MOST_LINKS = 10
 READY_SECONDS = 60.0
 STOP_SECONDS = 5.0
 ENVIRONMENT = {
@@ -43,7 +45,9 @@ ENVIRONMENT = {
 }
 
 
-def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> int:
+def serve(
+    uri: str, artifacts: Path, port: int, say: Callable[[str], None], pages: Mapping[str, str]
+) -> int:
     """Run the server in the foreground until Ctrl-C or SIGTERM; return its exit code.
 
     The exit code is 0 if it was asked to end.
@@ -53,6 +57,7 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         artifacts: folder for artifacts of new experiments.
         port: port to listen on.
         say: prints one line.
+        pages: pages of studies within MLflow's interface, to each of which a link is printed.
 
     Raises:
         ValueError: the port is taken.
@@ -65,6 +70,7 @@ def serve(uri: str, artifacts: Path, port: int, say: Callable[[str], None]) -> i
         port,
         say,
         page=f"?{urllib.parse.urlencode({'token': token})}",
+        pages=pages,
     )
 
 
@@ -77,6 +83,7 @@ def run(
     host: str = HOST,
     folder: str | None = None,
     page: str = "",
+    pages: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Run a server's command line in the foreground, see :func:`serve`.
 
@@ -88,6 +95,7 @@ def run(
         host: host on which the server listens.
         folder: working folder of the server; None for this process's.
         page: path of the page to open.
+        pages: what goes behind it for the page of each study, by name.
     """
     say("Starting MLflow, some seconds ...")
     server = subprocess.Popen(
@@ -103,6 +111,8 @@ def run(
             address = f"http://{reached}:{port}{f'/{page}' if page else ''}"
             lets_in = " (this link lets the browser in)" if page else ""
             say(f"MLflow is at {address}{lets_in}. Ctrl-C ends it.")
+            for name, where in list(pages.items())[:MOST_LINKS]:
+                say(f"{name}: {address}{where}")
         return server.wait()
     except KeyboardInterrupt:
         return 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import urllib.parse
+from contextlib import suppress
+from pathlib import Path
 
 from study.config import default_tracking_uri
 from study.program import lns_study
@@ -21,6 +24,25 @@ def page(experiment: str, view: str) -> str:
     return f"#/experiments/{experiment}/runs?{query}"
 
 
+def pages_of(folder: Path, uri: str) -> dict[str, str]:
+    """Return the prepared pages of the studies in a folder by name, the latest first.
+
+    MLflow's own list of experiments leads to its overview for GenAI, which is empty.
+
+    Args:
+        folder: folder of the studies.
+        uri: tracking store that serves the pages; studies with another one are left out.
+    """
+    pages = {}
+    notes = list(folder.glob(f"*/{WHERE}"))
+    for note in sorted(notes, key=lambda note: note.stat().st_mtime, reverse=True):
+        with suppress(OSError, ValueError, KeyError):
+            place = json.loads(note.read_text())
+            if place["uri"] == without_login(uri):
+                pages[note.parent.name] = page(place["experiment"], place["view"])
+    return pages
+
+
 HOST = "127.0.0.1"
 PORT = 5000
 
@@ -31,14 +53,14 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
     Args:
         uri: tracking URI of the store.
         storage: folder of the studies, as the user wrote it.
-        page: address within MLflow's interface, ``#/experiments/...``; "" for its first page.
+        page: address within a server's interface, ``#/experiments/...``; "" for its first page.
     """
     if is_server(uri):
         return f"{without_login(uri).rstrip('/')}/{page}"
     words = ["ui"]
     if uri != default_tracking_uri(storage):
         words += ["--tracking-uri", without_password(uri)]
-    return f"{lns_study(*words, storage=storage)}   then open its link, then http://{HOST}:{PORT}/{page}"
+    return f"{lns_study(*words, storage=storage)}   then open its link to this study"
 
 
 def is_server(uri: str) -> bool:

@@ -38,8 +38,13 @@ def test_the_bare_name_where_the_path_has_it_else_the_program_beside_the_interpr
     assert lns_study("ui") == f"'{program.with_name('python')}' -m study ui"
 
 
-def test_the_storage_is_named_unless_it_is_the_usual_one() -> None:
+def test_the_storage_is_named_unless_it_is_the_usual_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     assert lns_study("resume", "table", storage="studies") == "lns-study resume table"
+    usual = str(tmp_path / "studies")
+    assert lns_study("resume", "table", storage=usual) == "lns-study resume table"
     assert (
         lns_study("resume", "table", storage="my studies")
         == "lns-study resume table --storage 'my studies'"

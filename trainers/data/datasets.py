@@ -76,7 +76,7 @@ def resolve(
         root = config.root
     elif name == "auto" or name == "mnist":
         try:
-            folder = find_mnist(root) or (_download() if download else None)
+            folder = find_mnist(root) or (fetch("mnist") if download else None)
             name, root = "mnist", str(folder.resolve()) if folder else None
         except DownloadError as error:
             if name == "mnist":
@@ -105,12 +105,6 @@ def _located(config: DataConfig) -> DataConfig:
             " same command again, which plans its trials anew"
         )
     return replace(config, code=code)
-
-
-def _download() -> Path:
-    """Download MNIST into the cache and return the cache's folder."""
-    download_mnist(cache_folder())
-    return cache_folder()
 
 
 @lru_cache(maxsize=4)
@@ -151,7 +145,10 @@ def fetch(name: str) -> Path:
             written.
     """
     try:
-        return _download() if name == "mnist" else download(name)
+        if name != "mnist":
+            return download(name)
+        download_mnist(cache_folder())
+        return cache_folder()
     except OSError as error:
         raise DownloadError(
             f"{cache_folder(name)}: cannot be written ({error}); free some space, or set"

@@ -27,6 +27,7 @@ from study.report.figures.style import (
     Theme,
     canvas,
     plain,
+    round_ticks,
     set_title,
     short,
     style_axes,
@@ -295,9 +296,7 @@ def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> Figure
         axes.invert_yaxis()
         if metric.logarithmic(value for values in group.figures.values() for value in values):
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.tick_params(axis="x", which="minor", labelsize=8)
+            round_ticks(axes.xaxis)
         axes.set_xlabel(plain(metric.heading(metric.words)))
         set_title(axes, f"By {group.category} (trials)", theme)
     return figure

@@ -101,8 +101,10 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | Non
     for number, row in enumerate(summary.rows):
         x = number - (0.2 if published else 0)
         if row.mean is not None:
-            _bar(axes, x, row, width, number, metric, theme)
             figures = test_figures(row.trials, metric)
+            _bar(axes, x, row, width, number, theme)
+            top = max([row.mean + (row.sd or 0.0), *filter(math.isfinite, figures)])
+            _value(axes, x, top, metric.figure(row.mean), theme)
             axes.scatter(
                 [x] * len(figures),
                 figures,
@@ -309,9 +311,7 @@ def _draw_row(axes: Any, number: int, label: str, trials: list[TrialState], metr
     )
 
 
-def _bar(
-    axes: Any, x: float, row: Row, width: float, number: int, metric: Metric, theme: Theme
-) -> None:
+def _bar(axes: Any, x: float, row: Row, width: float, number: int, theme: Theme) -> None:
     assert row.mean is not None, "a bar is drawn of rows with figures"
     whisker: dict[str, Any] = (
         {"yerr": row.sd, "error_kw": {"ecolor": theme.text, "capsize": 4, "linewidth": 1.4}}
@@ -319,14 +319,13 @@ def _bar(
         else {}
     )
     axes.bar(x, row.mean, width, color=COLOURS[number % len(COLOURS)], zorder=2, **whisker)
-    _value(axes, x, row.mean + (row.sd or 0.0), metric.figure(row.mean), theme)
 
 
 def _value(axes: Any, x: float, top: float, text: str, theme: Theme) -> None:
     axes.annotate(
         text,
         (x, top),
-        (0, 4),
+        (0, 5),
         textcoords="offset points",
         ha="center",
         color=theme.text,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
 from study.config import Metric
@@ -20,6 +20,12 @@ COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#F
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DPI = 160
+NARROW = 3.0
+"""Ratio of its ends below which a logarithmic axis has hardly a round figure."""
+FAR = 100.0
+"""Ratio from which on it has too many in :data:`FINE` steps."""
+FINE, COARSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0), (1.0, 3.0)
+"""Round figures of a decade."""
 COLOURS_KEPT = 128
 MOST_CURVES = 7
 """Largest number of rows with a colour of their own; the others are thin and grey."""
@@ -77,12 +83,28 @@ def set_title(axes: Any, text: str, theme: Theme) -> None:
     axes.set_title(text, loc="left", fontsize=11, color=theme.text)
 
 
+class RoundTicks(LogLocator):
+    """Ticks of a logarithmic axis at round figures: the fewer a decade the more it spans."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """Return the places of the ticks between two values."""
+        if 0 < vmin < vmax < NARROW * vmin:
+            return MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(vmin, vmax)
+        self.set_params(subs=FINE if vmax < FAR * vmin else COARSE)
+        return super().tick_values(vmin, vmax)
+
+
+def round_ticks(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    axis.set_major_locator(RoundTicks(subs=FINE))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def percent_axis(axes: Any) -> None:
     """Make the y axis logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    round_ticks(axes.yaxis)
 
 
 def value_axis(axes: Any, metric: Metric, values: Iterable[float]) -> None:

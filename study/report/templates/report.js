@@ -17,10 +17,10 @@
   function layout(x, y) {
     const style = getComputedStyle(document.body);
     const text = style.getPropertyValue("--text"), line = style.getPropertyValue("--line");
-    const axis = (title, log) => ({ title: { text: escape(title) }, type: log ? "log" : undefined, gridcolor: line, zerolinecolor: line, automargin: true });
+    const axis = (title, log) => ({ title: { text: escape(title) }, type: log ? "log" : undefined, tickformat: log ? "~g" : undefined, gridcolor: line, zerolinecolor: line, automargin: true });
     return {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: text, size: 13 }, hovermode: "closest",
-      xaxis: axis(x.name, x.log), yaxis: axis(y.name, y.log), margin: { t: 20, r: 10 }, legend: { orientation: "h", y: -0.25 },
+      xaxis: axis(x.name, x.log), yaxis: axis(y.name, y.log), margin: { t: 36, r: 10 }, modebar: { bgcolor: "rgba(0,0,0,0)", color: text, activecolor: style.getPropertyValue("--link") }, legend: { orientation: "h", y: -0.25 },
     };
   }
 

@@ -54,6 +54,15 @@ def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
     assert "and 36 more" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_narrow_terminal_cuts_no_id_and_no_row_off(tiny: Tiny) -> None:
+    console = Console(file=io.StringIO(), width=50)
+    state = fold(made_up_events(tiny("progress")))
+    console.print(render(state, Clock(), 2))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(trial.id in text for trial in state.trials)
+    assert "…" not in text
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (42, "42 s"), (180, "3 min"), (3900, "65 min"), (7500, "2 h 05 min")],

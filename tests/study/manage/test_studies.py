@@ -48,7 +48,7 @@ def test_list_and_status_and_show(local: Tiny, capsys: pytest.CaptureFixture[str
         line.startswith("first")
         and "finished" in line
         and "4/4" in line
-        and "validation/error 0.06667" in line
+        and "validation/error 6.67 %" in line
         for line in listed
     )
     assert any(
@@ -158,7 +158,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     ("arguments", "said"),
     [
         (["status", "nowhere"], "no such study"),
-        (["show", "there", "zzz"], "0 trials match"),
+        (["show", "there", "zzz"], "no trials match"),
         (["pause", "there"], "is not running; to go on with it: lns-study resume there"),
         (["edit", "there", "limits.trials=3"], "is not running"),
         (["extend", "there", "name=other"], "would be another study"),
@@ -167,7 +167,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (["import", "there", "nowhere"], "no such study"),
         (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, parquet"),
         (["export", "there", "-o", "/nowhere/x.csv"], "cannot be written"),
-        (["rerun", "there", "zzz"], "0 trials match"),
+        (["rerun", "there", "zzz"], "no trials match"),
     ],
 )
 def test_what_cannot_be_done_says_why(

@@ -306,7 +306,7 @@ def test_the_list_of_studies_has_no_lucky_seed(tiny: Tiny) -> None:
         if event["event"] == "report" and event["trial"] == lucky:
             event["metrics"] = event["metrics"] | {"validation/error": 0.01}
     write_ledger(study, events)
-    assert overview(study.folder)["best"] == f"validation/error {(0.01 + 0.2 / 3) / 2:.4g}"
+    assert overview(study.folder)["best"] == f"validation/error {100 * (0.01 + 0.2 / 3) / 2:.2f} %"
 
 
 def test_there_is_no_gap_before_both_rows_are_whole(tiny: Tiny) -> None:

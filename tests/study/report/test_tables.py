@@ -21,7 +21,7 @@ from study.ledger.state import fold
 from study.report import pictures
 from study.report.figures.results import draw_bars
 from study.report.figures.slots import draw_slots
-from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, png
+from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, percent_axis, png
 from study.report.tables import render_text
 from study.report.write import write_report
 from study.results.summary import summarise
@@ -271,3 +271,25 @@ def test_a_lying_bar_has_its_figure_beside_the_dots_of_its_seeds(tiny: Tiny) -> 
     assert len(figures) == len(dots) == len(means) == 8
     assert figures == dots
     assert any(dot > mean for dot, mean in zip(dots, means, strict=True))
+
+
+def test_a_standing_bar_has_its_figure_above_the_dots_of_its_seeds(tiny: Tiny) -> None:
+    state = fold(made_up_events(tiny("bars", "seeds=[0,1,2,3]", "baseline=null")))
+    figure = draw_bars(state, summarise(state), LIGHT)
+    assert figure is not None
+    axes = figure.axes[0]
+    dots = [c.get_offsets().data[:, 1].max() for c in axes.collections if len(c.get_offsets()) > 1]
+    tops = [text.xy[1] for text in axes.texts if text.get_text() != "2.14"]
+    assert dots
+    assert all(top >= dot for top, dot in zip(tops, dots, strict=False))
+
+
+@pytest.mark.parametrize(("low", "high"), [(8.7, 14.5), (2.0, 2.4), (7.0, 80.0), (0.01, 90.0)])
+def test_a_logarithmic_axis_has_labels_enough_to_read_it(low: float, high: float) -> None:
+    """8.7 to 14.5 had one, 10."""
+    figure, axes = canvas(LIGHT)
+    axes.plot([0, 1], [low, high])
+    percent_axis(axes)
+    figure.draw_without_rendering()
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert 3 <= len(ticks) <= 12

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 
 from study.config import default_tracking_uri
 from study.serve.ui import check_servable
-from study.tracking.address import how_to_open
+from study.tracking.address import WHERE, how_to_open, pages_of
 
 PAGE = "#/experiments/1/runs/2"
-THEN = f"   then open its link, then http://127.0.0.1:5000/{PAGE}"
+THEN = "   then open its link to this study"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,18 @@ THEN = f"   then open its link, then http://127.0.0.1:5000/{PAGE}"
 )
 def test_how_to_open_a_store(uri: str, storage: str, said: str) -> None:
     assert how_to_open(uri, storage, PAGE) == said
+
+
+def test_the_latest_studies_of_a_store_come_first(tmp_path: Path) -> None:
+    for age, (name, uri) in enumerate({"b": "sqlite:///x", "a": "sqlite:///x", "c": "y"}.items()):
+        note = tmp_path / name / WHERE
+        note.parent.mkdir()
+        note.write_text(json.dumps({"uri": uri, "experiment": str(age), "view": "v"}))
+        os.utime(note, (1000 - age, 1000 - age))
+    (tmp_path / "a" / "x").mkdir()
+    pages = pages_of(tmp_path, "sqlite:///x")
+    assert list(pages) == ["b", "a"]
+    assert pages["a"].startswith("#/experiments/1/runs?viewStateShareKey=v")
 
 
 @pytest.mark.parametrize(

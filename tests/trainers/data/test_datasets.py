@@ -174,6 +174,16 @@ def test_without_mnist_and_network_auto_is_digits_and_mnist_an_error() -> None:
         resolve(DataConfig(name="mnist"))
 
 
+def test_a_cache_that_cannot_be_written_is_no_mnist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert resolve(DataConfig(name="auto")).name == "digits"
+    with pytest.raises(ValueError, match=r"cannot be written.*set XDG_CACHE_HOME to another"):
+        resolve(DataConfig(name="mnist"))
+
+
 def test_a_given_root_must_hold_the_files(small_mnist: Path) -> None:
     (small_mnist / "t10k-labels-idx1-ubyte.gz").unlink()
     for name in ("mnist", "auto"):

@@ -1,0 +1,38 @@
+"""Slips of the command line, and help on a terminal of eighty columns."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+
+from study.cli import main
+from study.cli.entry import build_parser
+
+
+def test_help_fits_eighty_columns() -> None:
+    for words in ([], ["run"], ["launch"], ["reproduce"]):
+        parser = build_parser()
+        with pytest.raises(SystemExit), redirect_stdout(io.StringIO()) as printed:
+            parser.parse_args([*words, "--help"])
+        assert not [line for line in printed.getvalue().splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["runn", "table"], "'runn': no such command (did you mean 'run'?)"),
+        (["run", "table", "--epochs", "3"], "a key is set without dashes, as in trial.epochs=3"),
+        (["status", "x", "--foo"], "unknown argument '--foo'; see lns-study status --help"),
+        (["run"], "arguments are required: CONFIG\n"),
+        ([], "usage: lns-study"),
+    ],
+)
+def test_a_slip_of_the_command_line_is_told_its_remedy(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
