@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from lns_ops.tensor.promotion import takes_floats
 from lns_ops.tensor.registry import aten, handles
 
 NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
@@ -42,3 +43,6 @@ def refuse(name: str) -> NoReturn:
 def _into_bucket(func: Any, x: Any, y: Any, *, out: Any) -> NoReturn:
     """Refuse what DistributedDataParallel does to gradients without a hook of ours."""
     refuse("DistributedDataParallel's mean")
+
+
+takes_floats(aten.mul.out)  # a bucket holds anything before, NaN too: nothing to encode

@@ -93,8 +93,7 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = metadata.version("lns-study")
-    parser.add_argument("--version", action="version", version=f"lns-study {version}")
+    parser.add_argument("--version", action="version", version=f"lns-study {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
     add_plan(commands)
@@ -108,6 +107,13 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add_data(commands)
     add_simulate(commands)
     return parser, commands.choices
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lns-study")
+    except metadata.PackageNotFoundError:  # run as python -m study in a checkout
+        return "not installed"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

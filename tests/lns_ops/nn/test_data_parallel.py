@@ -276,3 +276,9 @@ def test_what_would_give_other_bits_is_refused(refused: list[dict[str, Any]], na
         assert name in errors, "nothing was raised"
         with pytest.raises(ValueError, match=REFUSED[name][1]):
             raise ValueError(errors[name])
+
+
+def test_a_bucket_may_hold_anything_before() -> None:
+    grad, bucket = lns_ops.LNSTensor.from_float(torch.ones(3), "lns16"), torch.full((3,), torch.nan)
+    with pytest.raises(NotImplementedError, match="DistributedDataParallel's mean"):
+        torch.ops.aten.mul.out(grad, torch.tensor(0.5), out=bucket)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout
+from importlib import metadata
 
 import pytest
 
@@ -36,3 +37,14 @@ def test_a_slip_of_the_command_line_is_told_its_remedy(
         main(words)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_checkout_runs_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(SystemExit) as ended, redirect_stdout(io.StringIO()) as printed:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert printed.getvalue() == "lns-study not installed\n"

@@ -184,7 +184,7 @@ def test_the_best_row_is_the_highest_and_differences_have_no_points(tiny: Tiny) 
     assert "worse than a by at least 0.2" in text
     assert "error" not in text + render_markdown(state, summarise(state), [])
     shown = [heading for table in tables(state) for heading in table.headings]
-    assert {"validation score", "mean score"} <= set(shown)
+    assert {"validation score", "mean validation score"} <= set(shown)
 
 
 def brightness(figure: Figure | None) -> np.ndarray:
