@@ -129,6 +129,8 @@ class Base:
             values = self.values(params or {}) | {"seed": seed}
             config = with_code(TrialConfig.from_dict(values))
             _check_loop(self.study, config)
+            if params and not config.own_loop:
+                _check_optimizer(config)
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if self.study.address is None:
@@ -173,6 +175,19 @@ def _with_digest(part: str, named: Any) -> Any:
     if not names_code(named.name):
         return named
     return dataclasses.replace(named, code=digest_source(f"{part}.name", named.name))
+
+
+def _check_optimizer(config: TrialConfig) -> None:
+    """Refuse sampled options of the optimizer that a trial's format has no code for.
+
+    Raises:
+        ValueError: with the value and the format.
+    """
+    from trainers.training.check import check_optimizer
+    from trainers.workers.process_reset import kept_settings
+
+    with kept_settings():
+        check_optimizer(config)
 
 
 def _check_loop(study: StudyConfig, config: TrialConfig) -> None:
