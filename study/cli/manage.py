@@ -399,7 +399,7 @@ def _rerun(options: argparse.Namespace) -> int:
         done = rerun(
             state,
             trial,
-            lambda study: run_study(study, PlainView(console, 1), lambda line: None).state,
+            lambda study: run_study(study, PlainView(console), lambda line: None).state,
         )
     if not done.differences:
         print(
