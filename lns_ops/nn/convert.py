@@ -26,6 +26,7 @@ meet in outside of a layer (a residual addition) raises.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -182,21 +183,38 @@ def _refuse_gradient(grad: Tensor) -> NoReturn:
 
 def _follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> None:
     """Put successors in the place of parameters that lists, dictionaries, ... of a module hold."""
+    if not successors:
+        return
+    seen: set[int] = set()
     for part in module.modules():
         for name, value in list(vars(part).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
-                part.__dict__[name] = _followed(value, successors)
+                follower = _followed(value, successors, seen)
+                if follower is not value:
+                    part.__dict__[name] = follower
 
 
-def _followed(value: Any, successors: dict[nn.Parameter, nn.Parameter]) -> Any:
+def _followed(value: Any, successors: dict[nn.Parameter, nn.Parameter], seen: set[int]) -> Any:
+    """Return what takes a value's place: itself, where it holds none of the parameters.
+
+    Args:
+        value: an attribute, or what one holds.
+        successors: parameters by those that they take the place of.
+        seen: the ids of lists and dictionaries that were walked, which may hold themselves.
+    """
     if isinstance(value, nn.Parameter):
         return successors.get(value, value)
-    if type(value) is tuple:
-        return tuple(_followed(v, successors) for v in value)
-    if isinstance(value, (list, dict)):
-        for key, held in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if isinstance(held, (nn.Parameter, list, dict, tuple)):
-                value[key] = _followed(held, successors)
+    if isinstance(value, tuple | set | frozenset):
+        followers = [_followed(v, successors, seen) for v in value]
+        if all(a is b for a, b in zip(followers, value, strict=True)):
+            return value
+        return type(value)._make(followers) if hasattr(value, "_make") else type(value)(followers)
+    if isinstance(value, list | deque | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for key, held in value.items() if isinstance(value, dict) else enumerate(value):
+            follower = _followed(held, successors, seen)
+            if follower is not held:
+                value[key] = follower
     return value
 
 

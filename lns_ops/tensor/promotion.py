@@ -50,8 +50,8 @@ def refuse_transforms(x: Tensor) -> None:
     if is_transformed(x):
         raise NotImplementedError(
             "torch.func.grad, vmap, jvp and the like around LNS layers: LNS functions have no rules"
-            " for them; use torch.autograd.grad, one call for each gradient, or convert with"
-            " scope='matmul', for which they work"
+            " for them; use torch.autograd.grad, one call for each gradient (jacobian without"
+            " vectorize), or convert with scope='matmul', for which they work"
         )
 
 

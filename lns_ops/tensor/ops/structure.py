@@ -228,7 +228,7 @@ def _dropout(func: Any, x: LNSTensor, p: float, train: bool | None) -> tuple[LNS
     """Return the kept values times the code of ``1 / (1 - p)``, and the mask."""
     if train is False or p == 0:
         return LNSTensor(x.codes.clone(), x.fmt), torch.ones_like(x.codes, dtype=torch.bool)
-    mask = _float32_like(x).uniform_() >= p
+    mask = torch.native_dropout(torch.ones_like(x.codes, dtype=torch.float32), p, True)[1]
     return _dropout_backward(func, x, mask, 1 / (1 - p) if p < 1 else 0.0), mask
 
 
