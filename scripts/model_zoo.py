@@ -30,6 +30,7 @@ import multiprocessing as mp
 import os
 import platform
 import re
+import statistics
 import sys
 import textwrap
 import time
@@ -263,6 +264,14 @@ def _version(package: str) -> str:
         return f"{package} not installed"
 
 
+def _median(judged: dict[str, dict[str, Any]], kind: str) -> str:
+    """Return the median distance of first results from float32's, in a scope or in bfloat16."""
+    off = [
+        r[kind].get("off") if kind in SCOPES else r[SCOPES[0]].get(kind) for r in judged.values()
+    ]
+    return f"{100 * statistics.median(x for x in off if x is not None):.2g} %"
+
+
 def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
     """Return docs/models.md."""
     judged = {n: r for n, r in rows.items() if "float32" not in r}
@@ -287,8 +296,10 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
         f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
         f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
         f" {share['matmul']} in `matmul`. Of the {len(copies)} trained ones that float32 lets copy"
-        f" and evaluate so, {copies.count('yes')} are. Results are wrong in {len(wrong)}"
-        f"{': ' + ', '.join(wrong) if wrong else ''}.",
+        f" and evaluate so, {copies.count('yes')} are.",
+        f"Results are wrong in {', '.join(wrong) or 'none'}. In the median they are off by"
+        f" {_median(judged, 'everywhere')} in `everywhere`, {_median(judged, 'matmul')} in `matmul`"
+        f" and {_median(judged, 'bfloat16')} in bfloat16, where torch computes the network in it.",
     )
     lines = ["# Networks that convert"]
     for paragraph in paragraphs:
