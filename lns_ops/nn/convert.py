@@ -26,21 +26,21 @@ meet in outside of a layer (a residual addition) raises.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
-from lns_ops._compat import move_tensor_hooks, remove_forward_hooks, tree_map
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import simulate_, stop_, these
+from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
 
@@ -157,67 +157,6 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return the parameter of these values that takes another's place: its attributes and hooks.
-
-    A gradient that reaches the old one raises: something kept it and would train it alone.
-    """
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    own = ("codes", "fmt")
-    made.__dict__ |= {name: value for name, value in vars(parameter).items() if name not in own}
-    move_tensor_hooks(parameter, made)
-    parameter.lns_replaced = True  # type: ignore[attr-defined]
-    if parameter.requires_grad:
-        parameter.register_hook(_refuse_gradient)
-    return made
-
-
-def _refuse_gradient(grad: Tensor) -> NoReturn:
-    raise ValueError(
-        f"gradient of shape {tuple(grad.shape)} for a parameter that convert_ or revert_ replaced:"
-        " something kept the old one (a list, a closure, a layer tied to it), which would be"
-        " trained in place of the network's own; convert tied layers in one call, and take"
-        " parameters from the module after the conversion, as attributes or by module.parameters()"
-    )
-
-
-def _follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put successors in the place of parameters that lists, dictionaries, ... of a module hold."""
-    if not successors:
-        return
-    seen: set[int] = set()
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                follower = _followed(value, successors, seen)
-                if follower is not value:
-                    part.__dict__[name] = follower
-
-
-def _followed(value: Any, successors: dict[nn.Parameter, nn.Parameter], seen: set[int]) -> Any:
-    """Return what takes a value's place: itself, where it holds none of the parameters.
-
-    Args:
-        value: an attribute, or what one holds.
-        successors: parameters by those that they take the place of.
-        seen: the ids of lists and dictionaries that were walked, which may hold themselves.
-    """
-    if isinstance(value, nn.Parameter):
-        return successors.get(value, value)
-    if isinstance(value, tuple | set | frozenset):
-        followers = [_followed(v, successors, seen) for v in value]
-        if all(a is b for a, b in zip(followers, value, strict=True)):
-            return value
-        return type(value)._make(followers) if hasattr(value, "_make") else type(value)(followers)
-    if isinstance(value, list | deque | dict) and id(value) not in seen:
-        seen.add(id(value))
-        for key, held in value.items() if isinstance(value, dict) else enumerate(value):
-            follower = _followed(held, successors, seen)
-            if follower is not held:
-                value[key] = follower
-    return value
-
-
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
@@ -228,7 +167,7 @@ def _convert_everywhere(
     for name, parameter in _parameters(module):
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-            encoded[parameter] = _successor(parameter, values)
+            encoded[parameter] = successor(parameter, values)
         setattr(module, name, encoded[parameter])
     for name, buffer in _buffers(module).items():
         setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
@@ -399,7 +338,7 @@ def convert_(
         _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
-    _follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
+    follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
@@ -463,14 +402,14 @@ def revert_(module: nn.Module) -> nn.Module:
             if isinstance(parameter, LNSTensor):
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
-                    decoded[parameter] = _successor(parameter, values)
+                    decoded[parameter] = successor(parameter, values)
                 setattr(layer, name, decoded[parameter])
         for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, LNSTensor):
                 setattr(layer, name, lns.decode(buffer.codes, buffer.fmt))
         if hasattr(layer, "lns_conversion"):
             del layer.lns_conversion
-    _follow(module, decoded)
+    follow(module, decoded)
     return module
 
 

@@ -293,11 +293,8 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _on_the_grid(x: Any, fmt: LNSFormat) -> Any:
     """Return numbers as they are after encoding, to compare LNS values with them."""
-    if isinstance(x, LNSTensor) or not isinstance(x, Tensor | float | int):
-        return x
-    values = torch.as_tensor(x)
-    wide = values if values.dtype.is_floating_point else values.double()
-    return integers.restored(promotion.encoded(wide, fmt), fmt)
+    numbers = isinstance(x, Tensor | float | int) and not isinstance(x, LNSTensor)
+    return integers.restored(promotion.encoded(torch.as_tensor(x), fmt), fmt) if numbers else x
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:

@@ -61,7 +61,8 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
     Raises:
         NonFiniteError: a NaN (a ValueError).
     """
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    narrow = x.dtype.is_floating_point and x.dtype != torch.float64
+    wide = x.float() if narrow else x.double()
     return lns.encode(wide.clamp(-fmt.largest, fmt.largest), fmt)
 
 
