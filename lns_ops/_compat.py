@@ -51,9 +51,17 @@ collate_functions: dict[Any, Any] = collate.default_collate_fn_map
 types to it, nothing public names it (torch 2.13)."""
 
 
+def is_transforming() -> bool:
+    """Return whether a transform of ``torch.func`` goes on; only a private function tells (torch
+    2.13). Code that is traced is told no: the compiler cannot trace the question."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def is_transformed(x: torch.Tensor) -> bool:
     """Return whether ``torch.func`` wraps a tensor for a gradient or a batch; only private
     functions tell (torch 2.13)."""
+    if not is_transforming():
+        return False
     functorch = torch._C._functorch
     return bool(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x))
 

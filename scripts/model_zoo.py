@@ -6,6 +6,10 @@ in lns16, for :data:`STEPS` steps of ``lns_ops.optim.Adam``. It *trains* if ever
 the loss fell, or every trainable parameter that float32 moves has moved. What trains is then saved,
 loaded, copied and evaluated under ``torch.inference_mode``, each with the same bits.
 
+What its first step in training says is compared with float32's from the same seeds, and so is what
+the network says in bfloat16, which has as many bits: results that are far off beside those
+(:func:`is_wrong`) are an error that losses do not show.
+
     python scripts/model_zoo.py                    # all, and docs/models.md
     python scripts/model_zoo.py hf-Bert siren      # those whose names begin so, printed only
     python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows of a page replaced
@@ -26,20 +30,25 @@ import multiprocessing as mp
 import os
 import platform
 import re
+import statistics
 import sys
 import textwrap
 import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
 from zoo import classics, functions, huggingface, parts, rarities, vision  # noqa: F401
 from zoo.network import Network, floats, loss_of
 
@@ -47,6 +56,8 @@ import lns_ops
 
 STEPS, SCOPES = 11, ("everywhere", "matmul")
 LIBRARIES = ("transformers", "timm", "torchvision")
+FAR, TIMES = 0.1, 5
+"""Distance from float32's results, and times bfloat16's, from which results are taken for wrong."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 NETWORKS = [*parts.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
 """All networks; those by hand have entered the first list as their modules were imported."""
@@ -92,6 +103,49 @@ def check_copies(model: nn.Module, fresh: nn.Module, args: Any, kwargs: Any) -> 
         found = results(other, args, kwargs)
         if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
             raise AssertionError(f"{name} network gives other results")
+
+
+def first_results(network: Network, change: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+    """Return the results of a changed network's first step, in training, with the same seeds.
+
+    Dropout layers do nothing: masks are drawn in the order of memory, and where torch's
+    convolutions give results with channels last, ours do not.
+    """
+    torch.manual_seed(0)
+    model, args, kwargs = network.make()
+    for layer in model.train().modules():
+        if isinstance(layer, _DropoutNd):
+            layer.p = 0.0
+    change(model)
+    kind = next((p.dtype for p in model.parameters()), torch.float32)
+    if kind == torch.bfloat16:
+        args, kwargs = tree_map(_in_bfloat16, (args, kwargs))
+    torch.manual_seed(1)
+    output = model(*args, **kwargs)
+    return [lns_ops.tensor.in_float32(x.detach()).float() for x in floats(output)]
+
+
+def _in_bfloat16(x: Any) -> Any:
+    return x.bfloat16() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+
+
+def difference(expected: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """Return the relative distance of results, ``|found - expected| / |expected|``."""
+    if [x.shape for x in expected] != [x.shape for x in found]:
+        return math.inf
+    ours, theirs = (torch.cat([x.flatten() for x in each]) for each in (found, expected))
+    finite = theirs.isfinite()  # masks hold infinities
+    return float((ours - theirs)[finite].norm() / theirs[finite].norm().clamp_min(1e-30))
+
+
+def is_wrong(off: float, peer: float | None) -> bool:
+    """Tell whether results are farther from float32's than numbers of as many bits explain.
+
+    Args:
+        off: distance of ours.
+        peer: distance of bfloat16's; None if torch cannot compute the network in it.
+    """
+    return not off <= max(FAR, TIMES * (peer or 0.0))
 
 
 def attempt(network: Network, scope: str, copied: bool) -> dict[str, str]:
@@ -153,15 +207,24 @@ def judge(network: Network, pipe: Any) -> None:
         model.train()
         train(model, torch.optim.Adam(model.parameters(), lr=1e-3), args, kwargs, 2)
         copied = _can_be_copied(model, network.make()[0], args, kwargs)
+        expected = first_results(network, lambda model: model)
     except Exception as error:
         if trace:
             traceback.print_exc()
         pipe.send({"float32": _short(error)})
         return
+    peer = None
+    with suppress(Exception):  # torch has not all in bfloat16
+        peer = difference(expected, first_results(network, nn.Module.bfloat16))
     for scope in SCOPES:
         start = time.monotonic()
+        convert = partial(lns_ops.convert_, fmt="lns16", scope=scope)
         try:
             found = attempt(network, scope, copied)
+            off = difference(expected, first_results(network, convert))
+            found |= {"off": off, "bfloat16": peer}
+            if is_wrong(off, peer):
+                found["note"] = f"first results {100 * off:.0f} % off"
         except Exception as error:
             if trace:
                 traceback.print_exc()
@@ -201,11 +264,25 @@ def _version(package: str) -> str:
         return f"{package} not installed"
 
 
+def _median(judged: dict[str, dict[str, Any]], kind: str) -> str:
+    """Return the median distance of first results from float32's, in a scope or in bfloat16."""
+    off = [
+        r[kind].get("off") if kind in SCOPES else r[SCOPES[0]].get(kind) for r in judged.values()
+    ]
+    return f"{100 * statistics.median(x for x in off if x is not None):.2g} %"
+
+
 def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
     """Return docs/models.md."""
     judged = {n: r for n, r in rows.items() if "float32" not in r}
     share = {s: sum(r[s]["trains"] == "yes" for r in judged.values()) for s in SCOPES}
     copies = [r[s]["copies"] for r in judged.values() for s in SCOPES if r[s]["copies"] != "-"]
+    wrong = sorted(
+        f"{name} ({scope})"
+        for name, row in judged.items()
+        for scope in SCOPES
+        if "off" in row[scope] and is_wrong(row[scope]["off"], row[scope]["bfloat16"])
+    )
     versions = ", ".join(map(_version, ("torch", *LIBRARIES)))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     paragraphs = (
@@ -213,24 +290,34 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
         " Networks of other people, small and without their weights, converted to lns16 and trained"
         f" for {STEPS} steps of `lns_ops.optim.Adam`. *Trains*: every loss is finite, and it fell"
         " or the parameters moved. *Copies*: a network saved and loaded, and a deep copy, give"
-        " the same bits under `torch.inference_mode`.",
+        " the same bits under `torch.inference_mode`. *Off*: how far the results of the first step"
+        " are from float32's of the same seeds, `|y - y32| / |y32|`, beside those of bfloat16, as"
+        " coarse a format; more than ten per cent and five times bfloat16's are taken for wrong.",
         f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
         f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
         f" {share['matmul']} in `matmul`. Of the {len(copies)} trained ones that float32 lets copy"
         f" and evaluate so, {copies.count('yes')} are.",
+        f"Results are wrong in {', '.join(wrong) or 'none'}. In the median they are off by"
+        f" {_median(judged, 'everywhere')} in `everywhere`, {_median(judged, 'matmul')} in `matmul`"
+        f" and {_median(judged, 'bfloat16')} in bfloat16, where torch computes the network in it.",
     )
     lines = ["# Networks that convert"]
     for paragraph in paragraphs:
         lines += [*textwrap.wrap(paragraph, 99), ""]
     lines += [
-        "| network | library | everywhere | matmul | save, copy, inference | note |",
-        "|---|---|---|---|---|---|",
+        "| network | library | everywhere | matmul | save, copy, inference"
+        " | off, %: everywhere / matmul / bfloat16 | note |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, row in judged.items():
         note = "; ".join(f"{s}: {row[s]['note']}" for s in SCOPES if row[s]["note"])
         cells = [row[s]["trains"] for s in SCOPES]
         both = " / ".join(row[s]["copies"] for s in SCOPES)
-        lines.append(f"| {name} | {libraries[name]} | {' | '.join(cells)} | {both} | {note} |")
+        off = [row[s].get("off") for s in SCOPES] + [row[SCOPES[0]].get("bfloat16")]
+        shown = " / ".join("-" if x is None else f"{100 * x:.2g}" for x in off)
+        lines.append(
+            f"| {name} | {libraries[name]} | {' | '.join(cells)} | {both} | {shown} | {note} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -304,7 +304,7 @@ def _run(config: StudyConfig, only: str) -> Study:
 
     console = Console()
     with Node() as node:
-        outcome = run_study(config, make_view(config, console), _say_on(console), only, node)
+        outcome = run_study(config, make_view(console), _say_on(console), only, node)
     _say_tracking(outcome)
     return Study(outcome.report.parent)
 

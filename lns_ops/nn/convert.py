@@ -29,17 +29,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
-from lns_ops._compat import move_tensor_hooks, remove_forward_hooks, tree_map
+from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import simulate_, stop_, these
+from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
 
@@ -156,50 +157,6 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return the parameter of these values that takes another's place: its attributes and hooks.
-
-    A gradient that reaches the old one raises: something kept it and would train it alone.
-    """
-    made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    own = ("codes", "fmt")
-    made.__dict__ |= {name: value for name, value in vars(parameter).items() if name not in own}
-    move_tensor_hooks(parameter, made)
-    parameter.lns_replaced = True  # type: ignore[attr-defined]
-    if parameter.requires_grad:
-        parameter.register_hook(_refuse_gradient)
-    return made
-
-
-def _refuse_gradient(grad: Tensor) -> NoReturn:
-    raise ValueError(
-        f"gradient of shape {tuple(grad.shape)} for a parameter that convert_ or revert_ replaced:"
-        " something kept the old one (a list, a closure, a layer tied to it), which would be"
-        " trained in place of the network's own; convert tied layers in one call, and take"
-        " parameters from the module after the conversion, as attributes or by module.parameters()"
-    )
-
-
-def _follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Put successors in the place of parameters that lists, dictionaries, ... of a module hold."""
-    for part in module.modules():
-        for name, value in list(vars(part).items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
-                part.__dict__[name] = _followed(value, successors)
-
-
-def _followed(value: Any, successors: dict[nn.Parameter, nn.Parameter]) -> Any:
-    if isinstance(value, nn.Parameter):
-        return successors.get(value, value)
-    if type(value) is tuple:
-        return tuple(_followed(v, successors) for v in value)
-    if isinstance(value, (list, dict)):
-        for key, held in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if isinstance(held, (nn.Parameter, list, dict, tuple)):
-                value[key] = _followed(held, successors)
-    return value
-
-
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
@@ -210,7 +167,7 @@ def _convert_everywhere(
     for name, parameter in _parameters(module):
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-            encoded[parameter] = _successor(parameter, values)
+            encoded[parameter] = successor(parameter, values)
         setattr(module, name, encoded[parameter])
     for name, buffer in _buffers(module).items():
         setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
@@ -381,7 +338,7 @@ def convert_(
         _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
-    _follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
+    follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
@@ -445,14 +402,14 @@ def revert_(module: nn.Module) -> nn.Module:
             if isinstance(parameter, LNSTensor):
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
-                    decoded[parameter] = _successor(parameter, values)
+                    decoded[parameter] = successor(parameter, values)
                 setattr(layer, name, decoded[parameter])
         for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
             if isinstance(buffer, LNSTensor):
                 setattr(layer, name, lns.decode(buffer.codes, buffer.fmt))
         if hasattr(layer, "lns_conversion"):
             del layer.lns_conversion
-    _follow(module, decoded)
+    follow(module, decoded)
     return module
 
 

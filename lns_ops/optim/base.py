@@ -106,7 +106,7 @@ def gradient(parameter: LNSTensor) -> Tensor:
     raise ValueError(
         f"gradient of type {kind} for an {fmt} parameter: must be an LNSTensor of the same format,"
         " or a dense float32 one; compute the loss outside of torch.autocast (mixed precision), and"
-        " without sparse gradients (sparse=False)"
+        " without sparse gradients (sparse=False), and let hooks return gradients of its format"
     )
 
 

@@ -84,11 +84,16 @@ def grad(
     create_graph: bool = False, only_inputs: bool = True, allow_unused: bool | None = None,
     is_grads_batched: bool = False, materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return ``torch.autograd.grad``, run from the edges of the graph."""
+    """Return ``torch.autograd.grad``, run from the edges of the graph.
+
+    Raises:
+        ValueError: batches of unequal numbers of gradients.
+    """
     if is_grads_batched:
+        retain = create_graph if retain_graph is None else retain_graph
         return _one_by_one(
-            outputs, inputs, grad_outputs, create_graph=create_graph, allow_unused=allow_unused,
-            materialize_grads=materialize_grads,
+            outputs, inputs, grad_outputs, retain, create_graph=create_graph,
+            allow_unused=allow_unused, materialize_grads=materialize_grads,
         )  # fmt: skip
     roots, leaves = _tuple(outputs), _tuple(inputs)
     unused = materialize_grads if allow_unused is None else allow_unused
@@ -107,11 +112,27 @@ def grad(
     return tuple(found)
 
 
-def _one_by_one(outputs: Any, inputs: Any, batched: Any, **options: Any) -> tuple[Any, ...]:
+def _one_by_one(
+    outputs: Any, inputs: Any, batched: Any, retain: bool, **options: Any
+) -> tuple[Any, ...]:
     """Return the gradients of batches of gradients, one of each after the other, stacked."""
     seeds = _tuple(batched)
+    sizes = {len(s) for s in seeds if s is not None}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"is_grads_batched=True with grad_outputs of {sorted(sizes)} gradients: as many of each"
+        )
+    (size,) = sizes
+    if not size:
+        return tuple(x.new_zeros(0, *x.shape) for x in _tuple(inputs))
     found = [
-        grad(outputs, inputs, tuple(s if s is None else s[i] for s in seeds), True, **options)
-        for i in range(next(len(s) for s in seeds if s is not None))
+        grad(
+            outputs,
+            inputs,
+            tuple(s if s is None else s[i] for s in seeds),
+            retain or i < size - 1,
+            **options,
+        )
+        for i in range(size)
     ]
     return tuple(None if g[0] is None else torch.stack(g) for g in zip(*found, strict=True))

@@ -8,8 +8,8 @@ exact so. Results that are complex, sparse, boolean or integer stay what they ar
 transform goes on in complex float32 until real values meet LNS again.
 
 Functions that round (``floor``, ``remainder``) get integers back first
-(:mod:`lns_ops.tensor.integers`); what is compared with floats (``bucketize``, ``isin``) is compared
-with their encoded values, as by ``==``.
+(:mod:`lns_ops.tensor.integers`); what is compared with numbers and tensors (``bucketize``,
+``isin``) is compared with their encoded values, as by ``==``.
 
 A result that is infinite or NaN raises, as in the rest of LNS.
 """
@@ -44,6 +44,8 @@ _ROUNDING = {
     "floor_divide", "__floordiv__", "__rfloordiv__", "div.Tensor_mode", "div.Scalar_mode",
 }  # fmt: skip
 _COMPARING = {"bucketize", "searchsorted", "isin", "isclose", "allclose"}
+COMPARED = {"input", "other", "boundaries", "sorted_sequence", "elements", "test_elements", "self"}
+"""Names of the two arguments, the first ones, that such a function compares."""
 _FAMILIES = (
     "linalg_", "_linalg_", "fft_", "_fft_", "special_", "fake_quantize_", "_fake_quantize_",
     "fused_moving_avg_obs_fake_quant",

@@ -26,7 +26,7 @@ from lns_ops._compat import (
 )
 from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import collectives, fallback, integers, promotion
-from lns_ops.tensor.decoded import compares, is_decoded, rounds
+from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
 
@@ -279,7 +279,8 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a function's float32 results, encoded (:mod:`lns_ops.tensor.decoded`)."""
     fmt, name = _format_of(args, kwargs), func.__name__
     if fmt is not None and compares(name):
-        args, kwargs = tree_map(lambda leaf: _on_the_grid(leaf, fmt), (args, kwargs))
+        args = tuple(_on_the_grid(x, fmt) if i < 2 else x for i, x in enumerate(args))
+        kwargs = {k: _on_the_grid(x, fmt) if k in COMPARED else x for k, x in kwargs.items()}
     value = _whole if rounds(name) or compares(name) else _decoded
     result = func(*tree_map(value, args), **tree_map(value, kwargs))
     if fmt is None:
@@ -291,8 +292,9 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_the_grid(x: Any, fmt: LNSFormat) -> Any:
-    """Return a float tensor's values as they are after encoding, to compare LNS ones with them."""
-    return integers.restored(promotion.encoded(x, fmt), fmt) if _is_plain(x) else x
+    """Return numbers as they are after encoding, to compare LNS values with them."""
+    numbers = isinstance(x, Tensor | float | int) and not isinstance(x, LNSTensor)
+    return integers.restored(promotion.encoded(torch.as_tensor(x), fmt), fmt) if numbers else x
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
@@ -422,6 +424,7 @@ class _ToFloat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[LNSTensor, None]:
+        promotion.refuse_transforms(grad)
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
@@ -439,8 +442,10 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def gradient(grad: Tensor, fmt: LNSFormat) -> LNSTensor:
-    """Return a gradient that came in, encoded where a hook or a Function of others made floats."""
-    return grad if isinstance(grad, LNSTensor) else LNSTensor.from_float(grad, fmt)
+    """Return a gradient that came in, in a format: a hook or a Function of others made it."""
+    if isinstance(grad, LNSTensor) and grad.fmt == fmt:
+        return grad
+    return in_format(grad, fmt.bits, fmt.fraction_bits)  # type: ignore[return-value]
 
 
 def in_float32(x: Tensor) -> Tensor:

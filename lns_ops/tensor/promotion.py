@@ -50,8 +50,8 @@ def refuse_transforms(x: Tensor) -> None:
     if is_transformed(x):
         raise NotImplementedError(
             "torch.func.grad, vmap, jvp and the like around LNS layers: LNS functions have no rules"
-            " for them; use torch.autograd.grad, one call for each gradient, or convert with"
-            " scope='matmul', for which they work"
+            " for them; use torch.autograd.grad, one call for each gradient (jacobian without"
+            " vectorize), or convert with scope='matmul', for which they work"
         )
 
 
@@ -61,7 +61,8 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
     Raises:
         NonFiniteError: a NaN (a ValueError).
     """
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    narrow = x.dtype.is_floating_point and x.dtype != torch.float64
+    wide = x.float() if narrow else x.double()
     return lns.encode(wide.clamp(-fmt.largest, fmt.largest), fmt)
 
 

@@ -194,23 +194,19 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
-    from study.cli.progress import Clock, render
+    from study.cli.progress import render
     from study.manage.studies import condition
     from study.results.utilisation import first_epoch
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
     set_limits = ", ".join(f"{key} {value}" for key, value in limits.items() if value is not None)
-    summary = ", ".join(f"{count} {status}" for status, count in state.counts().items())
     console.print(
-        f"{state.config.name}: {now}; {summary}"
-        + (f"; limits: {set_limits}" if set_limits else ""),
+        f"{state.config.name}: {now}" + (f"; limits: {set_limits}" if set_limits else ""),
         markup=False,
         highlight=False,
     )
-    console.print(
-        render(state, Clock(), 1, bar=False, now=time.time() if now == "running" else None)
-    )
+    console.print(render(state, now=time.time() if now == "running" else None))
     if stages := first_epoch(state.runs[-1] if state.runs else None):
         console.print(stages, markup=False, highlight=False)
 
@@ -403,7 +399,7 @@ def _rerun(options: argparse.Namespace) -> int:
         done = rerun(
             state,
             trial,
-            lambda study: run_study(study, PlainView(console, 1), lambda line: None).state,
+            lambda study: run_study(study, PlainView(console), lambda line: None).state,
         )
     if not done.differences:
         print(

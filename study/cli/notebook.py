@@ -25,8 +25,8 @@ class NotebookView:
     It is renewed by events, in the thread that runs the cell, and needs no event loop.
     """
 
-    def __init__(self, concurrent: int) -> None:
-        self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
+    def __init__(self) -> None:
+        self._state, self._clock = StudyState(), Clock()
         self._shown, self._output = 0.0, None
 
     def start(self, state: StudyState) -> None:
@@ -55,7 +55,7 @@ class NotebookView:
         self._shown = time.monotonic()
         text = io.StringIO()
         Console(file=text, width=WIDTH, force_jupyter=False).print(
-            render(self._state, self._clock, self._concurrent, now=time.time())
+            render(self._state, self._clock, time.time())
         )
         return {"text/plain": text.getvalue().rstrip()}
 

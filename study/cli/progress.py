@@ -1,8 +1,8 @@
 """Progress of a study: a live table on a terminal, one line per epoch in a log.
 
 The time left is each row's remaining epochs times the row's median seconds per epoch, divided by
-the number of trials that run at a time. Rows differ tenfold; the median ignores a trial's first
-epoch, which includes its start. Before the first epoch there is no estimate.
+the number of trials that have run at a time. Rows differ tenfold; the median ignores a trial's
+first epoch, which includes its start. Before the first epoch there is no estimate.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ STYLES = {
     STOPPED: "yellow",
 }
 MAX_ROWS = 24
+INTERRUPTED = "interrupted"
+"""What a trial is that was running when its study was killed."""
 
 
 class Clock:
@@ -55,6 +57,7 @@ class Clock:
         self.began = time.monotonic()
         self._last: dict[str, float] = {}
         self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._at_once = 1
 
     def hear(self, event: Event, trial: TrialState | None) -> None:
         """Note the time of an event of ``trial``."""
@@ -64,8 +67,10 @@ class Clock:
             self._seconds[trial.row].append(max(0.0, event["time"] - self._last[trial.id]))
         self._last[trial.id] = event["time"]
 
-    def left(self, state: StudyState, concurrent: int) -> float | None:
+    def left(self, state: StudyState) -> float | None:
         """Return the estimated seconds until the study ends; None before the first epoch."""
+        running = sum(trial.status == RUNNING for trial in state.trials)
+        self._at_once = max(self._at_once, running)
         every = [seconds for row in self._seconds.values() for seconds in row]
         if not every:
             return None
@@ -76,14 +81,14 @@ class Clock:
             for trial in state.trials
             if trial.status in (PLANNED, RUNNING)
         ]
-        return max([sum(todo) / max(1, concurrent), *todo], default=0.0)
+        return max([sum(todo) / self._at_once, *todo], default=0.0)
 
 
 class LiveView:
     """A table of trials and a bar, redrawn in place."""
 
-    def __init__(self, console: Console, concurrent: int) -> None:
-        self._state, self._concurrent, self._clock = StudyState(), concurrent, Clock()
+    def __init__(self, console: Console) -> None:
+        self._state, self._clock = StudyState(), Clock()
         self._lock = threading.Lock()
         self._console = console
         self._live: Live | None = None
@@ -108,14 +113,14 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            return render(self._state, self._clock, self._concurrent, now=time.time())
+            return render(self._state, self._clock, time.time())
 
 
 class PlainView:
     """One line per event, for logs and pipes."""
 
-    def __init__(self, console: Console, concurrent: int) -> None:
-        self._console, self._concurrent = console, concurrent
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._state, self._clock = StudyState(), Clock()
         self._metric: Metric  # known once there is a state
 
@@ -133,7 +138,7 @@ class PlainView:
         self._clock.hear(event, trial)
         text = describe(event, trial, self._metric)
         if text:
-            left = self._clock.left(self._state, self._concurrent)
+            left = self._clock.left(self._state)
             self._line(
                 text + (f" | {duration(left)} left" if left and event["event"] == "report" else "")
             )
@@ -184,16 +189,14 @@ def _shown(reported: Mapping[str, float], name: str, words: str, metric: Metric)
 
 
 def render(
-    state: StudyState, clock: Clock, concurrent: int, *, bar: bool = True, now: float | None = None
+    state: StudyState, clock: Clock | None = None, now: float | None = None
 ) -> RenderableType:
     """Return the live view of a state: trials, a summary, slots and a bar.
 
     Args:
         state: state of the study.
-        clock: seconds per epoch so far.
-        concurrent: number of trials at a time.
-        bar: whether to show a bar with the time left, for a study that runs here.
-        now: the time while the study runs, else None.
+        clock: seconds per epoch so far, for a bar with the time left of a study that runs here.
+        now: the time while the study runs, else None: a trial that was running is interrupted.
     """
     table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
     for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
@@ -205,27 +208,28 @@ def render(
         )
     shown = _most_interesting(list(state.trials))
     for trial in shown:
-        cells = _cells(trial, metric, state.config.search.constraints if state.plan else {})
+        constraints = state.config.search.constraints if state.plan else {}
+        cells = _cells(trial, metric, constraints, running=now is not None)
         table.add_row(*cells, style=STYLES[trial.status])
     hidden = len(state.trials) - len(shown)
     lines: list[RenderableType] = [
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
-        Text(summary(state)),
+        Text(summary(state, running=now is not None)),
         *(Text(sentence, style="yellow") for sentence in lacking(state)),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
-        *([_bar(state, clock, concurrent)] if bar else []),
+        *([_bar(state, clock)] if clock else []),
     ]
     return Group(*lines)
 
 
-def summary(state: StudyState) -> str:
+def summary(state: StudyState, *, running: bool) -> str:
     """Describe the trials by status, and the best value so far.
 
     ``3 running, 12 finished; best validation/error 4.33 % (lns #14)``
     """
     counted = state.counts()
-    words = {STOPPED: "ended early"}
+    words = {STOPPED: "ended early"} | ({} if running else {RUNNING: INTERRUPTED})
     text = ", ".join(
         f"{counted[status]} {words.get(status, status)}" for status in STYLES if status in counted
     )
@@ -260,22 +264,25 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
     return [trial for trial in trials if trial.id in chosen]
 
 
-def _cells(trial: TrialState, metric: Metric, constraints: Mapping[str, str]) -> list[str]:
+def _cells(
+    trial: TrialState, metric: Metric, constraints: Mapping[str, str], *, running: bool
+) -> list[str]:
     values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
     last, test = (
         "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
     )
-    status = trial.status + (f" (restarted {trial.restarts}x)" if trial.restarts else "")
+    status = INTERRUPTED if trial.status == RUNNING and not running else trial.status
+    status += f" (restarted {trial.restarts}x)" if trial.restarts else ""
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 
 
-def _bar(state: StudyState, clock: Clock, concurrent: int) -> RenderableType:
+def _bar(state: StudyState, clock: Clock) -> RenderableType:
     total = sum(trial.epochs for trial in state.trials)
     done = sum(trial.epochs if trial.status in ENDED else trial.epoch for trial in state.trials)
-    left = clock.left(state, concurrent)
+    left = clock.left(state)
     line = Table.grid(padding=(0, 1))
     estimate = "starting ..." if left is None else f"{duration(left)} left"
     line.add_row(

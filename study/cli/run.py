@@ -222,7 +222,7 @@ def run_config(
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         outcome = run_study(
-            study, make_view(study, console, plain), lambda line: _say(console, line), only, node
+            study, make_view(console, plain), lambda line: _say(console, line), only, node
         )
     except KeyboardInterrupt:
         print(
@@ -382,24 +382,15 @@ def _print_download() -> None:
     print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")
 
 
-def make_view(study: StudyConfig, console: Console, plain: bool = False) -> View:
+def make_view(console: Console, plain: bool = False) -> View:
     """Return the display of a study on ``console``: a notebook, a terminal, or lines in a log."""
     from study.cli.progress import LiveView, PlainView
-    from study.plan.resources import local_cpus
 
-    concurrent = min(
-        study.max_concurrent or 10**6,
-        max(1, local_cpus(study) // (study.trial.workers * study.trial.threads)),
-    )
     if console.is_jupyter:
         from study.cli.notebook import NotebookView  # loads matplotlib
 
-        return NotebookView(concurrent)
-    return (
-        PlainView(console, concurrent)
-        if plain or not console.is_terminal
-        else LiveView(console, concurrent)
-    )
+        return NotebookView()
+    return PlainView(console) if plain or not console.is_terminal else LiveView(console)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -333,6 +333,8 @@ def _layers(
     if isinstance(config, StudyConfig):
         yield str(path), as_text(config.to_dict())
     else:
+        if not _read(path):
+            raise ValueError(f"{path}: holds nothing; start with `name: my-study`")
         yield from _expand(path, swaps, named)
     for group, file in swaps.items():
         if group not in named:

@@ -62,7 +62,10 @@ def explain(error: Exception, values: dict[str, Any], source: str, inside: str) 
         return unknown_key(source, whole if whole.startswith(f"{key}.") else key, inside)
     value = _lookup(values, key)
     what = first_line(error) if value is _ABSENT else f"{value!r} is not possible"
-    return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {_expected(key, inside)}")
+    rule = _expected(key, inside)
+    if isinstance(value, dict) and _type_of(key) is str:
+        rule += "; text with a colon and a space stands in quotes"
+    return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {rule}")
 
 
 def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "") -> None:

@@ -388,8 +388,8 @@ class StudyConfig:
     def _check_name(self) -> None:
         if not self.slug:
             raise ValueError(
-                f"name={self.name!r}: needs a letter or digit, it names a folder; use for example"
-                " name=table"
+                f"name={self.name!r}: needs a letter of A to Z or a digit, it names a folder; use"
+                " for example name=table"
             )
         if ".." in self.name or self.name.startswith("/"):
             raise ValueError(

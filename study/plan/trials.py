@@ -15,8 +15,10 @@ from study.plan.identity import NAMED, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
 from trainers.data import resolve
+from trainers.training.check import check_optimizer
 from trainers.training.device import resolve_device
 from trainers.user_code import digest_source, names_code
+from trainers.workers.process_reset import kept_settings
 from trainers.workers.resources import choose_share, parameters
 
 
@@ -129,6 +131,8 @@ class Base:
             values = self.values(params or {}) | {"seed": seed}
             config = with_code(TrialConfig.from_dict(values))
             _check_loop(self.study, config)
+            if params and not config.own_loop:
+                _check_optimizer(config)
         except ValueError as error:
             raise ValueError(f"row {self.row.label!r}: {error}") from None
         if self.study.address is None:
@@ -173,6 +177,16 @@ def _with_digest(part: str, named: Any) -> Any:
     if not names_code(named.name):
         return named
     return dataclasses.replace(named, code=digest_source(f"{part}.name", named.name))
+
+
+def _check_optimizer(config: TrialConfig) -> None:
+    """Refuse sampled options of the optimizer that a trial's format has no code for.
+
+    Raises:
+        ValueError: with the value and the format.
+    """
+    with kept_settings():
+        check_optimizer(config)
 
 
 def _check_loop(study: StudyConfig, config: TrialConfig) -> None:

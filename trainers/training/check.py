@@ -62,6 +62,19 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
             forget()
             _answers[task] = _check_task(config)
         answers = _answers[task]
+    check_optimizer(config, answers)
+
+
+def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
+    """Refuse options of the optimizer that its number format has no code for.
+
+    Args:
+        config: the trial.
+        answers: answers of an example.
+
+    Raises:
+        ValueError: a learning rate or momentum underflows, or rounds to 1.
+    """
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         options = optimizer_at(config.optimizer, config.changes, epoch)

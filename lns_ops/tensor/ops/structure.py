@@ -209,20 +209,18 @@ def _fill(func: Any, x: LNSTensor, value: Any) -> LNSTensor:
 @handles(aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float)
 def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
     """Draw random numbers in float32 and encode them: initialization and dropout masks."""
-    x.codes.copy_(
-        lns.encode(func(torch.empty(x.shape, device=x.codes.device), *args, **kwargs), x.fmt)
-    )
+    x.codes.copy_(lns.encode(func(_float32_like(x), *args, **kwargs), x.fmt))
     return x
 
 
 @handles(aten.bernoulli.p)
 def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> LNSTensor:
-    return LNSTensor(
-        lns.encode(
-            func(torch.empty(x.shape, device=x.codes.device), p, generator=generator), x.fmt
-        ),
-        x.fmt,
-    )
+    return LNSTensor(lns.encode(func(_float32_like(x), p, generator=generator), x.fmt), x.fmt)
+
+
+def _float32_like(x: LNSTensor) -> Tensor:
+    """Return an empty tensor with the strides of ``x``: torch draws in the order of memory."""
+    return torch.empty_like(x.codes, dtype=torch.float32)
 
 
 @handles(aten.native_dropout.default)
@@ -230,7 +228,7 @@ def _dropout(func: Any, x: LNSTensor, p: float, train: bool | None) -> tuple[LNS
     """Return the kept values times the code of ``1 / (1 - p)``, and the mask."""
     if train is False or p == 0:
         return LNSTensor(x.codes.clone(), x.fmt), torch.ones_like(x.codes, dtype=torch.bool)
-    mask = torch.rand(x.shape, device=x.codes.device) >= p
+    mask = torch.native_dropout(torch.ones_like(x.codes, dtype=torch.float32), p, True)[1]
     return _dropout_backward(func, x, mask, 1 / (1 - p) if p < 1 else 0.0), mask
 
 

@@ -3,6 +3,9 @@ loop."""
 
 from __future__ import annotations
 
+import collections
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -345,3 +348,44 @@ def test_a_gradient_for_a_replaced_parameter_is_refused() -> None:
     convert_(model, lns16, scope="everywhere")
     with pytest.raises(ValueError, match=r"that convert_ or revert_ replaced: something kept"):
         (model(torch.randn(5, 6)) + old).sum().backward()
+
+
+def holders(weight: nn.Parameter) -> dict[str, Any]:
+    cycle: dict[str, Any] = {"children": [], "weight": weight}
+    cycle["children"].append({"parent": cycle})
+    return {
+        "tuple": (weight,),
+        "named tuple": collections.namedtuple("Pair", "weight bias")(weight, None),
+        "set": {weight},
+        "deque": collections.deque([[weight]]),
+        "cycle": cycle,
+    }
+
+
+def held(value: Any) -> Any:
+    return value["weight"] if isinstance(value, dict) else next(iter(value))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "named tuple", "set", "deque", "cycle"])
+def test_containers_that_hold_a_parameter_follow(kind: str) -> None:
+    model = nn.Linear(3, 3)
+    model.kept = holders(model.weight)[kind]  # type: ignore[assignment]
+    convert_(model, lns16, scope="everywhere")
+    found = held(model.kept)
+    assert (found[0] if kind == "deque" else found) is model.weight
+
+
+class Frozen(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+def test_containers_without_parameters_are_left_alone(scope: str) -> None:
+    model = nn.Linear(3, 3)
+    kept = {"frozen": Frozen(block=(1, [2])), "numbers": [1, (2, 3)]}
+    for name, value in kept.items():
+        setattr(model, name, value)
+    convert_(model, lns16, scope=scope)
+    assert all(getattr(model, name) is value for name, value in kept.items())
+    assert model.frozen["block"] is kept["frozen"]["block"]

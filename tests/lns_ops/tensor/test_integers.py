@@ -107,3 +107,22 @@ def test_the_value_next_to_another() -> None:
 def test_embeddings_by_rounded_numbers() -> None:
     table, x = torch.randn(9, 2), LNSTensor.from_float(torch.arange(9.0), lns16)
     assert torch.equal(F.embedding(x.long(), table), table)
+
+
+@pytest.mark.parametrize("number", [0.3, 5, 1000])
+def test_numbers_that_are_compared_with_are_encoded(number: float) -> None:
+    """By the same rule as ``==``, whatever holds the number."""
+    x = LNSTensor.from_float(torch.tensor([0.3, 1000.0, 5.0]), lns16)
+    expected = x == number
+    assert expected.any()
+    assert torch.equal(torch.isin(x, number), expected)
+    assert torch.equal(torch.isin(x, torch.tensor([number])), expected)
+    assert torch.equal(torch.isin(x, test_elements=torch.tensor([number])), expected)
+    assert torch.equal(torch.isclose(x, torch.tensor(number), rtol=0.0, atol=0.0), expected)
+
+
+def test_integer_boundaries_are_as_float_ones() -> None:
+    x = LNSTensor.from_float(torch.tensor([0.3, 1000.0, 5.0]), lns16)
+    edges = torch.tensor([5, 1000])
+    assert torch.equal(torch.bucketize(x, edges), torch.bucketize(x, edges.float()))
+    assert torch.bucketize(x, edges, right=True).tolist() == [0, 2, 1]

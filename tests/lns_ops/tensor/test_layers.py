@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lns_ops import LNSTensor, convert_, lns12, lns16
 from lns_ops import functional as lns
+from lns_ops.tensor import in_float32
 from tests.lns_ops.tensor.twins import FMT, ROUNDINGS, check
 
 IMAGES = (4, 6, 5, 7)
@@ -233,6 +234,18 @@ def test_statistics_of_many_values_do_not_stick() -> None:
 def test_a_batch_of_one_value_has_no_variance() -> None:
     with pytest.raises(ValueError, match="batch norm of 1 value per channel"):
         convert_(nn.BatchNorm1d(3), lns12, scope="everywhere")(torch.randn(1, 3))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+def test_dropout_leaves_out_what_it_does_in_float32(order: tuple[int, ...]) -> None:
+    """torch draws in the order of memory: layers that turn tensors around draw otherwise."""
+    values = torch.ones(6, 5, 4).permute(order)
+    x = LNSTensor.from_float(torch.ones(6, 5, 4), lns12).permute(order)
+    masks = []
+    for each in (values, x):
+        torch.manual_seed(0)
+        masks.append(in_float32(F.dropout(each, 0.5)) != 0)
+    assert torch.equal(*masks)
 
 
 def test_dropout_keeps_a_share_and_scales_it_exactly() -> None:

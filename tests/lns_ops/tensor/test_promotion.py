@@ -325,3 +325,37 @@ def test_transforms_of_torch_func_are_refused() -> None:
     for transform in (torch.func.jacrev, torch.func.vmap):
         with pytest.raises(NotImplementedError, match=r"torch\.func.*torch.autograd.grad.*matmul"):
             transform(net)(torch.randn(2, 3))
+
+
+def test_gradients_of_another_format_are_converted() -> None:
+    net = convert_(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), lns12, "everywhere")
+    x, found = torch.randn(2, 3, requires_grad=True), []
+    for hooked in (False, True):
+        y = net(x)
+        if hooked:
+            y.register_hook(lambda grad: LNSTensor.from_float(grad.to_float(), lns16))
+        found.append(torch.autograd.grad(y.to_float().square().sum(), x)[0])
+    assert torch.equal(*found)
+
+
+def test_batches_of_gradients_are_as_many_of_each_or_none() -> None:
+    net = convert_(nn.Linear(3, 4), "lns16", "everywhere")
+    x = torch.randn(2, 3, requires_grad=True)
+    y = net(x)
+    with pytest.raises(ValueError, match=r"of \[2, 3\] gradients: as many of each"):
+        torch.autograd.grad(
+            (y, y * 2), x, (torch.ones(2, 2, 4), torch.ones(3, 2, 4)), is_grads_batched=True
+        )
+    (none,) = torch.autograd.grad(y, x, torch.ones(0, 2, 4), is_grads_batched=True)
+    assert none.shape == (0, 2, 3)
+    torch.autograd.grad(y, x, torch.ones(2, 2, 4), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y, x, torch.ones(2, 4))
+
+
+def test_from_float_is_traced() -> None:
+    def double(x: Tensor) -> Tensor:
+        return LNSTensor.from_float(x, "lns16").to_float() * 2
+
+    compiled = torch.compile(double, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))

@@ -21,12 +21,12 @@ def test_the_live_view_shows_rows_epochs_and_errors(tiny: Tiny) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     events = made_up_events(tiny("progress"))
     state = fold(events[:5])
-    view = LiveView(console, concurrent=2)
+    view = LiveView(console)
     view.start(state)
     for event in events[1:5]:
         view.listen(event)
     view.stop()
-    console.print(render(state, Clock(), 2))
+    console.print(render(state, Clock()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(part in text for part in ("float32", "lns matmul", "3/3", "6.67 %", "3 of 6 epochs"))
 
@@ -35,7 +35,7 @@ def test_the_log_has_a_line_an_epoch_with_the_time_left(tiny: Tiny) -> None:
     console = Console(file=io.StringIO(), width=200)
     events = made_up_events(tiny("progress"))
     state = fold(events[:1])
-    view = PlainView(console, concurrent=1)
+    view = PlainView(console)
     view.start(state)
     for event in events[1:]:
         state.apply(event)
@@ -49,7 +49,7 @@ def test_the_log_has_a_line_an_epoch_with_the_time_left(tiny: Tiny) -> None:
 def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(
-        render(fold(made_up_events(tiny("progress", f"seeds={list(range(30))}"))), Clock(), 2)
+        render(fold(made_up_events(tiny("progress", f"seeds={list(range(30))}"))), Clock())
     )
     assert "and 36 more" in console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -57,7 +57,7 @@ def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
 def test_a_narrow_terminal_cuts_no_id_and_no_row_off(tiny: Tiny) -> None:
     console = Console(file=io.StringIO(), width=50)
     state = fold(made_up_events(tiny("progress")))
-    console.print(render(state, Clock(), 2))
+    console.print(render(state, Clock()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(trial.id in text for trial in state.trials)
     assert "…" not in text
@@ -81,3 +81,28 @@ def test_a_damaged_checkpoint_is_said(tiny: Tiny) -> None:
     assert describe(event, trial, Metric(name="validation/error")).startswith(
         "float32, seed 0: a checkpoint is damaged"
     )
+
+
+def test_the_time_left_is_shared_by_the_trials_that_run(tiny: Tiny) -> None:
+    events = made_up_events(tiny("progress", "seeds=[0,1,2,3]"))
+    started = {"event": "started", "attempt": 0, "worker": 0}
+    for at_once in (1, 2):
+        state, clock = fold(events[:1]), Clock()
+        for trial in state.trials[:at_once]:
+            for k in range(3):
+                event = {**started, "trial": trial.id, "time": float(k)}
+                report = {"event": "report", "trial": trial.id, "time": float(k), "epoch": k}
+                event = event if k == 0 else {**report, "metrics": {}}
+                state.apply(event)
+                clock.hear(event, state.known[trial.id])
+        todo = sum(trial.epochs - trial.epoch for trial in state.trials)
+        assert clock.left(state) == pytest.approx(todo / at_once)
+
+
+def test_what_was_running_when_a_study_was_killed_is_interrupted(tiny: Tiny) -> None:
+    events = made_up_events(tiny("progress"))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(fold(events[:3])))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "1 interrupted" in text
+    assert "running" not in text

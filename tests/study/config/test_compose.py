@@ -197,7 +197,9 @@ REFUSED = [
     (["table", "digits={epoch: 3}"], ["digits: epoch: unknown key", "'epochs'"]),
     (["table", "digits={epochs: many}"], ["digits: epochs: 'many'", "whole number", "epochs=20"]),
     (["table", "name=[a"], ["name=[a", "YAML"]),
-    (["table", "name=///"], ["name='///'", "letter or digit"]),
+    (["table", "name=///"], ["name='///'", "letter of A to Z or a digit"]),
+    (["table", "name=αβ"], ["name='αβ'", "letter of A to Z or a digit", "name=table"]),
+    (["table", "name=a: b"], ["name: {'a': 'b'}", "must be text", "stands in quotes"]),
     (["table", "name=../mine"], ["name='../mine'", "must not hold", "name=mine"]),
     (["table", "model=../study/table"], ["model=../study/table", "without folders", "mlp_128"]),
     (["table", "trial=null"], ["trial"]),
@@ -279,7 +281,13 @@ def test_bad_row_overrides(overrides: object, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a: [", "must be YAML"), ("- a", "mapping"), ("groups: 3", "groups=3"), ("nmae: x", "nmae")],
+    [
+        ("a: [", "must be YAML"),
+        ("- a", "mapping"),
+        ("groups: 3", "groups=3"),
+        ("nmae: x", "nmae"),
+        ("# name: x", "holds nothing; start with `name: my-study`"),
+    ],
 )
 def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)

@@ -163,3 +163,24 @@ search: {num_samples: 6}
     plan = make_plan(searched(f"search.algorithm={algorithm}", space=space))
     trials = Pretend(plan, rate).run()
     assert sorted(trial.params["optimizer.lr"] for trial in trials) == [0.01, 0.01, 0.1, 0.1]
+
+
+RATES = """
+space: {optimizer.lr: {loguniform: [0.001, 1.0]}}
+search: {num_samples: 6}
+"""
+"""Seven of ten rates are no numbers of lns8 once they are divided by the batch."""
+
+
+@pytest.mark.parametrize(
+    "way", ["algorithm=random", "algorithm=tpe", "algorithm=gp", "scheduler=pbt"]
+)
+def test_rates_that_underflow_are_drawn_again(searched: Make, way: str) -> None:
+    precision = "{precision.format: lns8, precision.scope: everywhere}"
+    eight = f"rows=[{{label: eight, overrides: {precision}}}]"
+    plan = make_plan(searched(f"search.{way}", eight, "baseline=null", space=RATES))
+    run = Pretend(plan, rate)
+    trials = run.run()
+    assert len(trials) >= 6
+    assert all(trial.config.optimizer.lr / 32 > 2.0**-8 for trial in trials)
+    assert all("underflows to zero in lns8" in entry.reason for entry in run.plan.excluded)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from study.cli.progress import Clock, render
+from study.cli.progress import render
 from study.config.search import FEW, choose_sampler
 from study.handle import Study
 from study.ledger.state import fold
@@ -142,7 +142,7 @@ def test_the_best_keeps_the_constraints(searched: Make, algorithm: str) -> None:
     assert read is not None
     assert read.trials[0].id == winner.trials[0].id
     console = Console(file=io.StringIO(), width=200)
-    console.print(render(pretend.state, Clock(), 1))
+    console.print(render(pretend.state))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     marked = [line for line in lines if "finished, infeasible" in line]
     assert any(line.startswith("float32") for line in marked)
