@@ -121,7 +121,7 @@ def test_choices_are_the_same(mirrored: tuple[StudyState, StudyState]) -> None:
                 state.config.search.objectives,
             )
         ],
-        lambda state, metric: summary_line(state).rpartition("(")[2],
+        lambda state, metric: summary_line(state, running=True).rpartition("(")[2],
     ):
         first = of_metric(lower, lower.config.primary_metric)
         assert first == of_metric(higher, higher.config.primary_metric)
@@ -356,7 +356,7 @@ def test_what_is_spent_adds_up_over_the_epochs(tiny: Tiny, name: str) -> None:
     measured = {value for entry in entries(state) for value in entry.values.values()}
     assert measured >= {11.0, 6.0}
     assert [row[name] for row in export_rows(state)] == [11.0, 6.0]
-    assert "6" in summary_line(state)
+    assert "6" in summary_line(state, running=True)
     folder = write_ledger(study, events)
     assert Source(folder).of_row("a") == [state.trials[1].id]
 
