@@ -2,12 +2,14 @@
 
     python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
     "cover" ...
+    python scripts/bench_studies.py --launch "quickstart --to ray" ...
 
-Each argument is what comes after ``lns-study run``. From the ledger and the clock: seconds from the
-command to the first trial's start, to the first reported epoch, to the last trial's end and to the
-end of the command (report written, MLflow complete); trials that ended a second while more trials
-than slots were left; epochs a second from the first start to the last end; most trials at a time;
-and their seconds over those of the slots (``utilisation``; slots: the most at a time).
+Each argument is what comes after ``lns-study run``, or ``lns-study launch`` to a cluster that runs
+and shares this machine's clock and temporary folder. From the ledger and the clock: seconds from
+the command to the first trial's start, to the first reported epoch, to the last trial's end and to
+the end of the command (report written, MLflow complete); trials that ended a second while more
+trials than slots were left; epochs a second from the first start to the last end; most trials at a
+time; and their seconds over those of the slots (``utilisation``; slots: the most at a time).
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("studies", nargs="+")
+    parser.add_argument("--launch", action="store_true")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -72,11 +75,11 @@ def main() -> None:
             sys.executable,
             "-m",
             "study",
-            "run",
+            "launch" if options.launch else "run",
             *shlex.split(words),
             f"name=bench{number}",
             f"storage={storage}",
-            "--plain",
+            *([] if options.launch else ["--plain"]),
         ]
         began = time.time()
         done = subprocess.run(
