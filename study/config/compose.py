@@ -333,9 +333,10 @@ def _layers(
     if isinstance(config, StudyConfig):
         yield str(path), as_text(config.to_dict())
     else:
-        if not _read(path):
+        layers = list(_expand(path, swaps, named))
+        if not any(body for _, body in layers):
             raise ValueError(f"{path}: holds nothing; start with `name: my-study`")
-        yield from _expand(path, swaps, named)
+        yield from layers
     for group, file in swaps.items():
         if group not in named:
             yield from _expand(_find_group(group, file, path), swaps, named)
