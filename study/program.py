@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from study.tracking_uri import without_password
@@ -52,3 +53,11 @@ def _program() -> str:
     return (
         shlex.quote(str(beside)) if beside.exists() else f"{shlex.quote(sys.executable)} -m study"
     )
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package; ``not installed`` if there is none, as in a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

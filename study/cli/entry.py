@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 from study.cli.data import add_data
 from study.cli.launch import add_launch
@@ -23,6 +22,7 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import UserError
+from study.program import version_of
 from study.text import nearest
 
 DESCRIPTION = """\
@@ -93,7 +93,9 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"lns-study {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"lns-study {version_of('lns-study')}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
     add_plan(commands)
@@ -107,13 +109,6 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     add_data(commands)
     add_simulate(commands)
     return parser, commands.choices
-
-
-def _version() -> str:
-    try:
-        return metadata.version("lns-study")
-    except metadata.PackageNotFoundError:  # run as python -m study in a checkout
-        return "not installed"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

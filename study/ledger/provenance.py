@@ -12,11 +12,11 @@ import platform
 import subprocess
 import tomllib
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lns_ops import cuda
+from study.program import version_of
 from trainers.config.validation import memory
 
 HERE = Path(__file__).resolve()
@@ -114,14 +114,7 @@ def _run_git(*arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def different_data(
