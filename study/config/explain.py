@@ -160,7 +160,7 @@ def _rule(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return "must be a list"
     if typing.get_origin(kind) is dict:
-        return "must be a mapping of keys of a trial to values"
+        return "must be a mapping of keys to values"
     if dataclasses.is_dataclass(kind):
         return (
             "must be a mapping with the keys"
@@ -182,6 +182,8 @@ def _example(key: str) -> str:
     if dataclasses.is_dataclass(kind):
         name, value = next((entry.name, entry.default) for entry in dataclasses.fields(kind))
         return f"{{{name}: {value}}}"
+    if typing.get_origin(kind) is dict:
+        return "{name: 2}"
     default = OmegaConf.select(schema(), key) if "[" not in key else None
     if isinstance(default, int | float | str) and default != "":
         return str(default).lower() if isinstance(default, bool) else str(default)

@@ -26,7 +26,7 @@ from typing import Any
 
 from study.claims.stated import stated
 from study.config.space import describe
-from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, name_of
+from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table
 from study.results.answer import answer
@@ -193,12 +193,25 @@ def _without_figures(state: StudyState, summary: Summary) -> list[str]:
             f" finite {words} ({', '.join(dict.fromkeys(lost))}); tests, pictures and importance"
             " leave their configurations out."
         )
+    if nans := [trial.row for trial in state.trials if trial.status == FINISHED and _lost(trial)]:
+        texts.append(
+            f"NOT FINITE: {len(nans)} of {counted(len(state.trials), 'trial')} ended with a loss"
+            f" that is no finite number ({', '.join(dict.fromkeys(nans))}): figures that only count"
+            " answers, such as an error, are those of a network that learns nothing."
+        )
     if without := [row.label for row in summary.rows if not row.trials]:
         texts.append(
             f"NO FIGURE: {', '.join(without)}: the search has no configuration whose trials all"
             " finished and keep the constraints; no claim about the row is decided."
         )
     return texts
+
+
+def _lost(trial: TrialState) -> bool:
+    """Return whether a loss of a trial's last epoch is no finite number."""
+    last = trial.reports[max(trial.reports)]["metrics"] if trial.reports else {}
+    losses = (last.get(f"{split}/loss") for split in ("train", "validation"))
+    return any(loss is not None and not math.isfinite(loss) for loss in losses)
 
 
 def _infeasible(state: StudyState) -> str:

@@ -52,6 +52,8 @@ def check_tracking(uri: str) -> None:
         elif uri.startswith(("http://", "https://")) and "@" not in uri:
             _probe(uri)
         else:
+            if not uri.startswith(("http://", "https://")):
+                _probe_database(uri)
             connect(uri).search_experiments(max_results=1)
     except Exception as error:
         if "error code 401" in str(error):
@@ -66,6 +68,19 @@ def check_tracking(uri: str) -> None:
             f" server with `{lns_study('ui')}`, correct the address, or leave tracking_uri out for"
             " a local sqlite file"
         ) from None
+
+
+def _probe_database(uri: str) -> None:
+    """Connect to a database once: MLflow tries for two minutes before it tells why it cannot."""
+    import sqlalchemy
+
+    seconds = {"connect_timeout": int(PROBE_SECONDS)}
+    known = uri.startswith(("postgresql", "mysql"))
+    engine = sqlalchemy.create_engine(
+        uri, poolclass=sqlalchemy.NullPool, connect_args=seconds if known else {}
+    )
+    with engine.connect():
+        pass
 
 
 def _check_sqlite(path: Path) -> None:

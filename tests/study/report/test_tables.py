@@ -178,6 +178,19 @@ def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path
     assert "INCOMPLETE" not in (write_report(fold(events), tmp_path) / "report.md").read_text()
 
 
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_loss_that_is_no_number_is_told_where_the_error_is_one(tiny: Tiny, split: str) -> None:
+    """A network that says NaN always names the first class, and has an error like any other."""
+    events = made_up_events(tiny("report"))
+    assert "NOT FINITE" not in render_text(fold(events))
+    first = next(event["trial"] for event in events if event["event"] == "report")
+    for event in events:
+        if event["event"] == "report" and event["trial"] == first:
+            event["metrics"][f"{split}/loss"] = float("nan")
+    text = render_text(fold(events))
+    assert "NOT FINITE: 1 of 2 trials ended with a loss that is no finite number (float32)" in text
+
+
 def pixels(png: bytes, colour: str) -> int:
     """Points of a picture in a colour, as far as its palette keeps it."""
     image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)

@@ -296,3 +296,14 @@ def test_state_of_a_sent_ledger_is_the_ledgers(tracked: Tiny) -> None:
     _, parent, _ = runs_of(study)
     assert fold(events).outcome == "interrupted"
     assert parent.info.status == "KILLED"
+
+
+def test_a_database_that_does_not_answer_is_not_left_to_mlflows_two_minutes_of_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(uri: str) -> None:
+        raise AssertionError("asked MLflow")
+
+    monkeypatch.setattr("study.tracking.supervisor.connect", waits)
+    with pytest.raises(ValueError, match=r"ada:\*\*\*@127.0.0.1:9.*Connection refused"):
+        check_tracking("postgresql://ada:secret@127.0.0.1:9/studies")
