@@ -65,8 +65,9 @@ class Driver:
         return found
 
     def end(self, trial: str) -> list[Message]:
-        """What was said up to a trial's end."""
-        return self.until(lambda message: message.trial == trial and message.kind in (ENDED, DIED))
+        """What a trial said up to its end. Others that run may have spoken between and after."""
+        said = self.until(lambda message: message.trial == trial and message.kind in (ENDED, DIED))
+        return [message for message in said if message.trial == trial]
 
     def processes(self) -> set[int]:
         """Ids of the worker processes that live."""
@@ -194,7 +195,7 @@ def test_small_trials_share_a_process_whose_death_is_told_of_each(
 ) -> None:
     one = replace(SMALL, epochs=10_000)
     for trial in "abc":
-        driver.start(trial, replace(one, seed=ord(trial)), tmp_path, packed=True)
+        assert driver.start(trial, replace(one, seed=ord(trial)), tmp_path, packed=True)
     assert driver.start("d", one, tmp_path, packed=True) is None
     told: dict[str, int] = {}
     while set(told) != set("abc"):
