@@ -201,9 +201,7 @@ def _run(
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:
-            limited = decision.reason.startswith("limits.")
-            left = "raise or drop it to go on" if limited else "the same command continues"
-            say(f"Ended early: {decision.reason}; {left}.")
+            say(_ended_early(decision.reason))
     finally:
         later.start()
         with control.watch_storage():
@@ -215,20 +213,26 @@ def _run(
             report, error = _close(state, folder / "report", tracker, sinks)
             _share(report, say)
     if control.storage_error:
-        raise UserError(
-            f"{control.storage_error}; {_mend(folder)}, then give the same command"
-            " again: trials that finished are kept, the others continue from their last"
-            " checkpoint"
-        )
+        raise _storage_refused(control.storage_error, folder)
     if idle := remark(state.runs[-1]):
         say(idle)
     return _outcome(state, report, plan.study, error, tracker.where())
 
 
-def _mend(folder: Path) -> str:
-    """Return what to do after the storage of a study refused a write."""
+def _ended_early(reason: str) -> str:
+    limited = reason.startswith("limits.")
+    left = "raise or drop it to go on" if limited else "the same command continues"
+    return f"Ended early: {reason}; {left}."
+
+
+def _storage_refused(error: str, folder: Path) -> UserError:
+    """Return what says that a study's storage refused a write, and what to do."""
     place = place_of(folder.parent)
-    return f"make {place} answer" if is_url(place) else f"free some space in {place}"
+    mend = f"make {place} answer" if is_url(place) else f"free some space in {place}"
+    return UserError(
+        f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
+        " others continue from their last checkpoint"
+    )
 
 
 def _share(report: Path, say: Callable[[str], None]) -> None:

@@ -261,7 +261,16 @@ def analyze(
     if optimizer is not None:
         parameters = [p for p in exact.model.parameters() if p.grad is not None]
         updates = dict(zip(parameters, _updates(parameters, optimizer), strict=True))
-    grids = _grids(rounded, format)
+    return _compared(exact, rounded, _grids(rounded, format), updates)
+
+
+def _compared(
+    exact: _Trace,
+    rounded: _Trace,
+    grids: Mapping[str, Grid],
+    updates: Mapping[nn.Parameter, Tensor] | None,
+) -> Analysis:
+    """Return the analysis of the layers that the batch met, and of those without a result."""
     kinds = {name: type(layer).__name__ for name, layer in layers_of(exact.model)}
     met = [
         *exact.outputs,

@@ -44,47 +44,57 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
     if not x.size:
         return out
     inner = int(np.prod(x.shape[axis + 1 :], dtype=np.int64))
-    words, table = np.empty(out.size, np.int32), gather_gemm.distance_table(fmt.fraction_bits)
-    limits = (LOWEST, HIGHEST)
-    chosen = (
-        lanes_plan((flattened(x),), K, fmt) if inner == 1 or inner >= avx512.PANEL // 2 else None
-    )
+    words = np.empty(out.size, np.int32)
     if inner == 1:
-        blocks = -(-K // BLOCK)
-        parts = np.empty(blocks * out.size, np.int32)
-        if chosen is not None:
-            kernels, plan = chosen
-            run(
-                kernels.sum_rows, -(-parts.size // avx512.PANEL), 8, flattened(x), parts, K,
-                plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift,
-                fmt.bias, fmt.field_mask, BLOCK,
-            )  # fmt: skip
-        else:
-            strips = -(-parts.size // gather_gemm.STRIP)
-            run(
-                gather_gemm.sum_rows, strips, 8, flattened(x), parts, K, table, fmt.bias,
-                fmt.field_mask, *limits, BLOCK,
-            )  # fmt: skip
-        grain = GRAIN // blocks
-        run(gather_gemm.sum_totals, out.size, grain, parts, words, out.size, table, *limits)
-    elif chosen is not None:
-        kernels, plan = chosen
-        units = -(-inner // avx512.PANEL) * (out.size // inner)
-        run(
-            kernels.sum_columns, units, max(1, GRAIN // (K * avx512.PANEL)), flattened(x), words, K,
-            inner, plan.constants, plan.extra, plan.mapped, plan.zone, plan.top_field,
-            plan.unit_shift, fmt.bias, fmt.field_mask, BLOCK,
-        )  # fmt: skip
+        _sum_rows(flattened(x), words, K, fmt)
     else:
-        units = -(-inner // gather_gemm.STRIP) * (out.size // inner)
-        run(
-            gather_gemm.sum_columns, units, max(1, GRAIN // (K * gather_gemm.STRIP)), flattened(x),
-            words, K, inner, table, fmt.bias, fmt.field_mask, *limits, BLOCK,
-        )  # fmt: skip
+        _sum_columns(flattened(x), words, K, inner, fmt)
     if shift:
         words += 4 * shift
     run(gather_gemm.narrow, out.size, GRAIN, words, out.reshape(-1), fmt.bias, fmt.field_mask)
     return out
+
+
+def _sum_rows(x: Codes, words: NDArray[np.int32], K: int, fmt: LNSFormat) -> None:
+    """Put the sum of each K codes that lie side by side into ``words``."""
+    blocks = -(-K // BLOCK)
+    parts = np.empty(blocks * words.size, np.int32)
+    table, limits = gather_gemm.distance_table(fmt.fraction_bits), (LOWEST, HIGHEST)
+    chosen = lanes_plan((x,), K, fmt)
+    if chosen is not None:
+        kernels, plan = chosen
+        run(
+            kernels.sum_rows, -(-parts.size // avx512.PANEL), 8, x, parts, K, plan.constants,
+            plan.extra, plan.mapped, plan.zone, plan.top_field, plan.unit_shift, fmt.bias,
+            fmt.field_mask, BLOCK,
+        )  # fmt: skip
+    else:
+        run(
+            gather_gemm.sum_rows, -(-parts.size // gather_gemm.STRIP), 8, x, parts, K, table,
+            fmt.bias, fmt.field_mask, *limits, BLOCK,
+        )  # fmt: skip
+    grain = GRAIN // blocks
+    run(gather_gemm.sum_totals, words.size, grain, parts, words, words.size, table, *limits)
+
+
+def _sum_columns(x: Codes, words: NDArray[np.int32], K: int, inner: int, fmt: LNSFormat) -> None:
+    """Put the sum of each K codes that lie ``inner`` apart into ``words``."""
+    chosen = lanes_plan((x,), K, fmt) if inner >= avx512.PANEL // 2 else None
+    width = gather_gemm.STRIP if chosen is None else avx512.PANEL
+    units, grain = -(-inner // width) * (words.size // inner), max(1, GRAIN // (K * width))
+    if chosen is not None:
+        kernels, plan = chosen
+        run(
+            kernels.sum_columns, units, grain, x, words, K, inner, plan.constants, plan.extra,
+            plan.mapped, plan.zone, plan.top_field, plan.unit_shift, fmt.bias, fmt.field_mask,
+            BLOCK,
+        )  # fmt: skip
+    else:
+        table = gather_gemm.distance_table(fmt.fraction_bits)
+        run(
+            gather_gemm.sum_columns, units, grain, x, words, K, inner, table, fmt.bias,
+            fmt.field_mask, LOWEST, HIGHEST, BLOCK,
+        )  # fmt: skip
 
 
 def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:

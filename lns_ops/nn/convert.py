@@ -318,17 +318,27 @@ def convert_(
     if isinstance(fmt, str) and ("/" in fmt or not fmt.startswith("lns")):
         fmt = parse(fmt)
     if isinstance(fmt, NumberFormat):
-        if scope != "everywhere":
-            raise ValueError(
-                f"scope={scope!r} with format {fmt}: only LNS has scopes; use scope='everywhere'"
-            )
-        return simulate_(
-            module,
-            fmt,
-            filter_fn=None if filter_fn is None else lambda m, name: bool(filter_fn(m, name)),
-        )
+        return _simulate(module, fmt, scope, filter_fn)
     for each in fmt.values() if isinstance(fmt, Mapping) else [fmt]:
         LNSFormat.of(each)
+    _convert_to_lns(module, fmt, scope, filter_fn)
+    return module
+
+
+def _simulate(
+    module: nn.Module, fmt: NumberFormat, scope: str, filter_fn: Filter | None
+) -> nn.Module:
+    if scope != "everywhere":
+        raise ValueError(
+            f"scope={scope!r} with format {fmt}: only LNS has scopes; use scope='everywhere'"
+        )
+    chosen = None if filter_fn is None else lambda m, name: bool(filter_fn(m, name))
+    return simulate_(module, fmt, filter_fn=chosen)
+
+
+def _convert_to_lns(
+    module: nn.Module, fmt: Format | Mapping[str, Format], scope: str, filter_fn: Filter | None
+) -> None:
     if scope == "everywhere":
         _check_replicas(module)
     owners = _owners(module)
@@ -344,7 +354,6 @@ def convert_(
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
     if scope == "everywhere":
         _decode_at_float_layers(owners)
-    return module
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:

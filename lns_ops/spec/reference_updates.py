@@ -48,6 +48,13 @@ def _updated(
     return new, sub(compensation, sub(new, weight, fmt), fmt)
 
 
+def _bits_like(weight: Codes, key: int | None, step: int, slot: int) -> NDArray[np.int64] | None:
+    """Return the random bits of every element; None without a key, where nothing is random."""
+    if key is None:
+        return None
+    return random_bits(weight.size, key, step, slot).reshape(weight.shape)
+
+
 def sgd_update(
     weight: Codes,
     grad: Codes,
@@ -76,11 +83,7 @@ def sgd_update(
     direction = grad
     if momentum is not None and buffer is not None:
         direction = buffer = add(mul(momentum, buffer, fmt), grad, fmt)
-    bits = (
-        None
-        if key is None
-        else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
-    )
+    bits = _bits_like(weight, key, step, WEIGHT_SLOT)
     new, compensation = _updated(weight, mul(negative_lr, direction, fmt), fmt, compensation, bits)
     return new, buffer, compensation
 
@@ -189,12 +192,9 @@ def adam_update(
         grad = add(grad, mul(weight_decay, weight, fmt), fmt)
     keep, rest = np.array(codes.beta1, np.int16), np.array(codes.one_minus_beta1, np.int16)
     exp_avg = add(mul(keep, exp_avg, fmt), mul(rest, grad, fmt), fmt)
-    bits = [
-        None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape)
-        for s in (WEIGHT_SLOT, ROOT_SLOT)
-    ]
+    weight_bits, root_bits = (_bits_like(weight, key, step, s) for s in (WEIGHT_SLOT, ROOT_SLOT))
     root, residue = root_mean_square(
-        root, grad, fmt, beta2, residue=None if key is not None else residue, bits=bits[1]
+        root, grad, fmt, beta2, residue=None if key is not None else residue, bits=root_bits
     )
     direction = mul(
         codes.correction[now], div(exp_avg, add(root, codes.eps_hat[now], fmt), fmt), fmt
@@ -202,7 +202,7 @@ def adam_update(
     if weight_decay is not None and decoupled:
         direction = add(direction, mul(weight_decay, weight, fmt), fmt)
     weight, compensation = _updated(
-        weight, mul(negative_lr, direction, fmt), fmt, compensation, bits[0]
+        weight, mul(negative_lr, direction, fmt), fmt, compensation, weight_bits
     )
     return weight, exp_avg, root, residue, compensation
 
@@ -279,11 +279,7 @@ def sgd_update_float32(
         if momentum is not None and buffer is not None:
             direction = _inside(_F32(momentum) * codec.decode(buffer, fmt) + direction)
             buffer = _stored(direction, fmt, codec)
-        bits = (
-            None
-            if key is None
-            else random_bits(weight.size, key, step, WEIGHT_SLOT).reshape(weight.shape)
-        )
+        bits = _bits_like(weight, key, step, WEIGHT_SLOT)
         new, compensation = _updated_float32(
             codec.decode(weight, fmt), _F32(-lr) * direction, fmt, compensation, bits, codec
         )
@@ -339,22 +335,21 @@ def adam_update_float32(
         if weight_decay is not None and not decoupled:
             g = _inside(g + _F32(weight_decay) * w)
         average = _F32(beta1) * codec.decode(exp_avg, fmt) + _F32(1 - beta1) * g
-        bits = [
-            None if key is None else random_bits(weight.size, key, step, s).reshape(weight.shape)
-            for s in (WEIGHT_SLOT, ROOT_SLOT)
-        ]
+        weight_bits, root_bits = (
+            _bits_like(weight, key, step, slot) for slot in (WEIGHT_SLOT, ROOT_SLOT)
+        )
         r = codec.decode(root, fmt)
         if key is None and residue is not None:
             r = r + codec.decode(residue, fmt)
         r = np.sqrt(_F32(beta2) * (r * r) + _F32(1 - beta2) * (g * g))
-        root = _stored(r, fmt, codec, bits[1])
+        root = _stored(r, fmt, codec, root_bits)
         if key is None and residue is not None:
             residue = _stored(r - codec.decode(root, fmt), fmt, codec)
         direction = _inside(correction * (average / (r + eps_hat)))
         if weight_decay is not None and decoupled:
             direction = direction + _F32(weight_decay) * w
         weight, compensation = _updated_float32(
-            w, _F32(-lr) * direction, fmt, compensation, bits[0], codec
+            w, _F32(-lr) * direction, fmt, compensation, weight_bits, codec
         )
     return weight, _stored(average, fmt, codec), root, residue, compensation
 

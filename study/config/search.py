@@ -109,6 +109,18 @@ class SearchConfig:
                     f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for"
                     " example 0.25"
                 )
+        self._check_rounds()
+        at_least("search.confirm", self.confirm, 0, "0 repeats none")
+        if bool(self.confirm) != bool(self.confirm_seeds):
+            raise ValueError(
+                f"search.confirm={self.confirm} with search.confirm_seeds={self.confirm_seeds}: how"
+                " many configurations to repeat, and with which seeds, belong together; use for"
+                " example search.confirm=3 search.confirm_seeds=[101,102,103,104]"
+            )
+        self._check_objectives()
+        self._check_constraints()
+
+    def _check_rounds(self) -> None:
         if self.in_rounds and self.algorithm not in ("random", "sobol"):
             raise ValueError(
                 f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the"
@@ -121,13 +133,8 @@ class SearchConfig:
                 f" search.num_samples={self.num_samples}: they are ranked by one objective, and"
                 " there must be at least two; use for example search.num_samples=8"
             )
-        at_least("search.confirm", self.confirm, 0, "0 repeats none")
-        if bool(self.confirm) != bool(self.confirm_seeds):
-            raise ValueError(
-                f"search.confirm={self.confirm} with search.confirm_seeds={self.confirm_seeds}: how"
-                " many configurations to repeat, and with which seeds, belong together; use for"
-                " example search.confirm=3 search.confirm_seeds=[101,102,103,104]"
-            )
+
+    def _check_objectives(self) -> None:
         if not self.objectives:
             raise ValueError(
                 "search.objectives={}: needs at least one metric; use for example"
@@ -145,7 +152,6 @@ class SearchConfig:
                 f"search.algorithm=cmaes with {len(self.objectives)} objectives: it minimises one;"
                 " use search.algorithm=nsga2 or tpe"
             )
-        self._check_constraints()
 
     def _check_constraints(self) -> None:
         for metric, bound in self.constraints.items():

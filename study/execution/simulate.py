@@ -22,7 +22,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from study.execution.schedulers import make_scheduler
+from study.execution.schedulers import Scheduler, make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
 from study.plan.plan import Plan
@@ -53,6 +53,12 @@ class Simulation:
     requests: float
 
 
+def _scheduler_of(plan: Plan) -> Scheduler | None:
+    state = StudyState()
+    state.apply({"event": "planned", "time": 0.0, **plan.to_event(), "data": []})
+    return make_scheduler(plan.study.search, state)
+
+
 def simulate(
     plan: Plan,
     slots: int,
@@ -67,13 +73,9 @@ def simulate(
         error: returns a trial's error after an epoch, the scheduler's metric.
         start_seconds: seconds from one trial to the next in a slot.
     """
-    search = plan.study.search
-    state = StudyState()
-    state.apply({"event": "planned", "time": 0.0, **plan.to_event(), "data": []})
-    scheduler = make_scheduler(search, state)
-    metric = next(iter(search.objectives))
-    order = itertools.count()
-    waiting = iter(plan.trials)
+    scheduler = _scheduler_of(plan)
+    metric = next(iter(plan.study.search.objectives))
+    order, waiting = itertools.count(), iter(plan.trials)
     events: list[tuple[float, int, int, PlannedTrial]] = []
     busy = now = 0.0
     epochs = saved = early = 0

@@ -271,6 +271,15 @@ def make_trial_optimizer(
     return make_optimizer(kept, options, config.precision, terms, seed, scale)
 
 
+def _make_model_and_data(config: TrialConfig, loss: Loss) -> tuple[nn.Module, Dataset, int]:
+    """Return a trial's model, its data, and the number of the model's parameters."""
+    data = load_data(config, loss)
+    check_batch(config, data.train.size)
+    whole = make_whole_model(config, data)
+    set_threads(config.threads)  # the user's code may have set others
+    return whole, data, sum(p.numel() for p in whole.parameters())
+
+
 def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     """Return the components of worker ``rank`` of ``world_size``; a collective with more than one.
 
@@ -286,11 +295,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     )
     check_device(device.type)
     loss = Loss(config.loss)
-    data = load_data(config, loss)
-    check_batch(config, data.train.size)
-    whole = make_whole_model(config, data)
-    set_threads(config.threads)  # the user's code may have set others
-    parameters = sum(p.numel() for p in whole.parameters())
+    whole, data, parameters = _make_model_and_data(config, loss)
     data = Dataset(*(split.to(device) for split in data))
     here = place(config.layout, rank, world_size, device.type)
     if world_size > 1:

@@ -183,8 +183,10 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
     The first says whether all arrays are contiguous and of one dimension, the second gives values
     of the types ``kinds``.
     """
-    arrays = sum(isinstance(kind, types.Array) for kind in kinds)
+    return _contiguity_check(kinds), _values_reader(kinds)
 
+
+def _contiguity_check(kinds: list[Any]) -> Callable[..., Any]:
     @intrinsic
     def fit(typing_context: Any, words: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -208,6 +210,12 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
 
         return types.boolean(words), generate
 
+    return fit
+
+
+def _values_reader(kinds: list[Any]) -> Callable[..., Any]:
+    arrays = sum(isinstance(kind, types.Array) for kind in kinds)
+
     @intrinsic
     def arguments(typing_context: Any, words: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -227,4 +235,4 @@ def argument_readers(kinds: list[Any]) -> tuple[Callable[..., Any], Callable[...
 
         return types.Tuple(kinds)(words), generate
 
-    return fit, arguments
+    return arguments

@@ -41,6 +41,20 @@ MARGINS = 1.5
 """Height above and below the slots, in inches."""
 
 
+def _draw_capacity(axes: Any, run: Run, divisor: float, theme: Theme) -> Line2D:
+    """Draw the number of slots over time and return the line's handle for the legend."""
+    line: dict[str, Any] = {"color": theme.text, "linewidth": 1.2, "linestyle": "--"}
+    total = slots_over_time(run)
+    times = [run.begin, *(time for time, _ in total[1:]), run.end]
+    axes.step(
+        [(time - run.begin) / divisor for time in times],
+        [*(slots for _, slots in total), total[-1][1]],
+        where="post",
+        **line,
+    )
+    return Line2D([], [], label="slots in all", **line)
+
+
 def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | None:
     """Draw a figure with a bar for every trial in every slot that it held; None if none is known.
 
@@ -49,10 +63,9 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return None
-    total = slots_over_time(run)
     count = max(
         1 + max(slot for interval in run.intervals for slot in interval.slots),
-        *(slots for _, slots in total),
+        *(slots for _, slots in slots_over_time(run)),
     )
     height = min(HEIGHTS[1], max(HEIGHTS[0], MARGINS + SLOT * count))
     points = 72 * (height - MARGINS) / count
@@ -63,20 +76,13 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     axes.add_collection(
         _bars(run, rows, divisor, 0.86 if points > 4 else 1.0, theme), autolim=False
     )
-    line: dict[str, Any] = {"color": theme.text, "linewidth": 1.2, "linestyle": "--"}
-    times = [run.begin, *(time for time, _ in total[1:]), run.end]
-    axes.step(
-        [(time - run.begin) / divisor for time in times],
-        [*(slots for _, slots in total), total[-1][1]],
-        where="post",
-        **line,
-    )
+    capacity = _draw_capacity(axes, run, divisor, theme)
     handles = [
         *_row_handles(rows),
         Patch(color=_pale(theme.text, theme), label="until its first report"),
+        *_marks(axes, run, divisor, min(7.0, 0.8 * points), theme),
+        capacity,
     ]
-    handles += _marks(axes, run, divisor, min(7.0, 0.8 * points), theme)
-    handles.append(Line2D([], [], label="slots in all", **line))
     axes.set_xlim(0, (run.end - run.begin) / divisor)
     axes.set_ylim(0, count * 1.02)
     axes.grid(visible=False)
