@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 from collections.abc import Callable
@@ -150,29 +151,38 @@ def report(
     _RESULTS[name] = {"seconds": seconds_, "rate": rate, "unit": unit, "ceiling": ceiling}
 
 
+def report_product(
+    name: str, calls: list[Callable[[], Any]], shape: tuple[int, int, int], bound: float,
+    note: str = "", **how: Any,
+) -> None:  # fmt: skip
+    report(name, seconds(calls, **how), math.prod(shape), "TMAC/s", bound, note)
+
+
 def products(issue: float, quick: bool) -> None:
+    """Measure products with the contract's sums; fractions are of what issue slots allow."""
     bound = issue / INSTRUCTIONS
-    sizes = [(1024, 1024, 1024), (4096, 4096, 4096)]
+    square_products(bound, quick)
+    sequential_product(bound)
+    layer_products(bound, quick)
+
+
+def square_products(bound: float, quick: bool) -> None:
+    """Measure large products, the smaller ones with every tile."""
     for fmt in (lns16, lns12):
-        for M, K, N in sizes:
-            x, y = [codes((M, K), fmt) for _ in range(2)], [codes((K, N), fmt) for _ in range(2)]
+        for M in (1024, 4096):
+            x, y = [codes((M, M), fmt) for _ in range(2)], [codes((M, M), fmt) for _ in range(2)]
             calls = [lambda i=i: lns.matmul(x[i], y[i], fmt) for i in range(2)]
-            report(f"gemm {fmt} {M}x{K}x{N}", seconds(calls, repeats=7), M * K * N, "TMAC/s", bound)
-            if not quick and M == 1024:
-                for tile in cuda.TILES:
-                    calls = [
-                        lambda i=i, t=tile: cuda.matmul(
-                            x[i], y[i], fmt.bits, fmt.fraction_bits, tile=t
-                        )
-                        for i in range(2)
-                    ]
-                    report(
-                        f"  tile {tuple(tile)}",
-                        seconds(calls, repeats=7),
-                        M * K * N,
-                        "TMAC/s",
-                        bound,
-                    )
+            report_product(f"gemm {fmt} {M}x{M}x{M}", calls, (M, M, M), bound, repeats=7)
+            for tile in () if quick or M > 1024 else cuda.TILES:
+                calls = [
+                    lambda i=i, t=tile: cuda.matmul(x[i], y[i], fmt.bits, fmt.fraction_bits, tile=t)
+                    for i in range(2)
+                ]
+                report_product(f"  tile {tuple(tile)}", calls, (M, M, M), bound, repeats=7)
+
+
+def sequential_product(bound: float) -> None:
+    """Measure a product whose threads add one term after the other from a table in memory."""
     M = 4096
     x, y = codes((M, M), lns16), codes((M, M), lns16)
     plus, minus = gaussian_tables(7)
@@ -180,42 +190,28 @@ def products(issue: float, quick: bool) -> None:
     naive = runtime.Kernel(runtime.compile_function(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
     out = torch.empty_like(x)
     pointers = [t.data_ptr() for t in (x, y, out, *tables)]
-    time = seconds(
-        [lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)], repeats=3
-    )
-    report(f"naive gemm lns16 {M}^3 (sequential)", time, M**3, "TMAC/s", bound)
+    call = lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)
+    name = f"naive gemm lns16 {M}^3 (sequential)"
+    report_product(name, [call], (M, M, M), bound, repeats=3)
+
+
+def layer_products(bound: float, quick: bool) -> None:
+    """Measure the products of a small network's layers in CUDA graphs."""
     for fmt in (lns16, lns12):
-        for label, shape in {
-            "forward": (128, 784, 512),
-            "dW": (512, 128, 784),
-            "dX": (128, 512, 784),
-            "output": (128, 512, 10),
-        }.items():
+        for label, shape in SHAPES[2:]:
             M, K, N = shape
             x = codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt)
             y = codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
-            time = seconds([lambda: lns.matmul(x, y, fmt)], graph=True)
-            report(
-                f"gemm {fmt} {label} {M}x{K}x{N}",
-                time,
-                M * K * N,
-                "TMAC/s",
-                bound,
-                str(tuple(gemm.choose_tile(1, M, N, K, 132))),
-            )
-            if not quick and fmt == lns16:
-                for tile in cuda.TILES[1:]:
-                    call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
-                    report(
-                        f"  tile {tuple(tile)}",
-                        seconds([call], graph=True),
-                        M * K * N,
-                        "TMAC/s",
-                        bound,
-                    )
+            call = lambda: lns.matmul(x, y, fmt)
+            note = str(tuple(gemm.choose_tile(1, M, N, K, 132)))
+            name = f"gemm {fmt} {label} {M}x{K}x{N}"
+            report_product(name, [call], shape, bound, note, graph=True)
+            for tile in () if quick or fmt != lns16 else cuda.TILES[1:]:
+                call = lambda t=tile: cuda.matmul(x, y, fmt.bits, fmt.fraction_bits, tile=t)
+                report_product(f"  tile {tuple(tile)}", [call], shape, bound, graph=True)
 
 
-FLOAT32_SHAPES = [
+SHAPES = [
     ("square", (4096, 4096, 4096)),
     ("square", (1024, 1024, 1024)),
     ("forward", (128, 784, 512)),
@@ -232,7 +228,7 @@ def float32_sums(copy: float) -> None:
     """
     for fmt in (lns12, lns16):
         kind = float32_matmul.operand_type(fmt.fraction_bits)
-        for label, (M, K, N) in FLOAT32_SHAPES:
+        for label, (M, K, N) in SHAPES:
             x = [codes((K, M), fmt).t() if label == "dW" else codes((M, K), fmt) for _ in range(2)]
             y = [
                 codes((N, K), fmt).t() if label in ("forward", "output") else codes((K, N), fmt)
@@ -276,111 +272,95 @@ def float32_sums(copy: float) -> None:
         )
 
 
+def report_bytes(name: str, calls: list[Callable[[], Any]], bytes_: float, copy: float) -> None:
+    """Measure calls that are bound by memory; fractions are of a copy's rate."""
+    report(name, seconds(calls), bytes_, "TB/s", copy)
+
+
 def memory_bound(copy: float, n: int) -> None:
+    """Measure encoding, decoding, elementwise operations and updates of ``n`` elements."""
     for fmt in (lns16, lns12):
         x = [torch.randn(n, device="cuda") for _ in range(2)]
-        report(
-            f"encode {fmt}",
-            seconds([lambda i=i: lns.encode(x[i], fmt) for i in range(2)]),
-            6 * n,
-            "TB/s",
-            copy,
-        )
+        encode = [lambda i=i: lns.encode(x[i], fmt) for i in range(2)]
+        report_bytes(f"encode {fmt}", encode, 6 * n, copy)
         c = [lns.encode(x[i], fmt) for i in range(2)]
-        report(
-            f"decode {fmt}",
-            seconds([lambda i=i: lns.decode(c[i], fmt) for i in range(2)]),
-            6 * n,
-            "TB/s",
-            copy,
-        )
+        decode = [lambda i=i: lns.decode(c[i], fmt) for i in range(2)]
+        report_bytes(f"decode {fmt}", decode, 6 * n, copy)
         for name in ("add", "mul"):
             operation = getattr(lns, name)
-            report(
-                f"{name} {fmt}",
-                seconds([lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]),
-                6 * n,
-                "TB/s",
-                copy,
-            )
-        rate, decay = (
-            int(lns.encode(torch.tensor(-0.01), fmt)),
-            int(lns.encode(torch.tensor(0.9), fmt)),
+            calls = [lambda i=i: operation(c[i], c[1 - i], fmt) for i in range(2)]
+            report_bytes(f"{name} {fmt}", calls, 6 * n, copy)
+        w = [c[0].clone() for _ in range(4)]
+        lns_updates(fmt, w, c[1], copy)
+        float32_updates(fmt, w, c[1], copy)
+    torch_updates(n, copy)
+
+
+def lns_updates(fmt: LNSFormat, w: list[torch.Tensor], grad: torch.Tensor, copy: float) -> None:
+    """Measure SGD and AdamW in LNS operations; ``w`` are a weight and three buffers like it."""
+    rate = int(lns.encode(torch.tensor(-0.01), fmt))
+    decay = int(lns.encode(torch.tensor(0.9), fmt))
+    tick = torch.ones((), dtype=torch.int64, device="cuda")
+    for label, bytes_, options in [
+        ("SGD", 6, {}),
+        ("Kahan SGD", 10, {"compensation": w[1]}),
+        ("stochastic SGD", 6, {"step": tick, "key": 1}),
+        ("Kahan momentum", 14, {"momentum": decay, "buffer": w[2], "compensation": w[1]}),
+    ]:
+        call = lambda: lns.sgd_update_(w[0], grad, fmt, negative_lr=rate, **options)
+        report_bytes(f"{label} {fmt}", [call], bytes_ * grad.numel(), copy)
+    root, residue = lns.absolute(w[3], fmt), torch.zeros_like(w[3])
+    scalars = {"negative_lr": rate, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    scalars |= {"weight_decay": rate & fmt.field_mask, "decoupled": True}
+    for label, bytes_, options in adam_forms("", residue, w[1]):
+        call = lambda: lns.adam_update_(
+            w[0], grad, fmt, step=tick, exp_avg=w[2], root=root, **scalars, **options
         )
-        w, tick = [c[0].clone() for _ in range(5)], torch.ones((), dtype=torch.int64, device="cuda")
-        at_random = {"step": tick, "key": 1}
-        for label, bytes_, options in [
-            ("SGD", 6, {}),
-            ("Kahan SGD", 10, {"compensation": w[1]}),
-            ("stochastic SGD", 6, at_random),
-            ("Kahan momentum", 14, {"momentum": decay, "buffer": w[2], "compensation": w[1]}),
-        ]:
-            call = lambda: lns.sgd_update_(w[0], c[1], fmt, negative_lr=rate, **options)
-            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
-        root, residue = lns.absolute(w[3], fmt), torch.zeros_like(w[3])
-        scalars = {
-            "negative_lr": rate,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-8,
-            "weight_decay": rate & fmt.field_mask,
-        }
-        for label, bytes_, options in [
-            ("AdamW", 18, {"residue": residue}),
-            ("Kahan AdamW", 22, {"residue": residue, "compensation": w[1]}),
-            ("stochastic AdamW", 14, {"key": 1}),
-        ]:
-            call = lambda: lns.adam_update_(
-                w[0],
-                c[1],
-                fmt,
-                step=tick,
-                exp_avg=w[2],
-                root=root,
-                decoupled=True,
-                **scalars,
-                **options,
-            )
-            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
-        momentum = {"momentum": 0.9, "buffer": w[2]}
-        for label, bytes_, options in [
-            ("Kahan SGD in float32", 10, {"compensation": w[1]}),
-            ("Kahan momentum in float32", 14, {"compensation": w[1], **momentum}),
-            ("stochastic SGD in float32", 6, at_random),
-        ]:
-            call = lambda: lns.sgd_update_float32_(w[0], c[1], fmt, lr=0.01, **options)
-            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
-        scalars = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-        residue.zero_()
-        for label, bytes_, options in [
-            ("AdamW in float32", 18, {"residue": residue}),
-            ("Kahan AdamW in float32", 22, {"residue": residue, "compensation": w[1]}),
-            ("stochastic AdamW in float32", 14, {"key": 1}),
-        ]:
-            call = lambda: lns.adam_update_float32_(
-                w[0],
-                c[1],
-                fmt,
-                step=tick,
-                exp_avg=w[2],
-                root=root,
-                decoupled=True,
-                **scalars,
-                **options,
-            )
-            report(f"{label} {fmt}", seconds([call]), bytes_ * n, "TB/s", copy)
+        report_bytes(f"{label} {fmt}", [call], bytes_ * grad.numel(), copy)
+
+
+def adam_forms(
+    suffix: str, residue: torch.Tensor, compensation: torch.Tensor
+) -> list[tuple[str, int, dict[str, Any]]]:
+    """Return each form of AdamW: its label, bytes an element, and options."""
+    return [
+        (f"AdamW{suffix}", 18, {"residue": residue}),
+        (f"Kahan AdamW{suffix}", 22, {"residue": residue, "compensation": compensation}),
+        (f"stochastic AdamW{suffix}", 14, {"key": 1}),
+    ]
+
+
+def float32_updates(fmt: LNSFormat, w: list[torch.Tensor], grad: torch.Tensor, copy: float) -> None:
+    """Measure SGD and AdamW in float32 operations between codes; arguments as above."""
+    tick = torch.ones((), dtype=torch.int64, device="cuda")
+    momentum = {"momentum": 0.9, "buffer": w[2]}
+    for label, bytes_, options in [
+        ("Kahan SGD in float32", 10, {"compensation": w[1]}),
+        ("Kahan momentum in float32", 14, {"compensation": w[1], **momentum}),
+        ("stochastic SGD in float32", 6, {"step": tick, "key": 1}),
+    ]:
+        call = lambda: lns.sgd_update_float32_(w[0], grad, fmt, lr=0.01, **options)
+        report_bytes(f"{label} {fmt}", [call], bytes_ * grad.numel(), copy)
+    root, residue = lns.absolute(w[3], fmt), torch.zeros_like(w[3])
+    scalars = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    scalars |= {"weight_decay": 0.01, "decoupled": True}
+    for label, bytes_, options in adam_forms(" in float32", residue, w[1]):
+        call = lambda: lns.adam_update_float32_(
+            w[0], grad, fmt, step=tick, exp_avg=w[2], root=root, **scalars, **options
+        )
+        report_bytes(f"{label} {fmt}", [call], bytes_ * grad.numel(), copy)
+
+
+def torch_updates(n: int, copy: float) -> None:
+    """Measure torch's fused optimizers on one float32 parameter."""
     p = torch.nn.Parameter(torch.randn(n, device="cuda"))
     p.grad = torch.randn(n, device="cuda")
     for label, bytes_, optimizer in [
-        ("torch fused SGD float32", 12, torch.optim.SGD([p], lr=0.01, fused=True)),
-        (
-            "torch fused momentum float32",
-            20,
-            torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True),
-        ),
-        ("torch fused AdamW float32", 28, torch.optim.AdamW([p], lr=0.01, fused=True)),
+        ("SGD", 12, torch.optim.SGD([p], lr=0.01, fused=True)),
+        ("momentum", 20, torch.optim.SGD([p], lr=0.01, momentum=0.9, fused=True)),
+        ("AdamW", 28, torch.optim.AdamW([p], lr=0.01, fused=True)),
     ]:
-        report(label, seconds([optimizer.step]), bytes_ * n, "TB/s", copy)
+        report_bytes(f"torch fused {label} float32", [optimizer.step], bytes_ * n, copy)
 
 
 def network(fmt: LNSFormat | None) -> Callable[[], None]:
