@@ -108,7 +108,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         description=(
             "Print what `lns-study run` with the same arguments would run: the trials, those left"
             " out and why, the resources of a trial, and, from what earlier studies in the storage"
-            " took, the expected time. Starts nothing."
+            " took, the expected time. Trials are checked on their data, where the data are here."
+            " Starts nothing, and runs no code that the study names."
         ),
     )
     add_study(plan)
@@ -238,6 +239,7 @@ def run_config(
 
 def _plan(options: argparse.Namespace) -> int:
     from study.config.compose import load
+    from study.execution.preflight import check_here
     from study.plan.estimate import describe_plan
     from study.plan.plan import make_plan
 
@@ -249,10 +251,12 @@ def _plan(options: argparse.Namespace) -> int:
             download=False,
             small=options.small,
         )
-        plan = make_plan(study, download=False)
+        plan, unchecked = check_here(make_plan(study, download=False))
     _say_damage(study, f"; until then `{lns_study('run')}` would refuse")
     for line in describe_plan(plan):
         print(line)
+    if unchecked:
+        print(f"Not checked: {unchecked}. `{lns_study('run')}` does so before it starts anything.")
     return 0
 
 

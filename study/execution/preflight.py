@@ -66,6 +66,26 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     return plan, [dataclasses.asdict(info) for info in data.values()]
 
 
+def check_here(plan: Plan) -> tuple[Plan, str]:
+    """Check a plan's trials as far as this machine can, without running the user's code.
+
+    Returns:
+        The plan without the sampled configurations that their data or format forbid, and what was
+        not checked and why, or "".
+
+    Raises:
+        ValueError: a trial that was not sampled could only fail.
+    """
+    checked = plan.trials or plan.first
+    if any(trial.config.own_code or trial.config.own_loop for trial in checked):
+        return plan, "your own code, which a plan does not run"
+    try:
+        data = describe_data(plan)
+    except ValueError as error:
+        return plan, f"what the data allow: {error}"
+    return check_trials(plan, data), ""
+
+
 def check_cpus(plan: Plan) -> None:
     """Refuse trials that need more CPUs than the local Ray has.
 

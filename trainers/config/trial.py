@@ -438,6 +438,12 @@ class TrialKeys:
         return bool(self.trainable.name)
 
     @property
+    def own_code(self) -> bool:
+        """Whether the user's code makes the trial's model, data, loss or metrics."""
+        named = [self.model.name, self.data.name, self.loss.name]
+        return any(map(names_code, [*named, *(metric.name for metric in self.metrics.values())]))
+
+    @property
     def update_examples(self) -> int:
         """The number of examples whose mean gradient makes one update.
 

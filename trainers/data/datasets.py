@@ -49,6 +49,8 @@ from trainers.user_code import DIGEST_LENGTH, forget, names_code
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
+HELD = 8
+"""Data sets that stay in the memory of a process for its next trials."""
 
 
 def resolve(
@@ -107,7 +109,7 @@ def _located(config: DataConfig) -> DataConfig:
     return replace(config, code=code)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=HELD)
 def load(config: DataConfig) -> Dataset:
     """Return the splits of ``config``, resolving it first.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,9 @@ from lns_ops import NonFiniteError, check_faults
 from lns_ops.tensor import storage_of
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place, place
-from trainers.config import OptimizerConfig, TrialConfig
+from trainers.config import DataConfig, LossConfig, OptimizerConfig, TrialConfig
 from trainers.data import Dataset, Examples, Split, load
+from trainers.data.datasets import HELD
 from trainers.models import make_model
 from trainers.models.forward import set_forward_
 from trainers.models.loss import Loss
@@ -175,12 +176,6 @@ def set_threads(threads: int) -> None:
     lns_ops.cpu.set_num_threads(threads)
 
 
-def uses_code(config: TrialConfig) -> bool:
-    """Tell whether a trial's model, data, loss or metrics are the user's code."""
-    named = [config.model.name, config.data.name, config.loss.name]
-    return any(map(names_code, [*named, *(metric.name for metric in config.metrics.values())]))
-
-
 def _check_made_alike(
     config: TrialConfig, model: nn.Module, data: Dataset, world_size: int
 ) -> None:
@@ -232,13 +227,23 @@ def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
     )
 
 
-def load_data(config: TrialConfig, loss: Loss) -> Dataset:
+@lru_cache(maxsize=HELD)
+def _load_fitting(data: DataConfig, loss: str) -> Dataset:
+    """Load data with targets of the type that one of our losses takes.
+
+    They stay in memory: looking at all targets takes as long as many a small trial's check.
+    """
+    return Loss(LossConfig(name=loss)).fit(data.name, load(data))
+
+
+def load_data(config: TrialConfig) -> Dataset:
     """Load a trial's data; flat for the mlp, whatever shape the examples have.
 
     Raises:
         ValueError: they cannot be had, or have no targets that the loss takes.
     """
-    data = loss.fit(config.data.name, load(config.data))
+    own = config.loss.own
+    data = load(config.data) if own else _load_fitting(config.data, config.loss.name)
     if config.model.name != "mlp" or data.train.head(1).x.dim() == 2:
         return data
     return Dataset(*(split.map(lambda part: Split(part.x.flatten(1), part.y)) for split in data))
@@ -271,9 +276,9 @@ def make_trial_optimizer(
     return make_optimizer(kept, options, config.precision, terms, seed, scale)
 
 
-def _make_model_and_data(config: TrialConfig, loss: Loss) -> tuple[nn.Module, Dataset, int]:
+def _make_model_and_data(config: TrialConfig) -> tuple[nn.Module, Dataset, int]:
     """Return a trial's model, its data, and the number of the model's parameters."""
-    data = load_data(config, loss)
+    data = load_data(config)
     check_batch(config, data.train.size)
     whole = make_whole_model(config, data)
     set_threads(config.threads)  # the user's code may have set others
@@ -287,7 +292,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         ValueError: the data cannot be had, or the config asks for something impossible; the message
             says what.
     """
-    if uses_code(config):
+    if config.own_code:
         forget()
     set_threads(config.threads)
     device = torch.device(
@@ -295,7 +300,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     )
     check_device(device.type)
     loss = Loss(config.loss)
-    whole, data, parameters = _make_model_and_data(config, loss)
+    whole, data, parameters = _make_model_and_data(config)
     data = Dataset(*(split.to(device) for split in data))
     here = place(config.layout, rank, world_size, device.type)
     if world_size > 1:

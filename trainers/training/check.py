@@ -30,7 +30,6 @@ from trainers.training.build import (
     load_data,
     make_trial_optimizer,
     make_whole_model,
-    uses_code,
 )
 from trainers.training.evaluate import Metrics, evaluate
 from trainers.training.step import train_step
@@ -56,13 +55,32 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
     """
     check_batch(config, info.train)
     answers = 1
-    if uses_code(config) or config.loss != LossConfig() or not config.model.feedforward:
-        parts = (config.model, config.data, config.loss, config.metrics, config.precision)
-        if (task := repr(parts)) not in _answers:
+    if config.own_code or config.loss != LossConfig() or not config.model.feedforward:
+        answers = _answers_each(config)
+    check_optimizer(config, answers)
+
+
+def _answers_each(config: TrialConfig) -> int:
+    """Return the number of answers of an example, once the trial's task is checked.
+
+    A model of ours that trains with some sizes trains with others, if it can be made with them.
+    """
+    parts = (config.data, config.loss, config.metrics, config.precision)
+    task = repr((config.model, *parts))
+    if task not in _answers:
+        if config.own_code:
             forget()
             _answers[task] = _check_task(config)
-        answers = _answers[task]
-    check_optimizer(config, answers)
+        else:
+            sizes = {key for key, value in config.model.args.items() if type(value) in (int, float)}
+            args = {key: value for key, value in config.model.args.items() if key not in sizes}
+            kind = repr((config.model.name, args, *parts))
+            if kind in _answers:
+                make_whole_model(config, load_data(config))
+            else:
+                _answers[kind] = _check_task(config)
+            _answers[task] = _answers[kind]
+    return _answers[task]
 
 
 def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
@@ -91,7 +109,7 @@ def _check_task(config: TrialConfig) -> int:
         ValueError: the data, the model, the loss or a metric do not go together.
     """
     loss = Loss(config.loss)
-    data = load_data(config, loss)
+    data = load_data(config)
     some = data.train.head(2)
     each = loss.answers_each(some.y)
     if config.sync.name == "asynchronous" and each > 1:

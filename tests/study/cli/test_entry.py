@@ -108,6 +108,16 @@ def test_dry_run_prints_every_trial_and_writes_nothing(here: Here) -> None:
     assert not (here.folder / "studies").exists()
 
 
+def test_a_plan_refuses_what_its_data_forbid_as_a_run_does(here: Here) -> None:
+    planned, run = (
+        here(command, "tiny", "trial.batch_size=5000", "tracking_uri=none")
+        for command in ("plan", "run")
+    )
+    assert (planned.returncode, run.returncode) == (2, 2)
+    assert "batch_size=5000: there are" in planned.stderr
+    assert planned.stderr == run.stderr
+
+
 @pytest.mark.parametrize("name", ["mnist", "auto"])
 def test_dry_run_downloads_nothing_and_says_what_a_run_would(
     here: Here, name: str, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,14 @@ from lns_ops import LNSTensor
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.loops import load as load_loop
 from trainers.checkpoint.manifest import STATE, read_state, sealed
-from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config import (
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrialConfig,
+)
 from trainers.data import prepare
 from trainers.models import build
 from trainers.models.init import initialize_
@@ -144,6 +151,21 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             check(config(**changes), info)
+
+
+def test_sizes_that_the_data_forbid_are_refused_after_others_were_fine() -> None:
+    """A model of ours is tried once; other sizes of it are only made."""
+    info = prepare(DataConfig(name="digits"))
+    margin = {"loss": LossConfig(name="margin"), "precision": PrecisionConfig()}
+
+    def capsules(kernel: int) -> TrialConfig:
+        args = {"channels": 4, "types": 2, "kernel": kernel}
+        return config(model=ModelConfig(name="capsules", args=args), **margin)
+
+    check(capsules(3), info)
+    check(capsules(2), info)
+    with pytest.raises(ValueError, match=r"images of 8 x 8 and model\.args\.kernel=5"):
+        check(capsules(5), info)
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:
