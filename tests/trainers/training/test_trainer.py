@@ -156,11 +156,11 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
 def test_sizes_that_the_data_forbid_are_refused_after_others_were_fine() -> None:
     """A model of ours is tried once; other sizes of it are only made."""
     info = prepare(DataConfig(name="digits"))
-    margin = {"loss": LossConfig(name="margin"), "precision": PrecisionConfig()}
 
     def capsules(kernel: int) -> TrialConfig:
         args = {"channels": 4, "types": 2, "kernel": kernel}
-        return config(model=ModelConfig(name="capsules", args=args), **margin)
+        model = ModelConfig(name="capsules", args=args)
+        return config("float32", model=model, loss=LossConfig(name="margin"))
 
     check(capsules(3), info)
     check(capsules(2), info)
