@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from study.claims.stated import state_claims
 from study.config import StudyConfig
 from study.errors import UserError, refusals
-from study.execution.control import Control, Decision
+from study.execution.control import Control, Decision, is_full
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
@@ -228,7 +228,12 @@ def _ended_early(reason: str) -> str:
 def _storage_refused(error: str, folder: Path) -> UserError:
     """Return what says that a study's storage refused a write, and what to do."""
     place = place_of(folder.parent)
-    mend = f"make {place} answer" if is_url(place) else f"free some space in {place}"
+    if is_full(error):
+        mend = f"free some space in {place}"
+    elif is_url(place):
+        mend = f"see that {place} answers and that no other driver continues the study"
+    else:
+        mend = f"see that {place} can be written"
     return UserError(
         f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
         " others continue from their last checkpoint"

@@ -13,8 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from study.text import percent
+from trainers.config import TrialConfig
 
 MODES = ("min", "max")
+DERIVED = ("bits", "seconds")
+"""Objectives that no trial reports: they follow from its config and its events."""
 VALIDATION, TEST = "validation/", "test/"
 WIDE = 20
 """Ratio of the largest to the smallest of positive values above which an axis is logarithmic."""
@@ -145,6 +148,36 @@ class Metric:
         if self.percent or self.mode == "max":
             return self.percent
         return is_wide(shown)
+
+
+def check_reported(given: str, name: str, trial: TrialConfig) -> None:
+    """Refuse a figure of the validation or training examples that a trial does not report.
+
+    Args:
+        given: key and value that name it, for the error.
+        name: name of the figure.
+        trial: the trial.
+
+    Raises:
+        ValueError: with what it reports.
+    """
+    reported = ["loss", *(["error"] if trial.loss.counts_errors else [])]
+    split, _, figure = name.rpartition("/")
+    if f"{split}/" == VALIDATION:
+        reported += trial.metrics
+    if name == "samples_per_second" or split not in ("", "train", VALIDATION[:-1]):
+        return
+    if not split or figure not in reported:
+        other = (
+            "a loss of classes"
+            if figure == "error"
+            else f"add trial.metrics.{figure}, for example {{name: 'torchmetrics:R2Score'}}"
+        )
+        raise ValueError(
+            f"{given} with trial.loss.name={trial.loss.name}: of the {split or 'validation'}"
+            f" examples a trial reports {', '.join(reported)}; use one of them, for example"
+            f" {VALIDATION}{reported[-1]}, or {other}"
+        )
 
 
 def is_wide(values: Iterable[float]) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config.claims import ClaimConfig, check_claims
-from study.config.metric import MODES, VALIDATION, Metric
+from study.config.keys import flatten
+from study.config.metric import DERIVED, MODES, VALIDATION, Metric, check_reported
 from study.config.search import OBJECTIVES, SearchConfig, unique
 from study.config.space import Space, parse_space
 from study.tracking_uri import hide, without_password
@@ -40,8 +41,6 @@ TRACKING_SCHEMES = (
     "mysql+pymysql://",
 )
 
-DERIVED = ("bits", "seconds")
-"""Objectives that no trial reports."""
 OUTSIDE = ("data.root", "gpus")
 """Trial keys that change no result.
 
@@ -247,6 +246,7 @@ class StudyConfig:
         )
         if self.search.objectives == OBJECTIVES:
             object.__setattr__(self, "search", replace(self.search, objectives=self._objectives))
+        self._check_objectives()
 
     def _check_telemetry(self) -> None:
         if self.trial.telemetry:
@@ -292,21 +292,28 @@ class StudyConfig:
                 f" use for example metric=validation/loss ({' and '.join(DERIVED)} can be"
                 " objectives of a search)"
             )
-        if self.trial.own_loop:
-            return
-        loss = self.trial.loss
-        reported = ["loss", *(["error"] if loss.counts_errors else []), *self.trial.metrics]
-        if name.startswith(VALIDATION) and name.removeprefix(VALIDATION) not in reported:
-            other = (
-                "a loss of classes"
-                if figure == "error"
-                else f"add trial.metrics.{figure}, for example {{name: 'torchmetrics:R2Score'}}"
-            )
+        if name.startswith(VALIDATION) and not self.trial.own_loop:
+            check_reported(f"metric={name}", name, self.trial)
+
+    def _check_objectives(self) -> None:
+        """Refuse what a search compares trials by, and no trial reports.
+
+        What rows or points report that have a loss, metrics or a loop of their own is not known.
+        """
+        search, first = self.search, next(iter(self.search.objectives))
+        if search.ends_early and first in DERIVED:
             raise ValueError(
-                f"metric={name} with trial.loss.name={loss.name}: of the validation examples a"
-                f" trial reports {', '.join(reported)}; use one of them, for example"
-                f" metric={VALIDATION}{reported[-1]}, or {other}"
+                f"search.scheduler={search.scheduler} with search.objectives={search.objectives}:"
+                f" it compares trials by {first} after each epoch, which no trial reports; name"
+                f" another first, for example {self.primary_metric.name}"
             )
+        changed = [self.space or {}, *(row.overrides or {} for row in self.rows)]
+        parts = {key.split(".")[0] for values in changed for key in flatten(values)}
+        if self.trial.own_loop or parts & {"loss", "metrics", "trainable"}:
+            return
+        for name in {**search.objectives, **search.constraints}:
+            if name not in DERIVED:
+                check_reported(f"search: {name}", name, self.trial)
 
     @property
     def primary_metric(self) -> Metric:

@@ -27,6 +27,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.errors import refusals
+from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
 from study.results.objectives import joules
@@ -41,6 +42,8 @@ FETCH_SECONDS = 2.0
 
 
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
+"""Errors of a storage that takes no writes for now; the study ends in order, to go on later."""
 
 
 def is_full(error: str) -> bool:
@@ -108,11 +111,11 @@ class Control:
 
     @contextmanager
     def watch_storage(self) -> Iterator[None]:
-        """Pass errors of a full storage that are raised inside to :meth:`fail_storage`."""
+        """Pass errors of a storage that refuses writes to :meth:`fail_storage`."""
         try:
             yield
         except OSError as error:
-            if not is_full(str(error)):
+            if not isinstance(error, LedgerError) and error.errno not in _REFUSES:
                 raise
             self.fail_storage(str(error))
 
@@ -166,16 +169,17 @@ class Control:
             if stamp == self._stamp:
                 return
             values = json.loads(self._path.read_text())
-        except (FileNotFoundError, ValueError):
-            return
+            wish = Wish[str(values.get("wish", "run")).upper()]
+            limits = values.get("limits")
+            wanted = self._limits if limits is None else LimitsConfig(**limits)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return  # replaced, or not ours, while it was read: looked at again
         self._stamp = stamp
-        wish = Wish[str(values.get("wish", "run")).upper()]
         self._asked = Decision(
             wish=wish, reason="" if wish == Wish.RUN else f"asked to {wish.name.lower()}"
         )
-        limits = values.get("limits")
-        if limits is not None and LimitsConfig(**limits) != self._limits:
-            self._limits = LimitsConfig(**limits)
+        if wanted != self._limits:
+            self._limits = wanted
             self._edited(limits)
 
 

@@ -161,6 +161,10 @@ class Follower:
         return [event for _, event in read if _is_new(event, self._seen)]
 
 
+class LedgerError(OSError):
+    """A write to a ledger that its storage refused; nothing is written after it."""
+
+
 class Ledger:
     """The one writer of a study's ledger; it calls listeners with every event that is on disk.
 
@@ -180,7 +184,7 @@ class Ledger:
         OSError: the folder cannot be written.
     """
 
-    broken: OSError | None = None
+    broken: LedgerError | None = None
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +224,7 @@ class Ledger:
         A repeated report is not written.
 
         Raises:
-            OSError: it cannot be written, or an earlier one could not.
+            LedgerError: it cannot be written, or an earlier one could not.
         """
         return bool(self.append_all([{"event": event, **values}]))
 
@@ -230,7 +234,7 @@ class Ledger:
         Listeners are called once all events are on disk.
 
         Raises:
-            OSError: they cannot be written, or an earlier one could not.
+            LedgerError: they cannot be written, or an earlier one could not.
         """
         if self.broken is not None:
             raise self.broken
@@ -251,8 +255,8 @@ class Ledger:
                 )
             )
         except OSError as error:
-            self.broken = error
-            raise
+            self.broken = LedgerError(*error.args)
+            raise self.broken from error
         self._number, self._headed = self._number + len(header) + len(records), True
         for record in records:
             for listener in self._listeners:

@@ -6,10 +6,10 @@ and count again if a later plan names them.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
@@ -120,7 +120,7 @@ class TrialState:
     def checkpoints_left(self) -> list[str]:
         """Return the checkpoints that are still on disk, or were in a store, newest first."""
         paths = dict.fromkeys(reversed(self.checkpoints))
-        return [path for path in paths if is_url(path) or Path(path).exists()]
+        return [path for path in paths if is_url(path) or os.path.exists(path)]
 
 
 @dataclass(kw_only=True)

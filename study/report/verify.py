@@ -34,8 +34,8 @@ from study.claims.verdict import ENOUGH
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest, statement
+from study.config.metric import DERIVED
 from study.config.search import broken
-from study.config.study import DERIVED
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report

@@ -143,6 +143,19 @@ def test_row_overrides_nested_dotted_or_listed(overrides: object) -> None:
 
 
 REFUSED = [
+    (
+        ["search", "search.objectives={validation/eror: min}"],
+        ["search: validation/eror", "a trial reports loss, error", "validation/error"],
+    ),
+    (["search", "search.objectives={error: min}"], ["search: error", "validation/error"]),
+    (
+        ["search", "search.constraints={train/r2: '<= 1'}"],
+        ["search: train/r2", "of the train examples a trial reports loss, error"],
+    ),
+    (
+        ["search", "search.objectives={seconds: min}", "search.scheduler=asha"],
+        ["search.scheduler=asha", "seconds after each epoch", "validation/error"],
+    ),
     (["tabel"], ["tabel", "table", "did you mean"]),
     (["table", "foo"], ["'foo'", "key=value"]),
     (["table", "trial.epoch=3"], ["trial.epoch", "unknown key", "trial.epochs"]),

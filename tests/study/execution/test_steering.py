@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from study.api import run_study
-from study.execution.control import POLL_SECONDS, Wish, ask
+from study.errors import UserError
+from study.execution.control import FILE as CONTROL
+from study.execution.control import POLL_SECONDS, Control, Wish, ask
+from study.ledger import log
 from study.ledger.lines import Event
-from study.ledger.state import FINISHED, PLANNED, STOPPED
+from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState
 from study.results.summary import summarise
 from tests.study.conftest import SilentView
 from tests.study.execution.conftest import Tiny, count_reports, results, run
@@ -104,6 +110,42 @@ def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended:
     assert any(trial.status == PLANNED for trial in outcome.state.trials)
     if wish == Wish.CANCEL:
         assert outcome.state.known[asked[0]].epoch < 60
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """With report and remedy, whatever the storage says; the same command goes on."""
+    study, write = tiny(f"refused {code}", "trial.epochs=2"), log._write_all
+    written: list[bytes] = []
+
+    def refuse(file: Any, lines: bytes) -> None:
+        written.append(lines)
+        if len(written) > 4:
+            raise OSError(code, os.strerror(code))
+        write(file, lines)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "_write_all", refuse)
+        with pytest.raises(UserError, match=r"storage: ledger: .*; see that .* can be written"):
+            run(study)
+    assert (study.folder / "report" / "report.html").exists()
+    assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"wish": "x"}'])
+def test_a_wish_that_cannot_be_read_is_looked_at_again(
+    tiny: Tiny, content: str, tmp_path: Path
+) -> None:
+    control = Control(tmp_path, StudyState(), tiny("wishes").limits)
+    (tmp_path / CONTROL).mkdir()
+    assert control.decide(fresh=True).wish == Wish.RUN
+    (tmp_path / CONTROL).rmdir()
+    (tmp_path / CONTROL).write_text(content)
+    assert control.decide(fresh=True).wish == Wish.RUN
+    ask(tmp_path, wish=Wish.STOP)
+    assert control.decide(fresh=True).wish == Wish.STOP
 
 
 @pytest.mark.slow
