@@ -7,7 +7,7 @@ b, c come from the trial's id alone. Reports at one time are taken in the order 
 trials began.
 
 The results are the makespan, the idle share of the slots, the trials ended early, the epochs
-computed and saved, and the load on the tracking store (requests: three per trial, reports come with
+computed and saved, and the load on the tracking store (:data:`REQUESTS_A_TRIAL`; reports come with
 them). Not modelled: starting Ray, failures, adaptive proposals (trials are sampled at random
 instead).
 """
@@ -28,7 +28,8 @@ from study.plan.identity import pace_key
 from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 
-REQUESTS_A_TRIAL = 3
+REQUESTS_A_TRIAL = 5
+"""Requests to the tracking store that one trial makes (:mod:`study.tracking.runs`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
