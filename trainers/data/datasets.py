@@ -4,13 +4,8 @@ Files are found by :mod:`trainers.data.download` and read by the module of their
 :mod:`trainers.data.cifar`, text and piano rolls by :mod:`trainers.data.windows`; what is made from
 a seed by :mod:`trainers.data.generated`.
 
-MNIST is read from its four IDX files, the handwritten digits from scikit-learn. The IDX files are
-looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``). A
-folder that is named in one of these ways must hold all files; a missing file is an error. If
-neither is given, they are looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
-Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
-came from.
+MNIST is read from its IDX files (:mod:`trainers.data.mnist` says where they are looked for), the
+handwritten digits from scikit-learn.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
 the last ``validation_size`` of the training set for validation, the test set as published (digits:

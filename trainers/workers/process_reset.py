@@ -24,10 +24,10 @@ from lns_ops import get_matmul_accumulation, set_matmul_accumulation
 from trainers.training.device import returns_memory
 
 THREADS = 64
-"""More Python threads than before the first trial are a leak."""
+"""Python threads beyond those before the first trial that still count as none leaked."""
 MEMORY = max(2 << 30, psutil.virtual_memory().total // 16)
-"""More bytes of memory, of the process or on its GPU, than after the first trial are a leak; other
-shapes and formats add some."""
+"""Bytes, of the process or on its GPU, beyond those after the first trial that still count as none
+leaked: other shapes and formats add some."""
 
 
 class LeakError(RuntimeError):
