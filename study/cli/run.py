@@ -405,7 +405,7 @@ def _report(options: argparse.Namespace) -> int:
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, place_of(folder.parent))
     if options.format != "html":
-        from study.report.formats import write_format
+        from study.report.exports import write_format
 
         print(f"{options.format}: {write_format(outcome.state, outcome.report, options.format)}")
     return 1 if outcome.tracking_error else 0

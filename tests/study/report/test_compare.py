@@ -21,7 +21,7 @@ from study.ledger.state import StudyState, fold
 from study.manage.studies import overview
 from study.plan.plan import make_plan
 from study.report.compare import compare, lines, verdict
-from study.report.formats import escape, render_latex
+from study.report.exports import escape, render_latex
 from study.report.interactive import explore_data
 from study.report.tables import remarks
 from study.results.configurations import configurations, table
