@@ -177,6 +177,14 @@ def test_a_report_in_other_forms(
     assert (study.folder / "report" / name).stat().st_size > 100
 
 
+def test_markdown_asked_for_is_the_reports_own_with_its_claims(tiny: Tiny) -> None:
+    claim = "{name: good, claim: It works., source: a talk, value: {row: float32, at_most: 50}}"
+    study = tiny("claimed", "seeds=[0,1,2]", f"claims=[{claim}]")
+    write_ledger(study, made_up_events(study))
+    assert main(["report", "claimed", "--storage", study.storage, "--format", "md"]) == 0
+    assert "It works." in (study.folder / "report" / "report.md").read_text()
+
+
 def test_latex_takes_nothing_for_its_own(tiny: Tiny) -> None:
     assert (
         escape(r"50 % of a_b & \input{x} ~ $5^2 #1 ±")
