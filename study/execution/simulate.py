@@ -33,7 +33,7 @@ REQUESTS_A_TRIAL = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Simulation:
+class SimulatedRun:
     """Result of a simulation with one number of slots.
 
     Attributes:
@@ -66,7 +66,7 @@ def simulate(
     seconds: Callable[[PlannedTrial], float],
     error: Callable[[PlannedTrial, int], float],
     start_seconds: float = 0.05,
-) -> Simulation:
+) -> SimulatedRun:
     """Simulate a plan's trials on ``slots`` slots.
 
     Args:
@@ -101,7 +101,7 @@ def simulate(
             begin(now)
         else:
             heapq.heappush(events, (now + seconds(trial), number, epoch + 1, trial))
-    return Simulation(
+    return SimulatedRun(
         slots=slots,
         makespan=now,
         idle=1 - busy / (slots * now) if now else 0.0,
