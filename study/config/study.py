@@ -41,12 +41,7 @@ TRACKING_SCHEMES = (
 )
 
 DERIVED = ("bits", "seconds")
-"""Objectives that no trial reports."""
-OUTSIDE = ("data.root", "gpus")
-"""Trial keys that change no result.
-
-:func:`study.plan.identity.trial_id` leaves them out of a trial's identity.
-"""
+"""Objectives that no trial reports: they follow from its config and the times of its events."""
 
 
 @dataclass(frozen=True, kw_only=True)

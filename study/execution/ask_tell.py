@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 
+from study.config.study import DERIVED
 from study.errors import UserError, refusals
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, is_locked, read_ledger
@@ -39,8 +40,6 @@ LOCK_SECONDS = 30.0
 """Seconds for which a call waits for the ledger's lock."""
 CLOCK_SECONDS = 2.0
 """Seconds by which the start of a process is known too late at most: Linux keeps whole ones."""
-DERIVED = ("bits", "seconds")
-"""Objectives that follow from a trial's config and events, and are not told."""
 TEST = "test/"
 """Begins the names of final metrics, which no choice uses."""
 

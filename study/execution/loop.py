@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from study.config import StudyConfig
+from study.config.study import DERIVED
 from study.errors import UserError
 from study.execution.control import Control, Wish, is_full
 from study.execution.leases import EPSILON
@@ -56,8 +57,6 @@ LOOK_AHEAD = 8
 """Number of trials behind a waiting one that may be started before it."""
 LONELY_SECONDS = 10.0
 """Seconds after which a study says that no machine has room for its next trial."""
-COMPUTED = ("seconds", "bits")
-"""Objectives that no trial reports."""
 
 
 class Loop:
@@ -437,7 +436,7 @@ class Loop:
             "metrics": [
                 name
                 for name in dict.fromkeys([study.primary_metric.name, *study.search.objectives])
-                if name not in COMPUTED
+                if name not in DERIVED
             ],
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,

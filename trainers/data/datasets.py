@@ -40,7 +40,7 @@ from trainers.data.mnist import FILES, download_mnist, find_mnist, load_mnist, m
 from trainers.data.split import Dataset, DatasetInfo, Examples, Split
 from trainers.data.windows import load_piano_rolls, load_text
 from trainers.files import write_whole
-from trainers.user_code import DIGEST_LENGTH, forget, names_code
+from trainers.user_code import DIGEST_LENGTH, forget, names_code, without_folder
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
@@ -253,7 +253,7 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
 def _identity(config: DataConfig) -> str:
     """Return what decides the examples of a user's factory, in a line."""
     values = asdict(config)
-    named = values | {"name": config.name.rpartition("/")[2]}
+    named = values | {"name": without_folder(config.name)}
     return json.dumps(named, sort_keys=True, default=repr)
 
 
