@@ -85,7 +85,7 @@ def issue_rate() -> float:
         + " + ".join(f"x{i}" for i in range(16))
         + "; }"
     )
-    kernel = runtime.Kernel(runtime.compile_function(source, "issue", (), 0), "Pif", 0)
+    kernel = runtime.CudaKernel(runtime.compile_function(source, "issue", (), 0), "Pif", 0)
     out, blocks = torch.zeros(1, device="cuda"), runtime.multiprocessor_count(0) * 2
     time = seconds([lambda: kernel((blocks, 1, 1), 1024, 0, out.data_ptr(), 2000, 1.0)])
     return blocks * 1024 * 2000 * 256 / time
@@ -187,7 +187,7 @@ def sequential_product(bound: float) -> None:
     x, y = codes((M, M), lns16), codes((M, M), lns16)
     plus, minus = gaussian_tables(7)
     tables = [torch.tensor(np.array(t), device="cuda") for t in (plus, minus)]
-    naive = runtime.Kernel(runtime.compile_function(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
+    naive = runtime.CudaKernel(runtime.compile_function(NAIVE, "naive", (), 0), "PPPPPiiii", 0)
     out = torch.empty_like(x)
     pointers = [t.data_ptr() for t in (x, y, out, *tables)]
     call = lambda: naive((M // 16, M // 16, 1), 256, 0, *pointers, len(plus) - 1, M, M, M)

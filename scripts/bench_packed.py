@@ -26,8 +26,8 @@ import torch
 from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
-from trainers.workers.host import Host
 from trainers.workers.in_process import Packed
+from trainers.workers.packed import Host
 
 EPOCHS = 2
 COURSES = 3

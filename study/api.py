@@ -1,4 +1,6 @@
-"""The Python interface of the command line: run a study, report on it, send it to MLflow.
+"""Functions behind the commands: run a study, report on it, send it to MLflow.
+
+Scripts and notebooks use :mod:`study.handle`.
 
 A run goes from the config to the report: plan, preflight, ledger, runner, tracking, report.
 """
@@ -304,7 +306,7 @@ class _DeferredStart:
         self._timer.start()
 
     def hear(self, event: Event) -> None:
-        """Start with the first report of the study."""
+        """Start the tracker and load the report's code at the first report."""
         if event["event"] == "report" and not self._started:
             self.start()
             threading.Thread(target=_load_report, daemon=True, name="load report").start()

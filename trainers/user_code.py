@@ -46,6 +46,11 @@ def names_code(name: str) -> bool:
     return ":" in name
 
 
+def without_folder(name: str) -> str:
+    """Return ``name`` without the folder of its file: a digest tells its code, wherever it lies."""
+    return name.rpartition("/")[2]
+
+
 def split_name(key: str, name: str) -> tuple[str, str]:
     """Split ``place:attribute``.
 

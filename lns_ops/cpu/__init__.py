@@ -18,8 +18,9 @@ Shape suffixes: M, K, N of a product; B a batch.
 from lns_ops.cpu.compiler.thread_pool import get_num_threads, set_num_threads
 from lns_ops.cpu.elementwise import add, div, mul, repeat, sqrt, sub
 from lns_ops.cpu.encoding import decode, encode, encode_stochastic
+from lns_ops.cpu.gemm import matmul, matmul_batched
 from lns_ops.cpu.kernel_choice import kernel_info
-from lns_ops.cpu.reductions import matmul, matmul_batched, sum
+from lns_ops.cpu.sums import sum
 from lns_ops.cpu.updates import (
     adam_update,
     adam_update_float32,

@@ -13,7 +13,7 @@ from lns_ops.cpu.arrays import broadcast_shape
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
     THREADS,
-    Kernel,
+    CudaKernel,
     alignment_flag,
     compile_function,
     compile_options,
@@ -61,7 +61,7 @@ COPIES = 8
 
 
 @lru_cache(maxsize=512)
-def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
+def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> CudaKernel:
     """Return the kernel ``lns_NAME`` of ``elementwise``, ``sums`` or ``updates.cu``, compiled once.
 
     There is one for each format and device.
@@ -91,7 +91,7 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
     function = compile_function(
         source, f"lns_{name}", compile_options(fmt, device, **defines), device
     )
-    return Kernel(function, _ELEMENTWISE[name], shared)
+    return CudaKernel(function, _ELEMENTWISE[name], shared)
 
 
 atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime

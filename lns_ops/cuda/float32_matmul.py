@@ -58,10 +58,10 @@ _LAYOUTS = {
 
 
 @lru_cache(maxsize=64)
-def float32_kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Kernel:
+def float32_kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.CudaKernel:
     """Return the kernel ``lns_NAME`` of ``float32.cu`` for a format and a device, compiled once."""
     defines = runtime.compile_options(LNSFormat(bits, fraction_bits), device)
-    return runtime.Kernel(
+    return runtime.CudaKernel(
         runtime.compile_function(
             runtime.kernel_source("float32.cu"), f"lns_{name}", defines, device
         ),

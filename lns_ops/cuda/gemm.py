@@ -16,7 +16,7 @@ from lns_ops.cuda.elementwise import add
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
     THREADS,
-    Kernel,
+    CudaKernel,
     compile_function,
     compile_options,
     device_tables,
@@ -103,7 +103,9 @@ def choose_tile(batch: int, M: int, N: int, K: int, multiprocessors: int) -> Til
 
 
 @lru_cache(maxsize=512)
-def _gemm(tile: Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, device: int) -> Kernel:
+def _gemm(
+    tile: Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, device: int
+) -> CudaKernel:
     shape = {"TN": tile.TN, "WM": tile.WM, "WN": tile.WN, "A_K": int(a_k), "B_K": int(b_k)}
     function = compile_function(
         kernel_source("gemm.cu"),
@@ -114,18 +116,18 @@ def _gemm(tile: Tile, a_k: bool, b_k: bool, bits: int, fraction_bits: int, devic
     table = len(gaussian_tables(fraction_bits).plus) * 128
     slabs = 2 * 4 * 8 * tile.WN * (tile.rows + tile.columns) * tile.groups
     totals = 4 * tile.groups * tile.rows * tile.columns if tile.groups > 1 else 0
-    return Kernel(function, _GEMM_LAYOUT, table + max(slabs, totals))
+    return CudaKernel(function, _GEMM_LAYOUT, table + max(slabs, totals))
 
 
 @lru_cache(maxsize=64)
-def _gemm_exact(bits: int, fraction_bits: int, device: int) -> Kernel:
+def _gemm_exact(bits: int, fraction_bits: int, device: int) -> CudaKernel:
     function = compile_function(
         kernel_source("gemm_exact.cu"),
         "lns_gemm",
         compile_options(LNSFormat(bits, fraction_bits), device),
         device,
     )
-    return Kernel(function, "PPPPiiiqqqqqq", 0)
+    return CudaKernel(function, "PPPPiiiqqqqqq", 0)
 
 
 atexit.register(_gemm.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime

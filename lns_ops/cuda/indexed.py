@@ -21,10 +21,10 @@ _DOMAIN_FAULT = 3
 
 
 @lru_cache(maxsize=64)
-def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Kernel:
+def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.CudaKernel:
     fmt = LNSFormat(bits, fraction_bits)
     defines = runtime.compile_options(fmt, device, FAST=0, UNDEFINED=undefined(fmt))
-    return runtime.Kernel(
+    return runtime.CudaKernel(
         runtime.compile_function(
             runtime.kernel_source("indexed.cu"), f"lns_{name}", defines, device
         ),

@@ -114,7 +114,7 @@ def kernel_source(name: str) -> str:
 _thread = threading.local()
 
 
-class Kernel:
+class CudaKernel:
     """A compiled kernel with the memory layout of its arguments, as ``struct`` writes it."""
 
     def __init__(self, function: Any, layout: str, shared: int) -> None:
@@ -201,7 +201,7 @@ def shared_base(device: int) -> int:
         *out = (unsigned)__cvta_generic_to_shared(memory);
     }"""
     out = torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
-    Kernel(compile_function(source, "base", (), device), "P", 16)(
+    CudaKernel(compile_function(source, "base", (), device), "P", 16)(
         (1, 1, 1), 1, device, out.data_ptr()
     )
     return int(out)
@@ -337,7 +337,7 @@ def multiprocessor_count(device: int) -> int:
 
 
 def grid_of(
-    n: int, device: int, *, per_thread: int = 8, kernel: Kernel | None = None, waves: int = 8
+    n: int, device: int, *, per_thread: int = 8, kernel: CudaKernel | None = None, waves: int = 8
 ) -> tuple[int, int, int]:
     """Return the number of thread blocks for ``n`` elements.
 

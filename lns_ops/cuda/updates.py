@@ -14,7 +14,7 @@ from torch import Tensor
 from lns_ops.cuda.elementwise import WITH_TABLE, elementwise_kernel
 from lns_ops.cuda.runtime import (
     THREADS,
-    Kernel,
+    CudaKernel,
     alignment_flag,
     compile_function,
     compile_options,
@@ -43,10 +43,10 @@ _FLOAT32_UPDATES = {
 
 
 @lru_cache(maxsize=256)
-def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> Kernel:
+def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> CudaKernel:
     defines = {"FAST": 0, "ADAM_KERNELS": int(name.startswith("adam"))}
     options = compile_options(LNSFormat(bits, fraction_bits), device, **defines)
-    return Kernel(
+    return CudaKernel(
         compile_function(kernel_source("updates_float32.cu"), f"lns_{name}", options, device),
         _FLOAT32_UPDATES[name],
         0,

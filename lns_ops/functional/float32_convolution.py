@@ -5,7 +5,8 @@ On a GPU one kernel decodes both operands into float32 that tf32 carries (f <= 9
 use here, as cuDNN would round the sums to it), cuDNN convolves by deterministic algorithms, and one
 kernel encodes the sums and takes those again that left float32.
 
-:class:`Sums` is one of the three of :mod:`lns_ops.functional.convolution`, which has the shapes.
+:class:`Sums` describes one of three convolution sums (output, input gradient, weight gradient);
+:mod:`lns_ops.functional.convolution` has the shapes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from lns_ops.cpu.arrays import flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import gather_gemm, segment_sum
-from lns_ops.cpu.reductions import HIGHEST, LOWEST
+from lns_ops.cpu.kernels.gather_gemm import HIGHEST, LOWEST
 from lns_ops.cuda import indexed
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat

@@ -39,7 +39,7 @@ from lns_ops import functional as lns
 from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import layer_class, original_class
-from lns_ops.nn.simulate import simulate_, stop_, these
+from lns_ops.nn.simulate import layer_names, simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
@@ -209,7 +209,7 @@ def _choose(
     names, chosen = [name for name, _ in owners], []
     for pattern in fmt if isinstance(fmt, Mapping) else ():
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"format for {pattern!r} matches no layer: {these(names)}")
+            raise ValueError(f"format for {pattern!r} matches no layer: {layer_names(names)}")
     for name, layer in owners:
         default = _matched(fmt, name) if isinstance(fmt, Mapping) else fmt
         answer = filter_fn(layer, name) if filter_fn is not None else True
@@ -217,7 +217,7 @@ def _choose(
         if picked is not None and picked is not False:
             chosen.append((name, layer, LNSFormat.of(picked)))
     if filter_fn is not None and owners and not chosen:
-        raise ValueError(f"filter_fn matches no layer: {these(names)}")
+        raise ValueError(f"filter_fn matches no layer: {layer_names(names)}")
     return chosen
 
 

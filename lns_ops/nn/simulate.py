@@ -127,7 +127,7 @@ def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def these(names: list[str]) -> str:
+def layer_names(names: list[str]) -> str:
     """Describe the layers that there are, for an error message."""
     shown = ", ".join(repr(name) for name in names[:20]) or "none"
     return (
@@ -169,7 +169,7 @@ def simulate_(
         (name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)
     ]
     if not layers:
-        raise ValueError(f"filter_fn matches no layer: {these([name for name, _ in owners])}")
+        raise ValueError(f"filter_fn matches no layer: {layer_names([name for name, _ in owners])}")
     for name, layer in layers:
         if hasattr(layer, "simulation") or any(
             isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)

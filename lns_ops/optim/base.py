@@ -126,8 +126,8 @@ class LNSOptimizer(torch.optim.Optimizer):
             )
         if defaults["kahan_sum"] and defaults["stochastic_rounding"]:
             raise ValueError(
-                "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing"
-                " left of; choose one of them"
+                "kahan_sum=True, stochastic_rounding=True: both save the part of an update that"
+                " rounding would lose, so one is enough; choose one"
             )
         if not 0 <= defaults["lr"] < float("inf"):
             raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")

@@ -61,8 +61,8 @@ def quantize_updates_(
     """
     if kahan_sum and stochastic_rounding:
         raise ValueError(
-            "kahan_sum=True, stochastic_rounding=True: each keeps what the other has nothing left"
-            " of; choose one of them"
+            "kahan_sum=True, stochastic_rounding=True: both save the part of an update that"
+            " rounding would lose, so one is enough; choose one"
         )
     master = parse(master_format) if isinstance(master_format, str) else master_format
     updates = _Updates(optimizer, module, kahan_sum, seed if stochastic_rounding else None, master)

@@ -45,9 +45,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 raise ValueError(
                     f"parameter of shape {tuple(parameter.shape)} was replaced when its module was"
                     " converted or reverted, so this step would not reach the module: make the"
-                    " optimizer after convert_ or revert_. If it was, a layer outside of what was"
-                    " converted still has the parameter: convert the module that holds all its"
-                    " ties"
+                    " optimizer after convert_ or revert_. If the optimizer was made after, a layer"
+                    " outside of what was converted still has the parameter: convert the module"
+                    " that holds all its ties"
                 )
             if is_distributed(parameter) and isinstance(parameter.detach().to_local(), LNSTensor):
                 refuse_distributed(parameter)

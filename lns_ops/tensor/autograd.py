@@ -120,7 +120,8 @@ def _one_by_one(
     sizes = {len(s) for s in seeds if s is not None}
     if len(sizes) != 1:
         raise ValueError(
-            f"is_grads_batched=True with grad_outputs of {sorted(sizes)} gradients: as many of each"
+            f"is_grads_batched=True with grad_outputs of {sorted(sizes)} gradients: pass the same"
+            " number of gradients for every output"
         )
     (size,) = sizes
     if not size:

@@ -1,4 +1,4 @@
-"""What torch.distributed does with LNSTensors: nothing, and why, and what to use instead.
+"""Refusal of torch.distributed on LNSTensors, with what to use instead.
 
 Collectives read memory, and add it up in an order of their own: of an LNSTensor they would take
 float32 values that it has not (:mod:`lns_ops.tensor.ops.structure`), or sums that are not the

@@ -1,12 +1,13 @@
-"""Integers, which few codes are exactly: where integers are asked for, they are given back.
+"""Conversion of LNS values to integers: a code that encodes an integer counts as that integer.
 
 In lns16 the number 5 is kept as 4.994 and 6 as 6.004, so rounding down or up, remainders and
 ``x.long()`` would turn an index into its neighbour. For these an LNS value that is the code of an
 integer is that integer: ``x.floor().long()`` is an index, and rounding down twice is rounding down
 once.
 
-Limit: from ``1 / (2^(2^-f) - 1)`` on (184 in lns16, 91 in lns12) integers share codes, and so the
-nearest one to the value is taken; ``x.long()`` of such numbers warns.
+Limit: beyond ``1 / (2^(2^-f) - 1)`` (184 in lns16, 91 in lns12) integers can share a code; the
+first that do are 198 and 199 (93 and 94). The nearest one to the value is taken, and ``x.long()``
+of numbers beyond the limit warns.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def restored(codes: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 def limit(fmt: LNSFormat) -> int:
-    """Return the largest number up to which all integers have codes of their own."""
+    """Return a number up to which all integers have codes of their own."""
     return int(1 / (2.0 ** (2.0**-fmt.fraction_bits) - 1))
 
 

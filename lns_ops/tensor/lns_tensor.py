@@ -181,7 +181,7 @@ class LNSTensor(torch.Tensor):
                 args and _is_plain(args[0]) and written_arguments(func)
             ):
                 return func(*tree_map(_value, args), **tree_map(_value, kwargs))
-            args, kwargs = _met(func, args, kwargs)
+            args, kwargs = _encode_floats(func, args, kwargs)
         handler = HANDLERS.get(func)
         if handler is None:
             return _unhandled(func, args, kwargs)
@@ -243,7 +243,7 @@ def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
     return next((leaf.fmt for leaf in leaves if isinstance(leaf, LNSTensor)), None)
 
 
-def _met(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Encode the float tensors that an operator meets."""
     fmt = _format_of(args, kwargs)
     assert fmt is not None

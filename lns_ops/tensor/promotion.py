@@ -6,7 +6,7 @@ One rule, like torch's type promotion, where LNS stands above every float dtype:
   raise, as nothing says which to take). An infinity becomes the largest magnitude of its sign, so a
   mask of ``-inf``, or of the dtype's most negative finite value, still masks: behind a softmax its
   weight is exactly 0. A NaN raises. A float tensor that requires a gradient gets a float32 one.
-- Of a sparse matrix that is multiplied with LNS the entries are encoded; the product is dense.
+- The entries of a sparse matrix multiplied with LNS are encoded; the product is dense.
 - In place, and with ``out=``, the destination stays what it is: a float tensor takes the decoded
   values.
 - ``x.to(dtype)`` of another dtype (``half``, ``long``, ...) and what only float32 has (complex

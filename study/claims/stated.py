@@ -1,10 +1,10 @@
 """What a study stated before its first trial, and what was changed afterwards.
 
 The plan that the ledger has from before the first trial is the statement that counts; every later
-plan is compared with it, key by key and claim by claim, and so is the code of claims as it is now:
-a function that is edited between the run and the report is what gives the verdict. Limits: a folder
-that is deleted takes its statement with it, while MLflow's parent run keeps the digest; of a
-function its own file counts, not what it imports.
+plan is compared with it, key by key and claim by claim. So is the code of claims, since the
+function as it is now gives the verdict. Limits: a folder that is deleted takes its statement with
+it, while MLflow's parent run keeps the digest; of a function its own file counts, not what it
+imports.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
 
 
 def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[str, Any]:
-    """Return what the function of a claim returns of a mean: figure, interval and unit.
+    """Return the mapping that a claim's function returns, made from the mean of ``figures``.
 
     Args:
         figures: one figure per replicate, one or more.

@@ -154,7 +154,7 @@ def _judge_mean(claim: ClaimConfig, rows: list[Row], summary: Summary) -> Verdic
 
 
 def _luck(row: Row) -> str:
-    """Say that a searched row's mean has the luck of the choice in it; "" for any other row.
+    """Note that a searched row's mean is biased by its selection; "" for other rows.
 
     The trials whose validation figures chose the configuration are those whose test figures count:
     of six equal ones the best over five seeds has a mean 1.2 standard errors too good, and its

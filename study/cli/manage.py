@@ -335,7 +335,8 @@ def _edit(options: argparse.Namespace) -> int:
     from study.execution.control import ask
     from study.manage.extend import extended
 
-    folder, state = _running(options)
+    extend = lns_study("extend", options.study, *options.overrides, storage=options.storage)
+    folder, state = _running(options, f"; to change its limits: {extend}")
     for override in options.overrides:
         if not override.startswith("limits."):
             extend = lns_study("extend", options.study, override, storage=options.storage)
@@ -358,13 +359,14 @@ def _edit(options: argparse.Namespace) -> int:
     return 0
 
 
-def _running(options: argparse.Namespace) -> tuple[Path, StudyState]:
+def _running(options: argparse.Namespace, else_: str = "") -> tuple[Path, StudyState]:
+    """Return folder and state of a study that runs; ``else_`` is what else the refusal advises."""
     from study.ledger.log import is_locked
 
     folder, state = _open(options)
     if not is_locked(folder):
         again = lns_study("resume", options.study, storage=options.storage)
-        raise UserError(f"{state.config.name}: is not running; to go on with it: {again}")
+        raise UserError(f"{state.config.name}: is not running; to go on with it: {again}{else_}")
     return folder, state
 
 

@@ -28,7 +28,8 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile,
-       report --verify), doctor found a fault; or a mistake of ours (traceback)
+       report --verify), studies have not run (reproduce), doctor found a fault;
+       or a mistake of ours (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same
        command goes on (0 with run --job)
@@ -408,7 +409,7 @@ def _report(options: argparse.Namespace) -> int:
     outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
     _print_outcome(outcome, place_of(folder.parent))
     if options.format != "html":
-        from study.report.formats import write_format
+        from study.report.exports import write_format
 
         print(f"{options.format}: {write_format(outcome.state, outcome.report, options.format)}")
     return 1 if outcome.tracking_error else 0

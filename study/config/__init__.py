@@ -1,11 +1,11 @@
 """Definition of a study: frozen dataclasses, made from YAML files and ``key=value`` overrides."""
 
 from study.config.claims import ClaimConfig
+from study.config.keys import OUTSIDE
 from study.config.metric import MODES, Metric
 from study.config.search import ADAPTIVE, ALGORITHMS, POPULATIONS, SCHEDULERS, SearchConfig
 from study.config.study import (
     EXECUTORS,
-    OUTSIDE,
     TRACKING_SCHEMES,
     LimitsConfig,
     RowConfig,

@@ -16,15 +16,14 @@ that a report can tell what was stated before the first trial from what was chan
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from study.config.keys import OUTSIDE, sha256_of, without
 from trainers.config.validation import finite
-from trainers.user_code import split_name
+from trainers.user_code import split_name, without_folder
 
 BOUNDS = ("at_most", "at_least", "within")
 """Tolerances of a check, exactly one of them."""
@@ -236,12 +235,11 @@ def statement(study: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, An
         code: SHA-256 of the file of each claim's ``check``, by the claim's name.
     """
     stated = {key: _sparse(study.get(key)) for key in STATED}
-    trial = stated.get("trial") or {}
-    trial.pop("gpus", None)
-    trial.get("data", {}).pop("root", None)
+    if stated.get("trial"):
+        stated["trial"] = without(stated["trial"], *OUTSIDE)
     for claim in stated.get("claims") or []:
         if "check" in claim:
-            claim["check"] = f"{claim['check'].rpartition('/')[2]} {code.get(claim['name'], '')}"
+            claim["check"] = f"{without_folder(claim['check'])} {code.get(claim['name'], '')}"
     return {key: value for key, value in stated.items() if not _empty(value)} | {
         "statistic": STATISTIC
     }
@@ -249,8 +247,7 @@ def statement(study: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, An
 
 def digest(stated: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a statement as canonical JSON, 64 hex digits."""
-    text = json.dumps(stated, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_of(stated)
 
 
 def _sparse(value: Any) -> Any:

@@ -35,6 +35,7 @@ from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse
+from study.program import lns_study
 from study.text import nearest
 from study.tracking_uri import refuse_passwords
 from trainers.config import TrialConfig
@@ -202,10 +203,11 @@ def find_study(config: str) -> Path:
         if path.is_file():
             return path
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
+    stored = f"; to go on with a stored study: {lns_study('resume', config)}"
     raise ValueError(
-        f"config {config!r}: no such study; it must be a YAML file or one of"
+        f"config {config!r}: no such config; it must be a YAML or Python file or one of"
         f" {', '.join(known) or '(none)'}{nearest(config, known)}; copy one of those to write"
-        " your own"
+        f" your own{stored if Path(config).stem == config else ''}"
     )
 
 

@@ -1,13 +1,20 @@
-"""Nested dicts addressed by dotted keys: ``optimizer.lr``."""
+"""Nested dicts: addressed by dotted keys, ``optimizer.lr``, and told apart by digests."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+OUTSIDE = ("data.root", "gpus")
+"""Trial keys that change no result.
+
+:func:`study.plan.identity.trial_id` leaves them out of a trial's identity, and
+:func:`study.config.claims.statement` out of what a study states.
+"""
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
@@ -82,6 +89,27 @@ def _with(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, 
             inner = _with(inner, str(key).split("."), entry)
         return values | {head: inner}
     return values | {head: value}
+
+
+def without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Copy a nested mapping without what it holds under dotted ``keys``, if anything."""
+    found = dict(values)
+    for key in keys:
+        head, _, rest = key.partition(".")
+        if not rest:
+            found.pop(head, None)
+        elif isinstance(found.get(head), Mapping):
+            found[head] = without(found[head], rest)
+    return found
+
+
+def sha256_of(values: Any) -> str:
+    """Return the SHA-256 of ``values`` as canonical JSON, 64 hex digits.
+
+    Ledgers keep such digests and trial ids are made of them, so the form of the JSON must stay.
+    """
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lookup(value: Any, key: str) -> Any:

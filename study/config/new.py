@@ -1,4 +1,4 @@
-"""What is refused of a new study, and kept by those that exist already."""
+"""Rules for the names of new studies; a study that exists keeps its name."""
 
 from __future__ import annotations
 

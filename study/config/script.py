@@ -1,7 +1,7 @@
 """Studies that are defined in Python: files with a :class:`~study.config.StudyConfig` in them.
 
 The file is loaded by its path under a private module name (:func:`trainers.user_code.load_file`).
-Its study is what the one name at its top level that holds a ``StudyConfig`` holds; of several
+The study is the one ``StudyConfig`` at the file's top level, whatever its name; with several,
 ``file.py:name`` chooses. A file with a ``main`` guard can so be both a script and a config::
 
     from study import ModelConfig, StudyConfig, TrialConfig

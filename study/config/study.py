@@ -41,12 +41,6 @@ TRACKING_SCHEMES = (
     "mysql+pymysql://",
 )
 
-OUTSIDE = ("data.root", "gpus")
-"""Trial keys that change no result.
-
-:func:`study.plan.identity.trial_id` leaves them out of a trial's identity.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:

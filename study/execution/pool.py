@@ -6,7 +6,7 @@ process is kept for the next trial of its shape, and ended when one of another s
 place; it costs milliseconds to make one (:mod:`trainers.workers.fork_server`). So as many trials
 run as there is room for, from the first moment on. A trial of several workers has a *gang*: one
 process per rank, started together or not at all. Small trials may share a process, one per GPU
-(:mod:`trainers.workers.host`).
+(:mod:`trainers.workers.packed`).
 
 Whatever ends a process, every trial in it is reported as :data:`~trainers.workers.messages.DIED`,
 and its resources are free; a gang ends with the first of its processes.

@@ -6,9 +6,9 @@ the study does not join it. If a part of Ray dies, ``ray start`` ends all of it;
 that within a second and starts it again. Only trials are lost; they begin again from their
 checkpoints. A process that had joined would be ended by Ray with its control store.
 
-Of a cluster the driver must be a part. If the node that it has joined dies, the driver joins again;
-if the control store is silent, the driver ends in order before Ray would end it, after 60 s
-(``RAY_gcs_rpc_server_reconnect_timeout_s``).
+To use a cluster the driver must join it. If the node that it has joined dies, the driver joins
+again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
+before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
 Whoever may talk to Ray runs code as its user. A Ray of our own requires a token that only our
 processes inherit; a cluster that requires none is refused unless ``insecure=true``.

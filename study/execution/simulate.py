@@ -7,7 +7,7 @@ b, c come from the trial's id alone. Reports at one time are taken in the order 
 trials began.
 
 The results are the makespan, the idle share of the slots, the trials ended early, the epochs
-computed and saved, and the load on the tracking store (requests: three per trial, reports come with
+computed and saved, and the load on the tracking store (:data:`REQUESTS_A_TRIAL`; reports come with
 them). Not modelled: starting Ray, failures, adaptive proposals (trials are sampled at random
 instead).
 """
@@ -28,11 +28,12 @@ from study.plan.identity import pace_key
 from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 
-REQUESTS_A_TRIAL = 3
+REQUESTS_A_TRIAL = 5
+"""Requests to the tracking store that one trial makes (:mod:`study.tracking.runs`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Simulation:
+class SimulatedRun:
     """Result of a simulation with one number of slots.
 
     Attributes:
@@ -65,7 +66,7 @@ def simulate(
     seconds: Callable[[PlannedTrial], float],
     error: Callable[[PlannedTrial, int], float],
     start_seconds: float = 0.05,
-) -> Simulation:
+) -> SimulatedRun:
     """Simulate a plan's trials on ``slots`` slots.
 
     Args:
@@ -100,7 +101,7 @@ def simulate(
             begin(now)
         else:
             heapq.heappush(events, (now + seconds(trial), number, epoch + 1, trial))
-    return Simulation(
+    return SimulatedRun(
         slots=slots,
         makespan=now,
         idle=1 - busy / (slots * now) if now else 0.0,

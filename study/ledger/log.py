@@ -189,10 +189,10 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._lock = folder, take_lock(folder)
-        self._remote: storage.Remote | None = None
+        self._remote: storage.RemoteLedger | None = None
         try:
             if is_url(place_of(folder)):
-                self._remote = storage.Remote(folder, self._lock)
+                self._remote = storage.RemoteLedger(folder, self._lock)
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)

@@ -18,6 +18,7 @@ from typing import Any
 from lns_ops import cuda
 from study.program import version_of
 from trainers.config.validation import memory
+from trainers.user_code import without_folder
 
 HERE = Path(__file__).resolve()
 REPOSITORY_VARIABLES = (
@@ -142,4 +143,4 @@ def different_data(
 
 def _which(entry: dict[str, Any]) -> tuple[str, str]:
     """Return what two descriptions of the same data have in common, wherever its files are."""
-    return entry["name"].rpartition("/")[2], entry.get("identity", "")
+    return without_folder(entry["name"]), entry.get("identity", "")

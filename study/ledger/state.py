@@ -29,7 +29,7 @@ PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", 
 ENDED = (FINISHED, FAILED, STOPPED)
 """Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
 COMMAND = "(a command)"
-"""What is shown of an alert's."""
+"""Text shown in place of an alert's command."""
 
 
 @dataclass(kw_only=True)

@@ -195,7 +195,7 @@ def write_lock(lock: IO[str], note: dict[str, Any]) -> None:
     lock.flush()
 
 
-class Remote:
+class RemoteLedger:
     """The one writer of a study's ledger in an object store.
 
     Taking the lock waits for :data:`SILENT_SECONDS` where another writer may be dead.

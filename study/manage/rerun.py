@@ -59,7 +59,7 @@ def rerun(
         if planned.id != trial_id(config):
             raise UserError(
                 f"trial {trial.id}: this machine makes another trial of its config{_why(config)};"
-                " run it where, and with the code with which, it ran"
+                " run it on the machine, and with the code, that trained it"
             )
         (again,) = run(study).trials
     return Repetition(trial=trial, again=again, differences=differences(trial, again))

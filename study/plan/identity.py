@@ -7,11 +7,12 @@ Four equivalences, from the finest: the same trial (:func:`trial_id`), the same 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
+from study.config.keys import OUTSIDE, sha256_of, without
 from trainers.config import TrialConfig
+from trainers.user_code import without_folder
 
 NAMED = ("model", "data", "loss", "trainable")
 """Parts of a trial's config that may name code of the user's; each of ``metrics`` does too."""
@@ -47,20 +48,15 @@ def pace_key(config: dict[str, Any]) -> str:
 
 def digest(values: Any) -> str:
     """Return :data:`ID_LENGTH` hex digits of the sha256 of ``values`` as canonical JSON."""
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
+    return sha256_of(values)[:ID_LENGTH]
 
 
 def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
-    """Return ``config`` without the keys that change no result and without the keys ``ignored``.
-
-    The former are :data:`study.config.OUTSIDE`.
-    """
-    values = {key: value for key, value in config.items() if key not in ("gpus", *ignored)}
-    data = {key: value for key, value in config["data"].items() if key != "root"}
-    named = {part: _placeless(config[part]) for part in NAMED if part in config}
+    """Return ``config`` without the keys :data:`~study.config.keys.OUTSIDE` and ``ignored``."""
+    values = without(config, *OUTSIDE, *ignored)
+    named = {part: _placeless(values[part]) for part in NAMED if part in values}
     metrics = {name: _placeless(part) for name, part in config.get("metrics", {}).items()}
-    return values | named | {"data": _placeless(data), "metrics": metrics}
+    return values | named | {"metrics": metrics}
 
 
 def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,7 +68,7 @@ def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
 def _placeless(part: dict[str, Any]) -> dict[str, Any]:
     """Copy the config of a part with the file of its factory named without its folder: its code has
     a digest."""
-    return part | {"name": part["name"].rpartition("/")[2]}
+    return part | {"name": without_folder(part["name"])}
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

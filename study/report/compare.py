@@ -56,7 +56,7 @@ class Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StudyComparison:
     """Result of comparing two studies.
 
     Attributes:
@@ -83,7 +83,7 @@ class Comparison:
     diverged: list[str]
 
 
-def compare(first: StudyState, second: StudyState) -> Comparison:
+def compare(first: StudyState, second: StudyState) -> StudyComparison:
     """Match the finished trials of two studies.
 
     Raises:
@@ -120,7 +120,7 @@ def compare(first: StudyState, second: StudyState) -> Comparison:
         if len(rows) > 1
         else 1
     )
-    return Comparison(
+    return StudyComparison(
         names=_names(first, second),
         pairs=pairs,
         matched_by=matched_by,
@@ -202,7 +202,7 @@ def _figure(trial: TrialState, metric: Metric, tested: bool) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def lines(found: Comparison) -> list[list[str]]:
+def lines(found: StudyComparison) -> list[list[str]]:
     """Return one line per row: label, pairs, both means, mean difference (errors: in points)."""
     metric, groups = found.metric, dict[str, list[Pair]]()
     for pair in found.pairs:
@@ -224,7 +224,7 @@ def lines(found: Comparison) -> list[list[str]]:
     return table
 
 
-def verdict(found: Comparison) -> str:
+def verdict(found: StudyComparison) -> str:
     """Describe the overall difference in one sentence."""
     test = "; too few seeds to test"
     contrast, metric = found.contrast, found.metric
@@ -260,7 +260,7 @@ def verdict(found: Comparison) -> str:
     )
 
 
-def draw(found: Comparison, theme: Theme = LIGHT) -> bytes:
+def draw(found: StudyComparison, theme: Theme = LIGHT) -> bytes:
     """Draw a PNG with a dot per pair, one study on each axis; on the line they are equal."""
     figure, axes = canvas(theme, height=6.4)
     rows = list(dict.fromkeys(pair.name for pair in found.pairs))

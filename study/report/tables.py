@@ -1,17 +1,6 @@
 """Tables and text of a report, from the state of the ledger alone: for the terminal, for Markdown,
 as CSV, and for the HTML page.
 
-The files of a report, written whole (a new file renamed over the old)::
-
-    report.html            everything, pictures inside; light and dark; nothing fetched
-    report.md              the table, the claims and the protocol
-    figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
-    error_per_epoch.png    the study's metric per epoch, validation error or another
-    test_error.png         its final figures on the test set beside the published ones
-    pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
-                           show
-    configurations.csv     of a search: every configuration, ranked
-
 Labels and names come from configs, so the HTML template escapes everything; pictures, and the
 scripts of :mod:`study.report.interactive`, are the only raw values.
 """

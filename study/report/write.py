@@ -1,4 +1,14 @@
-"""The files of a report, written whole."""
+"""The files of a report, each written whole (a new file renamed over the old)::
+
+report.html            everything, pictures inside; light and dark; nothing fetched
+report.md              the table, the claims and the protocol
+figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
+error_per_epoch.png    the study's metric per epoch, validation error or another
+test_error.png         its final figures on the test set beside the published ones
+pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
+                       show
+configurations.csv     of a search: every configuration, ranked
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _FIXED = (1e6, 1e6 * (1 + 1e-9))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
+class MemberStep:
     """A member's values in one generation, in the unit cube, and their gain (NaN while unknown)."""
 
     generation: int
@@ -66,8 +66,8 @@ def explored(
 
 
 def propose_step(
-    known: Sequence[Step], chosen: Sequence[Step], domains: Sequence[Domain], now: Params,
-    generation: int, generator: np.random.Generator
+    known: Sequence[MemberStep], chosen: Sequence[MemberStep], domains: Sequence[Domain],
+    now: Params, generation: int, generator: np.random.Generator
 ) -> Params:  # fmt: skip
     """Return values for ``domains`` in ``generation``.
 
@@ -100,8 +100,8 @@ def propose_step(
 
 
 def _best(
-    known: Sequence[Step],
-    chosen: Sequence[Step],
+    known: Sequence[MemberStep],
+    chosen: Sequence[MemberStep],
     keys: list[str],
     points: NDArray[np.float64],
     generation: int,
@@ -129,7 +129,7 @@ def _best(
     return points[int(np.argmax(mean + math.sqrt(beta) * deviation))]
 
 
-def _rows(steps: Sequence[Step], keys: list[str]) -> NDArray[np.float64]:
+def _rows(steps: Sequence[MemberStep], keys: list[str]) -> NDArray[np.float64]:
     return np.array(
         [[float(step.generation), *(step.units[key] for key in keys)] for step in steps]
     )

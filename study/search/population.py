@@ -28,7 +28,7 @@ from study.config.space import Domain, Params, params_at
 from study.ledger.state import StudyState
 from study.plan.candidates import CANDIDATES, generation_ends
 from study.results.configurations import signed
-from study.search.pb2 import Step, explored, propose_step
+from study.search.pb2 import MemberStep, explored, propose_step
 from study.search.rounds import Member, Rounds
 
 
@@ -38,7 +38,7 @@ class Population(Rounds):
     def _prepare(self) -> int:
         epochs = self._base.values(self._point)["epochs"]
         self._ends = generation_ends(epochs, self._search.perturbation_interval)
-        self._steps: list[Step] = []
+        self._steps: list[MemberStep] = []
         return len(self._ends) - 1
 
     def _params(self, member: Member) -> Params:
@@ -58,7 +58,7 @@ class Population(Rounds):
             usable[: max(1, few)],
             {*order[len(order) - few :], *(set(order) - set(usable))} - {usable[0]},
         )
-        chosen: list[Step] = []
+        chosen: list[MemberStep] = []
         before, after = self._members, list[Member]()
         for number, member in enumerate(before):
             parent = before[best[self._generator(number).integers(len(best))]]
@@ -68,7 +68,7 @@ class Population(Rounds):
         return after
 
     def _offspring(
-        self, parent: Member, number: int, chosen: list[Step], others: list[Member]
+        self, parent: Member, number: int, chosen: list[MemberStep], others: list[Member]
     ) -> Member:
         """Return a new member that continues ``parent`` with other values from now on.
 
@@ -101,7 +101,7 @@ class Population(Rounds):
                 self.excluded.append(self._base.exclude(now | new, error))
             else:
                 chosen.append(
-                    Step(
+                    MemberStep(
                         generation=self._round + 1, units=_units(domains, now | new), gain=math.nan
                     )
                 )
@@ -119,7 +119,7 @@ class Population(Rounds):
                 values = _now(member)
                 domains = [domain for domain in self._space.sampled if domain.key in values]
                 self._steps.append(
-                    Step(generation=self._round, units=_units(domains, values), gain=gain)
+                    MemberStep(generation=self._round, units=_units(domains, values), gain=gain)
                 )
 
 

@@ -3,9 +3,9 @@ param, every status.
 
 An audit reads everything back from the store and compares it with the ledger, both ways: what is
 missing and what is too much. What is missing is sent. A run with something false (a point or param
-that the ledger does not have: MLflow can take neither back) is made again, with the tags and the
-note that users gave it, and then deleted. Runs that belong to no trial of the ledger, and twins,
-are deleted. Then everything is read and compared once more.
+that the ledger does not have: MLflow can take neither back) is replaced: a new run is made, with
+the tags and the note that users gave the old one, then the old one is deleted. Runs that belong to
+no trial of the ledger, and twins, are deleted. Then everything is read and compared once more.
 
 Params and metrics with other names, which users logged, and params that are no part of a trial's
 identity (the data's folder, the share of a GPU, what was changed when memory ran out) are no

@@ -10,8 +10,8 @@ so a database that was swapped or set back is completed as well.
 Layout: one experiment per study; one parent run per ledger with config, plan, environment and
 report; one child run per trial with params, tags, data sets, metrics. A study extended by seeds or
 rows keeps its runs: keys are made of the ledger's id and the trial's, not of the plan. Requests:
-four per trial (make, params and metrics, data set, end), one per file of its profile, and one per
-batch of later reports.
+five per trial (make, params and metrics, tags of its end, data set, end), one per file of its
+profile, and one per batch of later reports.
 """
 
 from __future__ import annotations

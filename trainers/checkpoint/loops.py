@@ -93,5 +93,8 @@ def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
         if (folder / DICT).exists():
             return torch.load(folder / DICT, map_location="cpu", weights_only=True), state
     except (OSError, KeyError) as error:
-        raise ValueError(f"{folder}: no whole checkpoint of a loop there ({error})") from None
+        raise ValueError(
+            f"{folder}: no whole checkpoint of a loop there ({error}); name one that a loop of this"
+            " trial reported"
+        ) from None
     return folder / FILES, state

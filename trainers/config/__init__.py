@@ -1,5 +1,10 @@
 """The configuration of one trial, as frozen dataclasses that refuse combinations that cannot work.
 
+``study`` builds them from YAML; a script may build them by hand::
+
+    precision = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
+    TrialConfig(precision=precision, epochs=3)
+
 Loads no process groups and no training loop.
 """
 

@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
         ("lr_schedule.warmup_epochs", "epochs"),
         lambda c: c.lr_schedule.warmup_epochs >= c.epochs,
         "the rate would never reach its full value",
-        "a shorter warm-up",
+        "lr_schedule.warmup_epochs below {epochs}",
     ),
     Rule(
         ("analysis_every", "precision.format"),
@@ -268,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("min_workers", "workers"),
         lambda c: c.min_workers is not None and c.min_workers > c.workers,
-        "workers is the most",
+        "min_workers counts the fewest workers and workers the most",
         "min_workers={workers} or less",
     ),
     Rule(

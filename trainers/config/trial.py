@@ -1,10 +1,8 @@
-"""The configuration of one trial: data, model, precision, optimizer, length, seed and workers.
+"""The keys of one trial (:class:`TrialKeys`) and its parts: data, model, precision, own loop.
 
-Frozen dataclasses, validated once, where they are made; nothing checks them again. ``study`` builds
-them from YAML; a script may build them by hand::
-
-    precision = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
-    TrialConfig(precision=precision, epochs=3)
+Each is a frozen dataclass that refuses what is wrong by itself.
+:class:`~trainers.config.TrialConfig`, in :mod:`trainers.config.compatibility`, adds the rules
+between them.
 """
 
 from __future__ import annotations
@@ -209,8 +207,8 @@ def _check_factory(
 class TrainableConfig:
     """A training loop of the user's own, which takes the place of ours.
 
-    Of the trial's other keys only ``epochs`` (the most reports), ``seed``, ``device``, ``gpus``,
-    ``threads`` and ``workers`` act; all are told to the loop.
+    Of the trial's other keys only ``epochs`` (the largest number of reports), ``seed``, ``device``,
+    ``gpus``, ``threads`` and ``workers`` act; all are told to the loop.
 
     Attributes:
         name: ``file.py:function`` or ``package.module:function``, called with ``args``

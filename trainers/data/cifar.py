@@ -62,7 +62,9 @@ def _read(folder: Path, name: str, images: int, classes: int) -> Table:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check it") from None
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from None
     pixels, labels = read_binary(raw, path, classes) if path == binary else read_batch(raw, path)
     if len(pixels) != images or len(labels) != images or pixels.shape[1:] != (VALUES,):
         raise ValueError(
@@ -117,7 +119,7 @@ def read_batch(raw: bytes, path: Path) -> Table:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """Return bytes as old pickles have them."""
+    """Return the bytes that a Python 2 pickle stored as latin-1 text."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in {encoding}")
     return text.encode("latin1")

@@ -4,13 +4,8 @@ Files are found by :mod:`trainers.data.download` and read by the module of their
 :mod:`trainers.data.cifar`, text and piano rolls by :mod:`trainers.data.windows`; what is made from
 a seed by :mod:`trainers.data.generated`.
 
-MNIST is read from its four IDX files, the handwritten digits from scikit-learn. The IDX files are
-looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or its ``mnist/``). A
-folder that is named in one of these ways must hold all files; a missing file is an error. If
-neither is given, they are looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
-Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
-came from.
+MNIST is read from its IDX files (:mod:`trainers.data.mnist` says where they are looked for), the
+handwritten digits from scikit-learn.
 
 Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
 the last ``validation_size`` of the training set for validation, the test set as published (digits:
@@ -45,7 +40,7 @@ from trainers.data.mnist import FILES, download_mnist, find_mnist, load_mnist, m
 from trainers.data.split import Dataset, DatasetInfo, Examples, Split
 from trainers.data.windows import load_piano_rolls, load_text
 from trainers.files import write_whole
-from trainers.user_code import DIGEST_LENGTH, forget, names_code
+from trainers.user_code import DIGEST_LENGTH, forget, names_code, without_folder
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
@@ -260,7 +255,7 @@ def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
 def _identity(config: DataConfig) -> str:
     """Return what decides the examples of a user's factory, in a line."""
     values = asdict(config)
-    named = values | {"name": config.name.rpartition("/")[2]}
+    named = values | {"name": without_folder(config.name)}
     return json.dumps(named, sort_keys=True, default=repr)
 
 

@@ -1,6 +1,13 @@
 """MNIST: where its IDX files are found, how they are downloaded, checked and read; and the files of
 Fashion-MNIST and KMNIST, which have the same names and sizes.
 
+The four files are looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or
+its ``mnist/``). A folder that is named in one of these ways must hold all files; a missing file is
+an error. If neither is given, they are looked for in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
+Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
+came from.
+
 Format: http://yann.lecun.com/exdb/mnist/; H. Xiao et al. 2017 (arXiv:1708.07747), Fashion-MNIST; T.
 Clanuwat et al. 2018 (arXiv:1812.01718), KMNIST.
 """

@@ -41,8 +41,10 @@ from trainers.sync.base import Synchroniser
 
 
 class _Allocating:
-    """How torch's own collectives of this kind get their memory, and the trial's collectives that
-    count them. torch asks for no base class."""
+    """Base of FSDP's two collectives here, which torch calls: allocates plain memory.
+
+    Holds the trial's collectives, which count bytes.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

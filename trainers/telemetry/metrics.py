@@ -24,8 +24,8 @@ each metric):
   (:mod:`trainers.telemetry.energy`): the only metric that is not measured.
 
 A metric that the hardware or the system does not offer is absent, never estimated. All names begin
-with :data:`PREFIX`. The values depend on the machine and its load, and are left out where results
-are compared.
+with :data:`PREFIX`. Times, memory and energy depend on the machine and its load;
+``tensor_bytes`` and the counts do not. All are left out where results are compared.
 """
 
 from __future__ import annotations

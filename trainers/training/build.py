@@ -33,8 +33,8 @@ from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
 from trainers.optim.offload import Offload
 from trainers.optim.wrappers import OffloadedOptimizer, ScaledOptimizer
-from trainers.parallel.factory import make_parts
-from trainers.sync.factory import make_synchroniser
+from trainers.parallel.choice import make_parts
+from trainers.sync.choice import make_synchroniser
 from trainers.sync.pairwise import add_pairwise_
 from trainers.telemetry.energy import operator_picojoules
 from trainers.telemetry.metrics import Telemetry

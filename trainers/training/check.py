@@ -39,7 +39,7 @@ SUM_TOLERANCE = 1e-3
 """Relative error with which a loss of twice as many examples is twice as large: float32 sums of a
 few values are a thousand times more exact."""
 _answers: dict[str, int] = {}
-"""Answers of an example, by what has been checked in this process of trials of the user's code."""
+"""Answers of an example by task, for the tasks that this process has checked."""
 
 
 def check(config: TrialConfig, info: DatasetInfo) -> None:

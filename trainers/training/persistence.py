@@ -23,6 +23,7 @@ from trainers.checkpoint.state import (
 from trainers.config import ModelConfig, TrialConfig
 from trainers.sync.base import Synchroniser
 from trainers.training.build import Components
+from trainers.user_code import without_folder
 
 SAME_TRIAL = ("model", "precision", "seed", "optimizer.name")
 """The keys in which two trials must agree for one to continue the other's checkpoint."""
@@ -106,7 +107,7 @@ def _placeless(value: Any) -> Any:
     """Return a model's config with the file of its factory named without its folder."""
     if not isinstance(value, ModelConfig):
         return value
-    return replace(value, name=value.name.rpartition("/")[2])
+    return replace(value, name=without_folder(value.name))
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.host import Host
 from trainers.workers.messages import Beginning
+from trainers.workers.packed import Host
 
 
 @dataclass(frozen=True, kw_only=True)

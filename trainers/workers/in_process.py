@@ -64,7 +64,10 @@ class InProcess(Executor):
 
 
 class Packed(InProcess):
-    """Trains a trial beside others of the same process (:mod:`trainers.workers.host`)."""
+    """Trains a trial beside others of the same process.
+
+    :mod:`trainers.workers.packed` has what they share.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -13,7 +13,7 @@ HISTORY = "history"
 FINAL = "final"
 """In the last report of a loop of the user's own: what it returned, a dict of figures."""
 NAMESPACE = "lns-study"
-"""Ray's, of the actors that a trial's processes find by name."""
+"""Ray namespace of the actors that a trial's processes find by name."""
 
 DETERMINISTIC = (
     ValueError,
@@ -55,7 +55,7 @@ memory ran out; anything else."""
 
 
 class Message(NamedTuple):
-    """Between a worker process and who drives it."""
+    """A message between a worker process and its driver."""
 
     kind: str
     trial: str = ""

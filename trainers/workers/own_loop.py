@@ -34,7 +34,7 @@ from trainers.config import TrialConfig
 from trainers.object_store import local_folder
 from trainers.training.build import set_threads
 from trainers.training.device import check_device, resolve_device
-from trainers.user_code import describe_error, find_source, seeded
+from trainers.user_code import describe_error, find_source, seeded, without_folder
 from trainers.user_loop import (
     KEY,
     Checkpoint,
@@ -235,7 +235,7 @@ class OwnLoop(Executor):
         """
         assert isinstance(end, _End), "no loop reports more than its epochs"
         name = self._config.trainable.name
-        short = name.rpartition("/")[2]
+        short = without_folder(name)
         if end.error is not None:
             text = f"{KEY}={short} raised {describe_error(end.error, self._path)}; mend it there"
             again = isinstance(end.error, OSError) or is_out_of_memory(end.error)

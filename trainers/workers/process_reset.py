@@ -1,7 +1,7 @@
 """The reset of a process between two trials: what a trial changed is put back, or noticed.
 
 Everything that decides a result is made anew for each trial, but settings of the process may still
-be changed by a trial's code or a library that it calls. Between two trials :class:`Leftovers`
+be changed by a trial's code or a library that it calls. Between two trials :class:`InitialSettings`
 restores those settings to what they were before the first trial. Threads and memory that are never
 released cannot be restored; beyond a bound it refuses them, so that the next trial gets a fresh
 process.
@@ -24,17 +24,17 @@ from lns_ops import get_matmul_accumulation, set_matmul_accumulation
 from trainers.training.device import returns_memory
 
 THREADS = 64
-"""More Python threads than before the first trial are a leak."""
+"""Python threads beyond those before the first trial that still count as none leaked."""
 MEMORY = max(2 << 30, psutil.virtual_memory().total // 16)
-"""More bytes of memory, of the process or on its GPU, than after the first trial are a leak; other
-shapes and formats add some."""
+"""Bytes, of the process or on its GPU, beyond those after the first trial that still count as none
+leaked: other shapes and formats add some."""
 
 
 class LeakError(RuntimeError):
     """A process has kept what it cannot give back; it should end."""
 
 
-class Leftovers:
+class InitialSettings:
     """A process's settings as they are when this is made, before the first trial."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Leftovers:
         # what is there now is never looked through again, half a million objects of libraries
         gc.freeze()
 
-    def clear(self) -> None:
+    def restore(self) -> None:
         """Put the process's settings back; to be called between trials.
 
         Raises:

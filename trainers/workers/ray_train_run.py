@@ -36,12 +36,12 @@ from trainers.workers.ray_train_worker import build_trainer, read_results
 Address = tuple[str, int]
 
 
-class Told(UserCallback):  # type: ignore[misc]
-    """Passes reports on from the controller, and has it wait until it may go on.
+class ReportCallback(UserCallback):  # type: ignore[misc]
+    """A callback in Ray Train's controller: sends the driver each report and waits for its answer.
 
     Args:
         address: where the driver listens.
-        key: shows each to the other.
+        key: secret by which the driver and the controller know each other.
     """
 
     def __init__(self, address: Address, key: bytes) -> None:
@@ -89,7 +89,7 @@ class RayTrainRun(Executor):
             config,
             storage_path=self._plan["storage"],
             name=self._trial,
-            callbacks=[Told(self._listener.address, key)],
+            callbacks=[ReportCallback(self._listener.address, key)],
             max_failures=self._plan["max_failures"],
             origin=self._plan.get("origin", {}),
         )

@@ -143,7 +143,7 @@ def build_trainer(
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
         origin: see :attr:`trainers.training.trainer.Training.origin`.
         callbacks: ``ray.train.UserCallback``s, such as
-            :class:`trainers.workers.ray_train_run.Told`.
+            :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     return TorchTrainer(
         train_loop,

@@ -25,8 +25,8 @@ LANES = 6
 nets on an H200 a little faster than one of twelve, whose threads wait for Python's global lock
 (docs/benchmarks/studies.md)."""
 SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
-"""Of a GPU that a trial takes by default, by the multiply-accumulates of a step below which it
-does: where so many at once were faster than fewer on an H200. A larger trial takes a whole one."""
+"""Default shares of a GPU, as (most multiply-accumulates of a step, share). With each share so many
+trials at once were faster than fewer on an H200; a larger trial takes a whole GPU."""
 CLASSES = 10
 
 
@@ -119,8 +119,10 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a whole step of an mlp, cnn or vanilla, its update too, is one CUDA graph: on
-    one GPU, and the same every time."""
+    """Return whether a whole step, its update too, is one CUDA graph.
+
+    It is for an mlp, cnn, vanilla or capsules on one GPU whose step is the same every time.
+    """
     if not config.model.feedforward or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
@@ -163,8 +165,10 @@ def _macs(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights an mlp or cnn has, biases left out; 0 for others, whose size their
-    data decide."""
+    """Return how many weights a feedforward model of ours has, biases left out; 0 for others.
+
+    These are mlp, cnn, vanilla and capsules.
+    """
     return sum(weights for weights, _ in _layers(config))
 
 

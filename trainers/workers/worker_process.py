@@ -40,7 +40,6 @@ from trainers.object_store import is_url, local_folder
 from trainers.training.trainer import check
 from trainers.user_loop import load_loop
 from trainers.workers.executors import Context, Executor, make_executor
-from trainers.workers.host import Host
 from trainers.workers.messages import (
     BEGAN,
     CHECK,
@@ -65,7 +64,8 @@ from trainers.workers.messages import (
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
-from trainers.workers.process_reset import LeakError, Leftovers, kept_settings
+from trainers.workers.packed import Host
+from trainers.workers.process_reset import InitialSettings, LeakError, kept_settings
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
@@ -98,7 +98,7 @@ class Worker:
         self._answers: dict[str, queue.SimpleQueue[str]] = {}
         self._place = {"rank": 0, "workers": 1}
         self._host = Host() if lanes > 1 else None
-        self._leftovers: Leftovers | None = None
+        self._initial: InitialSettings | None = None
 
     def run(self) -> None:
         """Do what is asked for until the connection closes."""
@@ -169,8 +169,8 @@ class Worker:
 
     def _train(self, trial: str, plan: dict[str, Any]) -> None:
         """Train one trial, to its end or that of this process."""
-        if self._leftovers is None and self._lanes == 1:
-            self._leftovers = Leftovers()
+        if self._initial is None and self._lanes == 1:
+            self._initial = InitialSettings()
         executor: Executor | None = None
         how, text = DONE, ""
         try:
@@ -246,8 +246,8 @@ class Worker:
         try:
             if executor is not None:
                 executor.end()
-            if self._leftovers is not None:
-                self._leftovers.clear()
+            if self._initial is not None:
+                self._initial.restore()
         except LeakError as error:
             return str(error)
         return ""

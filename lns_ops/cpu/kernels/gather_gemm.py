@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from lns_ops.cpu.compiler.intrinsics import get, helper, look_up, put, scratch
 from lns_ops.cpu.compiler.object_cache import kernel
 from lns_ops.spec.gaussian_log import CANCEL, gaussian_tables
+from lns_ops.spec.reference import ACC_MAX, ACC_MIN
 
 _I16 = NDArray[np.int16]
 _I32 = NDArray[np.int32]
@@ -40,6 +41,8 @@ STRIP = 128
 _COUNTABLE = 1 << 14
 NOTHING = -(1 << 28)
 _CANCELLED = -(1 << 29)
+LOWEST, HIGHEST = 4 * ACC_MIN, 4 * ACC_MAX
+"""Words of the accumulator's limits."""
 
 
 @lru_cache(maxsize=32)

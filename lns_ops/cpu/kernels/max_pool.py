@@ -2,8 +2,8 @@
 
 The order key of a code and the number of the window's element share an int32, ``65536 key + 65535 -
 tap``, so one maximum finds both the largest value and, among equal ones, the first. All columns of
-a row are treated alike, whatever the stride, and every stride-th is taken at the end: contiguous
-vectors, two maxima too many at stride 2.
+a row are treated alike, whatever the stride, and every stride-th is taken at the end: vectors stay
+contiguous; at stride 2 half of the maxima are computed in vain.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ and RNN; initial states that are plain tensors are encoded. A batch of sequences
 packed one: step by step, each as many sequences as have not ended, the longest first.
 
 Sequences of several lengths (torch.nn.utils.rnn) are padded to one, or packed: torch's own write
-values into a new float tensor, which would turn LNS into float32 unasked. Here torch moves places
-instead of values, integers whose order is read by index.
+values into a new float tensor, which would turn LNS into float32 unasked. Here torch packs
+integer positions, by which the values are then gathered.
 
 Sources: S. Hochreiter, J. Schmidhuber 1997; K. Cho et al. 2014 (arXiv:1406.1078); projections: H.
 Sak et al. 2014 (arXiv:1402.1128).

@@ -5,14 +5,14 @@ encoded count before its sum is stored, so it never saturates. The variance is t
 - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that rounding has made
 nearly equal.
 
-A norm squares: 0.003 leaves lns12 when squared, and 100,000 of it are 0.95. So a norm is summed in
-float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
+A norm squares: 0.003 squared underflows in lns12, yet 100,000 such values have norm 0.95. So a norm
+is summed in float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
 (:func:`lns_ops.functional.norm`) and has the same bits on every device; the others depend on the
 order in which a device adds float64 numbers, which changes a code about once in 10^12 times.
 
-Gradients of norms and standard deviations at 0 are torch's: 0, though the formula divides by them.
-So they are formulas of their own, of the functions that users call; ``sqrt`` alone has an infinite
-one, which is refused as other divisions by zero are.
+The gradient of a norm or standard deviation at 0 is 0, as torch's is, though its formula divides by
+the value there. So norms and ``std`` have their own gradient formulas; that of plain ``sqrt`` at 0
+raises, as other divisions by zero do.
 """
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ def test_groups_of_lars_and_lamb_need_not_adapt() -> None:
         ("Adamax", {"lr": 1e-9}, "lr=1e-09: underflows"),
         ("SGD", {"lr": 0.1, "nesterov": True}, "nothing to look ahead with"),
         ("Lion", {"arithmetic": "float64"}, "arithmetic='float64': must be one of lns, float32"),
-        ("Adamax", {"kahan_sum": True, "stochastic_rounding": True}, "choose one of them"),
+        ("Adamax", {"kahan_sum": True, "stochastic_rounding": True}, "one is enough; choose one"),
     ],
 )
 def test_bad_values_are_refused(name: str, options: dict[str, Any], said: str) -> None:

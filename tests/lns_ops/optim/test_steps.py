@@ -147,7 +147,11 @@ def test_adam_state_survives_its_state_dict(options: dict[str, bool]) -> None:
     ("kind", "arguments", "said"),
     [
         (SGD, {"lr": 0.1, "momentum": 0.999}, "momentum=0.999: rounds to 1 in lns8"),
-        (SGD, {"lr": 0.1, "kahan_sum": True, "stochastic_rounding": True}, "choose one of them"),
+        (
+            SGD,
+            {"lr": 0.1, "kahan_sum": True, "stochastic_rounding": True},
+            "one is enough; choose one",
+        ),
         (
             SGD,
             {"lr": 0.1, "stochastic_rounding": True, "seed": -1},

@@ -342,7 +342,7 @@ def test_batches_of_gradients_are_as_many_of_each_or_none() -> None:
     net = convert_(nn.Linear(3, 4), "lns16", "everywhere")
     x = torch.randn(2, 3, requires_grad=True)
     y = net(x)
-    with pytest.raises(ValueError, match=r"of \[2, 3\] gradients: as many of each"):
+    with pytest.raises(ValueError, match=r"of \[2, 3\] gradients: pass the same number"):
         torch.autograd.grad(
             (y, y * 2), x, (torch.ones(2, 2, 4), torch.ones(3, 2, 4)), is_grads_batched=True
         )

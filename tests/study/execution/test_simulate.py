@@ -42,7 +42,7 @@ def test_without_a_scheduler_it_is_arithmetic(searched: Make, slots: int, rounds
     assert found.makespan == pytest.approx(rounds * (9 * 2.0 + 1.0))
     assert (found.epochs, found.saved, found.early) == (360, 0, 0)
     assert found.idle == pytest.approx(1 - 360 * 2.0 / (slots * found.makespan))
-    assert found.requests == pytest.approx(120 / found.makespan)
+    assert found.requests == pytest.approx(200 / found.makespan)
 
 
 def test_asha_saves_epochs_and_keeps_the_best(searched: Make) -> None:

@@ -21,7 +21,7 @@ from study.ledger.state import StudyState, fold
 from study.manage.studies import overview
 from study.plan.plan import make_plan
 from study.report.compare import compare, lines, verdict
-from study.report.formats import escape, render_latex
+from study.report.exports import escape, render_latex
 from study.report.interactive import explore_data
 from study.report.tables import remarks
 from study.results.configurations import configurations, table
@@ -175,6 +175,14 @@ def test_a_report_in_other_forms(
     assert main(["report", "formed", "--storage", study.storage, "--format", form]) == 0
     assert str(study.folder / "report" / name) in capsys.readouterr().out
     assert (study.folder / "report" / name).stat().st_size > 100
+
+
+def test_markdown_asked_for_is_the_reports_own_with_its_claims(tiny: Tiny) -> None:
+    claim = "{name: good, claim: It works., source: a talk, value: {row: float32, at_most: 50}}"
+    study = tiny("claimed", "seeds=[0,1,2]", f"claims=[{claim}]")
+    write_ledger(study, made_up_events(study))
+    assert main(["report", "claimed", "--storage", study.storage, "--format", "md"]) == 0
+    assert "It works." in (study.folder / "report" / "report.md").read_text()
 
 
 def test_latex_takes_nothing_for_its_own(tiny: Tiny) -> None:

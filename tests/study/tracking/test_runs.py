@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from study.config import StudyConfig
+from study.execution.simulate import REQUESTS_A_TRIAL
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Follower, Ledger
 from study.ledger.state import fold
+from study.tracking import writer
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect, tracking_lock
 from tests.study.conftest import made_up_events, write_ledger
@@ -307,3 +310,36 @@ def test_a_database_that_does_not_answer_is_not_left_to_mlflows_two_minutes_of_t
     monkeypatch.setattr("study.tracking.supervisor.connect", waits)
     with pytest.raises(ValueError, match=r"ada:\*\*\*@127.0.0.1:9.*Connection refused"):
         check_tracking("postgresql://ada:secret@127.0.0.1:9/studies")
+
+
+class Counted:
+    """A client whose calls are counted."""
+
+    def __init__(self, client: Any, calls: Counter[str]) -> None:
+        self._client, self._calls = client, calls
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._client, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._calls[name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def test_a_trial_makes_as_many_requests_as_a_simulation_says(
+    tracked: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that two more trials make; each of these methods is one request to a server."""
+    found: list[Counter[str]] = []
+    for name, seeds in (("one seed", "seeds=[0]"), ("two seeds", "seeds=[0,1]")):
+        calls: Counter[str] = Counter()
+        monkeypatch.setattr(
+            writer, "connect", lambda uri, calls=calls: Counted(connect(uri), calls)
+        )
+        study = tracked(name, seeds)
+        assert send(study, made_up_events(study))[0] == ""
+        found.append(calls)
+    more = found[1] - found[0]
+    assert more.total() == 2 * REQUESTS_A_TRIAL

@@ -14,8 +14,8 @@ from lns_ops import cuda, get_matmul_accumulation, set_matmul_accumulation
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.executors import Context
-from trainers.workers.host import Host
 from trainers.workers.in_process import InProcess, Packed
+from trainers.workers.packed import Host
 
 BASE = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=512),

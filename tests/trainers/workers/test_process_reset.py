@@ -15,7 +15,7 @@ from lns_ops import get_matmul_accumulation, set_matmul_accumulation
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers import process_reset
-from trainers.workers.process_reset import LeakError, Leftovers
+from trainers.workers.process_reset import InitialSettings, LeakError
 
 CONFIG = TrialConfig(
     data=DataConfig(name="digits", validation_size=300, train_size=128),
@@ -35,7 +35,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LNS_STUDY_LEFTOVER", "before")
-    clean, folder, before = Leftovers(), os.getcwd(), figures()
+    clean, folder, before = InitialSettings(), os.getcwd(), figures()
     os.environ["LNS_STUDY_LEFTOVER"] = "after"
     os.environ["LNS_STUDY_NEW"] = "new"
     os.chdir(tmp_path)
@@ -45,7 +45,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
     torch.use_deterministic_algorithms(True)
     set_matmul_accumulation("float32")
     torch.rand(7)
-    clean.clear()
+    clean.restore()
     assert os.environ["LNS_STUDY_LEFTOVER"] == "before"
     assert "LNS_STUDY_NEW" not in os.environ
     assert os.getcwd() == folder
@@ -57,7 +57,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
     state = torch.get_rng_state()
     assert figures() == before
     torch.rand(7)
-    clean.clear()
+    clean.restore()
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -75,7 +75,8 @@ def test_putting_back_what_has_not_changed_loads_nothing() -> None:
     """torch loads its compiler, two seconds, to be told once more that algorithms need not be
     deterministic."""
     code = (
-        "import sys; from trainers.workers.process_reset import Leftovers; Leftovers().clear(); "
+        "import sys; from trainers.workers.process_reset import InitialSettings; "
+        "InitialSettings().restore(); "
         "assert 'torch._inductor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -84,20 +85,20 @@ def test_putting_back_what_has_not_changed_loads_nothing() -> None:
 def test_threads_and_memory_that_stay_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_reset, "THREADS", 3)
     monkeypatch.setattr(process_reset, "MEMORY", 64 << 20)
-    clean = Leftovers()
-    clean.clear()
+    clean = InitialSettings()
+    clean.restore()
     kept = bytearray(os.urandom(1 << 20) * 100)
     with pytest.raises(LeakError, match="MB and 0 threads more"):
-        clean.clear()
+        clean.restore()
     del kept
-    clean = Leftovers()
+    clean = InitialSettings()
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(4)]
     for thread in threads:
         thread.start()
     try:
         with pytest.raises(LeakError, match="4 threads more"):
-            clean.clear()
+            clean.restore()
     finally:
         done.set()
         for thread in threads:

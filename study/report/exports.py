@@ -1,5 +1,4 @@
-"""Results in other forms than the page: Markdown and LaTeX tables, csv and parquet of the
-trials."""
+"""Exports of the results beside the page: a LaTeX table, csv and parquet of the trials."""
 
 from __future__ import annotations
 
@@ -8,9 +7,9 @@ from pathlib import Path
 
 from study.ledger.state import StudyState
 from study.manage.export import export
-from study.report.tables import cells, headings, render_markdown
+from study.report.tables import cells, headings
 from study.results.summary import summarise
-from study.results.utilisation import sentences
+from trainers.files import write_whole
 
 SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -22,21 +21,20 @@ SPECIAL = {
 
 
 def write_format(state: StudyState, folder: Path, form: str) -> Path:
-    """Write the results as ``md``, ``csv``, ``parquet`` or ``latex``; return the file's path.
+    """Write the results as ``csv``, ``parquet`` or ``latex`` into a report; return the file's path.
 
-    The file is in the report's folder.
+    Args:
+        state: state of the study.
+        folder: folder of the report (:func:`study.report.write.write_report`).
+        form: one of these, or ``md``, which every report has already.
     """
     if form in ("csv", "parquet"):
         path = folder / f"trials.{form}"
         export(state, path, form)
         return path
-    path = folder / ("report.md" if form == "md" else "table.tex")
-    text = (
-        render_markdown(state, summarise(state), sentences(state))
-        if form == "md"
-        else render_latex(state)
-    )
-    path.write_text(text, encoding="utf-8")
+    if form == "md":
+        return folder / "report.md"
+    write_whole(path := folder / "table.tex", render_latex(state).encode())
     return path
 
 
