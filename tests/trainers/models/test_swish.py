@@ -11,8 +11,10 @@ from torch import nn
 
 from lns_ops import LNSTensor, convert_
 from lns_ops.tensor import storage_of
+from tests.trainers.processes import spawned
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.models import build, make_model
+from trainers.config.layout import Layout
+from trainers.models import make_model
 from trainers.models.mlp import SwishBeta
 from trainers.training.trainer import Training
 
@@ -116,6 +118,34 @@ def test_beta_is_trained_and_resumed_with_the_same_bits(
         assert torch.equal(storage_of(one.detach()), storage_of(two.detach()))
 
 
-def test_the_identity_of_older_trials_has_no_new_argument() -> None:
-    assert ModelConfig().args == {}
-    assert "swish_beta" not in repr(build(ModelConfig(), 4, 3))
+def staged(rank: int, folder: str) -> dict[str, list[float]]:
+    """The weights of a stage of two, by schedule and format."""
+    found: dict[str, list[float]] = {}
+    for schedule in ("1f1b", "zero_bubble"):
+        for precision in (PrecisionConfig(), PrecisionConfig(format="lns12", kahan_sum=True)):
+            layout = Layout(pp=2, micro_batches=2, schedule=schedule)
+            config = replace(DIGITS, precision=precision, workers=2, layout=layout)
+            training = Training(config, rank=rank, world_size=2)
+            for _ in range(3):
+                training.train_epoch()
+            found[f"{schedule} {precision.format}"] = bits(training.model)
+    return found
+
+
+def bits(model: nn.Module) -> list[float]:
+    """The bits of all parameters in one list."""
+    held = [storage_of(parameter.detach()).flatten() for parameter in model.parameters()]
+    return [value for each in held for value in each.tolist()]
+
+
+def test_stages_train_their_betas_as_one_process_does(tmp_path: Path) -> None:
+    """Also where the schedule puts the gradients of linear layers off, which beta's are not."""
+    first, second = spawned(staged, tmp_path)
+    for precision in (PrecisionConfig(), PrecisionConfig(format="lns12", kahan_sum=True)):
+        alone = Training(replace(DIGITS, precision=precision, layout=Layout(micro_batches=2)))
+        for _ in range(3):
+            alone.train_epoch()
+        assert all(beta != 1.0 for beta in betas(alone.model))
+        for schedule in ("1f1b", "zero_bubble"):
+            key = f"{schedule} {precision.format}"
+            assert first[key] + second[key] == bits(alone.model)
