@@ -31,6 +31,33 @@ def lns_over_float32(study: Study) -> dict[str, Any]:
     return _exactly((ours[-1] - ours[0]) / (theirs[-1] - theirs[0]), "")
 
 
+def of_replicas(study: Study) -> dict[str, Any]:
+    """Return the bytes of a layer in a worker of two replicas over those of one worker."""
+    return _share(study, " in 2 replicas")
+
+
+def of_shards(study: Study) -> dict[str, Any]:
+    """Return the same of two replicas whose parameters are sharded."""
+    return _share(study, " in 2 shards")
+
+
+def of_stages(study: Study) -> dict[str, Any]:
+    """Return the same of two stages with four micro-batches, over all layers of the net."""
+    return _share(study, " in 2 stages")
+
+
+def of_stages_in_lns(study: Study) -> dict[str, Any]:
+    """Return the same in LNS."""
+    return _share(study, " in 2 stages", LNS)
+
+
+def _share(study: Study, layout: str, fmt: str = FLOAT32) -> dict[str, Any]:
+    """Return what a layer more takes in the worker that holds most, over what it takes alone."""
+    ours, alone = _bytes(study, fmt + layout), _bytes(study, fmt)
+    held = ", ".join(f"{each / 1e6:,.0f} MB" for each in ours)
+    return _exactly((ours[-1] - ours[0]) / (alone[-1] - alone[0]), held)
+
+
 def _bytes(study: Study, row: str) -> list[float]:
     """Return the bytes that the trials of a row hold, by rising depth."""
     found = {

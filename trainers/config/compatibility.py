@@ -1,5 +1,4 @@
-"""Which combinations of a trial's keys are right; the others are refused before any work starts,
-each with its reason.
+"""Which keys of a trial cannot be together; they are refused before work starts, with reasons.
 
 Every dataclass of a config refuses what is wrong by itself; :class:`TrialConfig` refuses what is
 wrong together, by :data:`RULES`, from which ``docs/_ext/rules.py`` makes the site's page.
@@ -40,9 +39,8 @@ class Rule:
     def message(self, config: TrialKeys) -> str:
         """Return what is wrong with a config that has the combination."""
         first, *others = [f"{key}={show(attrgetter(key)(config))}" for key in self.keys]
-        texts = f"{self.because}; use {self.use}".format(
-            **vars(config), common_multiple=common_multiple(config)
-        )
+        values = vars(config) | {"common_multiple": common_multiple(config)}
+        texts = f"{self.because}; use {self.use}".format(**values)
         return f"{first} with {', '.join(others)}: {texts}"
 
 
@@ -356,6 +354,12 @@ RULES: tuple[Rule, ...] = (
         "model.name=mlp with a hidden layer, or layout.tp=1",
     ),
     Rule(
+        ("layout.tp", "model.args"),
+        lambda c: c.layout.tp > 1 and c.model.args.get("activation") == "swish_beta",
+        "a worker would train the beta of a layer by its part of the layer's units alone",
+        "model.args.activation=swish, or layout.tp=1",
+    ),
+    Rule(
         ("layout.tp", "model.hidden"),
         lambda c: any(width % c.layout.tp for width in c.model.hidden[::2]),
         "the first, third, ... width is cut into {layout.tp} equal parts",
@@ -405,7 +409,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("memory.activation_checkpoints", "model.name"),
-        lambda c: c.memory.activation_checkpoints and c.model.name == "resnet",
+        lambda c: c.memory.activation_checkpoints and c.model.normed,
         "batch norm would count a batch twice in its running statistics where it is computed again",
         "memory.activation_checkpoints=false",
     ),
@@ -429,12 +433,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sync.name", "model.name"),
-        lambda c: (
-            c.sync.name in ("asynchronous", "ensemble")
-            and (c.model.own or c.model.name == "resnet")
-        ),
-        "buffers of the network, such as running statistics, are averaged over replicas that train"
-        " the same weights",
+        lambda c: c.sync.name in ("asynchronous", "ensemble") and (c.model.own or c.model.normed),
+        "running statistics and other buffers are averaged over replicas of the same weights",
         "sync.name=synchronous",
     ),
     Rule(

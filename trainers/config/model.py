@@ -8,10 +8,14 @@ from typing import Any
 
 from trainers.config.validation import at_least, one_of, share_of_one
 
-ACTIVATIONS = ("relu", "swish")
+ACTIVATIONS = ("relu", "swish", "swish_beta")
 VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
 """The equations of ``lstm`` (:mod:`trainers.models.lstm`)."""
 INITIALS = ("orthogonal", "kaiming")
+REDUCED = 2
+"""The number of convolutions of ``vanilla`` that have stride 2, the first ones."""
+DENSE = ("bc", "plain")
+"""The variants of ``densenet`` (:mod:`trainers.models.densenet`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +23,9 @@ class FeedforwardArguments:
     """The arguments of ``mlp`` and ``cnn``.
 
     Attributes:
-        activation: ``relu``, or ``swish``: x sigmoid(beta x) (P. Ramachandran, B. Zoph, Q. V. Le
-            2017, arXiv:1710.05941).
-        beta: constant of swish.
+        activation: ``relu``; ``swish``, x sigmoid(beta x) (P. Ramachandran, B. Zoph, Q. V. Le 2017,
+            arXiv:1710.05941); or ``swish_beta``, the same with a beta that each layer learns.
+        beta: constant of swish; the value that those of swish_beta begin with.
     """
 
     activation: str = "relu"
@@ -35,8 +39,8 @@ class FeedforwardArguments:
             )
         if self.activation == "relu" and self.beta != 1.0:
             raise ValueError(
-                f"model.args.beta={self.beta} with model.args.activation=relu: only swish has it;"
-                " leave it out, or use model.args.activation=swish"
+                f"model.args.beta={self.beta} with model.args.activation=relu: only swish and"
+                " swish_beta have it; leave it out, or use model.args.activation=swish"
             )
 
 
@@ -65,6 +69,49 @@ class ResNetArguments:
     def chain(self) -> int:
         """The layers of the chain, between which stages are cut."""
         return 2 + (self.depth - 2) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseNetArguments:
+    """The arguments of ``densenet`` (:mod:`trainers.models.densenet`).
+
+    Attributes:
+        depth: layers with weights, L: with ``bc`` 6 n + 4, a first convolution, three blocks of n
+            layers of two convolutions, two transitions and a linear layer; with ``plain`` 3 n + 4,
+            where a layer has one convolution.
+        growth: channels that a layer adds to those before it, k.
+        variant: ``bc``, with convolutions of 1 x 1 to 4 k channels before those of 3 x 3, and
+            transitions that halve the channels; or ``plain``, without either.
+    """
+
+    depth: int = 40
+    growth: int = 12
+    variant: str = "bc"
+
+    def __post_init__(self) -> None:
+        one_of("model.args.variant", self.variant, DENSE)
+        at_least("model.args.growth", self.growth, 1, "use for example 12")
+        if self.depth <= 4 or (self.depth - 4) % self.convolutions:
+            raise ValueError(
+                f"model.args.depth={self.depth} with model.args.variant={self.variant}: must be"
+                f" {self.convolutions} n + 4, three blocks of n layers beside a first convolution,"
+                " two transitions and a linear layer; use for example 10, 22, 40 or 100"
+            )
+
+    @property
+    def convolutions(self) -> int:
+        """The convolutions of a layer in each of the three blocks together."""
+        return 6 if self.variant == "bc" else 3
+
+    @property
+    def block(self) -> int:
+        """The layers of a block, n."""
+        return (self.depth - 4) // self.convolutions
+
+    @property
+    def chain(self) -> int:
+        """The layers of the chain, between which stages are cut."""
+        return 3 * self.block + 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,21 +187,28 @@ class VanillaArguments:
     """The arguments of ``vanilla`` (:mod:`trainers.models.vanilla`).
 
     Attributes:
-        depth: linear layers with tanh, before that of the classes.
-        width: units of each.
+        depth: layers with tanh, before that of the classes.
+        width: units of each, or channels.
         init: ``orthogonal``, with the biases with which ``sigma_w`` is critical, or ``kaiming``.
         sigma_w: singular value of orthogonal weights.
+        kernel: side of the kernels of convolutions, odd; 0 for linear layers.
     """
 
     depth: int = 10
     width: int = 64
     init: str = "orthogonal"
     sigma_w: float = 1.0247
+    kernel: int = 0
 
     def __post_init__(self) -> None:
         at_least("model.args.depth", self.depth, 1, "use for example 10")
         at_least("model.args.width", self.width, 1, "use for example 64")
         one_of("model.args.init", self.init, INITIALS)
+        if self.kernel != 0 and (self.kernel < 0 or self.kernel % 2 == 0):
+            raise ValueError(
+                f"model.args.kernel={self.kernel}: must be odd, as an orthogonal matrix is put in"
+                " the kernel's centre, or 0 for linear layers; use for example 3"
+            )
         if not 1 < self.sigma_w <= 2:
             raise ValueError(
                 f"model.args.sigma_w={self.sigma_w}: must be above 1, where a bias makes it"
@@ -203,6 +257,7 @@ ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
+    "densenet": DenseNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
     "vanilla": VanillaArguments,

@@ -117,13 +117,13 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``lstm``, ``gpt``, ``vanilla`` or ``capsules`` (:mod:`trainers.models`); or
-            ``file.py:factory`` or ``package.module:factory``, which returns a torch module
-            (:mod:`trainers.models.factory`).
-        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
-            width, dropout, variant), gpt (layers, heads, width, dropout), vanilla (depth, width,
-            init, sigma_w) or capsules (channels, types, kernel, iterations), see
-            :mod:`trainers.config.model`; or of the factory.
+            ``resnet``, ``densenet``, ``lstm``, ``gpt``, ``vanilla`` or ``capsules``
+            (:mod:`trainers.models`); or ``file.py:factory`` or ``package.module:factory``, which
+            returns a torch module (:mod:`trainers.models.factory`).
+        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), densenet (depth,
+            growth, variant), lstm (layers, width, dropout, variant), gpt (layers, heads, width,
+            dropout), vanilla (depth, width, init, sigma_w, kernel) or capsules (channels, types,
+            kernel, iterations), see :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -167,6 +167,11 @@ class ModelConfig:
         """Whether the model is mlp, cnn, vanilla or capsules, which draw no random numbers while
         they train and keep nothing between steps."""
         return self.name in ("mlp", "cnn", "vanilla", "capsules")
+
+    @property
+    def normed(self) -> bool:
+        """Whether the model is ours and has batch norm, which keeps running statistics."""
+        return self.name in ("resnet", "densenet")
 
     @property
     def arguments(self) -> Any:

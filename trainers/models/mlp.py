@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from trainers.config.model import FeedforwardArguments
+from trainers.models.init import constant_
 
 PLAIN = FeedforwardArguments()
 
@@ -33,9 +35,34 @@ class Swish(nn.Module):
         return nn.functional.silu(x * self.beta) / self.beta
 
 
+class SwishBeta(nn.Module):
+    """The activation x sigmoid(beta x) with a trained beta, one of the layer.
+
+    With ``s = sigmoid(beta x)`` the gradient of beta is ``sum g x^2 s (1 - s)`` over all elements,
+    g being that of the output: no two terms are subtracted, as they would be in ``silu(beta x) /
+    beta``, so that coarse formats keep it. Source as of :class:`Swish`, section 5.1, which trains
+    beta from 1.
+
+    Args:
+        beta: value that training begins with.
+    """
+
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.empty(1))
+        constant_(self, beta=beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activation of ``x``, elementwise."""
+        return x * torch.sigmoid(self.beta * x)
+
+
 def make_activation(arguments: FeedforwardArguments) -> nn.Module:
     """Return a module of the activation function that a model's arguments name."""
-    return nn.ReLU() if arguments.activation == "relu" else Swish(arguments.beta)
+    kinds = {"swish": Swish, "swish_beta": SwishBeta}
+    return (
+        nn.ReLU() if arguments.activation == "relu" else kinds[arguments.activation](arguments.beta)
+    )
 
 
 def mlp(

@@ -38,16 +38,16 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.branch = nn.Sequential(
-            _convolution(inputs, outputs, 3, stride),
+            convolution(inputs, outputs, 3, stride),
             nn.BatchNorm2d(outputs),
             nn.ReLU(),
-            _convolution(outputs, outputs, 3),
+            convolution(outputs, outputs, 3),
             nn.BatchNorm2d(outputs),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                _convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)
+                convolution(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs)
             )
         self.relu = nn.ReLU()
 
@@ -72,7 +72,7 @@ def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> 
         nn.Sequential(
             nn.Flatten(),
             nn.Unflatten(1, image),
-            _convolution(image[0], inputs, 3),
+            convolution(image[0], inputs, 3),
             nn.BatchNorm2d(inputs),
             nn.ReLU(),
         )
@@ -86,8 +86,9 @@ def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> 
     return nn.Sequential(*layers, head)
 
 
-def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that keeps height and width but for its stride, without bias."""
+def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
+    """Return a convolution that keeps height and width but for its stride, without bias, its weight
+    drawn as He et al. 2015b propose."""
     layer = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     normal_(layer, weight=math.sqrt(2 / (size * size * outputs)))
     return layer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
 from trainers.config.data import DATA
-from trainers.config.model import CHANNELS, CapsuleArguments
+from trainers.config.model import CHANNELS, REDUCED, CapsuleArguments, VanillaArguments
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
@@ -165,9 +165,9 @@ def _macs(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights a feedforward model of ours has, biases left out; 0 for others.
+    """Return how many weights an mlp, cnn, vanilla or capsules has, biases left out.
 
-    These are mlp, cnn, vanilla and capsules.
+    It is 0 for others, whose size their data decide.
     """
     return sum(weights for weights, _ in _layers(config))
 
@@ -190,11 +190,27 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
         yield from _capsule_layers(model.arguments, shape, classes)
         return
     hidden = model.hidden
+    if model.name == "vanilla" and model.arguments.kernel:
+        yield from _vanilla_layers(model.arguments, shape, classes)
+        return
     if model.name == "vanilla":
         hidden = [model.arguments.width] * model.arguments.depth
     yield from (
         (float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *hidden, classes])
     )
+
+
+def _vanilla_layers(
+    args: VanillaArguments, shape: tuple[int, ...], classes: int
+) -> Iterator[tuple[float, float]]:
+    """Yield what :func:`_layers` does of convolutions, of square images."""
+    inputs, taps = (shape[0] if len(shape) == 3 else 1), float(args.kernel**2)
+    side = math.isqrt(math.prod(shape) // inputs)
+    for index in range(args.depth):
+        side = -(-side // 2) if index < REDUCED else side
+        yield taps * inputs * args.width, float(side * side)
+        inputs = args.width
+    yield float(side * side * args.width * classes), 1.0
 
 
 def _capsule_layers(

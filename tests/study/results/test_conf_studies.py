@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +17,9 @@ from torch import Tensor
 
 import lns_ops
 from study.config.compose import load
+from tests.trainers.processes import spawned
+from trainers import LoopContext
+from trainers.config import TrialConfig
 from trainers.config.model import VARIANTS
 
 FOLDER = Path(__file__).parents[3] / "conf" / "study"
@@ -136,6 +141,63 @@ def test_weights_are_tried_in_their_format(evolution: ModuleType) -> None:
     expected: Tensor = lns_ops.LNSTensor.from_float(weights, "lns12").to_float()
     assert torch.equal(held, expected)
     assert not torch.equal(held, weights)
+
+
+def evolved(rank: int, folder: str, world_size: int, fmt: str, pairs: int) -> dict[str, Any]:
+    """Two epochs of evolution strategies as a rank of ``world_size``: what it reports and keeps."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    reports: list[dict[str, float]] = []
+    kept: list[list[float]] = []
+
+    def tell(metrics: Mapping[str, Any], checkpoint: Any) -> None:
+        reports.append(dict(metrics))
+        kept.append(checkpoint["weights"].tolist())
+
+    config = {
+        "hidden": 4, "format": fmt, "pairs": pairs, "batch": 64, "sigma": 0.05, "lr": 0.05,
+        "decay": 0.01,
+    }  # fmt: skip
+    context = LoopContext(
+        config=config, trial=TrialConfig(epochs=2), seed=3, device="cpu", resume=None, rank=rank,
+        world_size=world_size, _tell=tell,
+    )  # fmt: skip
+    final = module("evolution").train(config, context)
+    return {"reports": reports, "weights": kept, "final": final}
+
+
+@pytest.mark.parametrize("fmt", ["float32", "lns12"])
+def test_directions_shared_by_two_workers_give_the_bits_of_one(fmt: str, tmp_path: Path) -> None:
+    """Each worker draws all directions and tries its share; a sum of losses of which all but one
+    are zero is exact. Five pairs do not divide by two, so the shares differ in size."""
+    alone = evolved(0, "", 1, fmt, 5)
+    workers = spawned(partial(evolved, world_size=2, fmt=fmt, pairs=5), tmp_path)
+    for worker in workers:
+        assert {key: worker[key] for key in alone} == alone
+    assert alone["weights"][0] != alone["weights"][1]
+    assert evolved(0, "", 1, fmt, 6)["weights"] != alone["weights"]
+
+
+@pytest.mark.slow
+def test_evolution_strategies_with_two_workers_of_ray_are_those_of_one(tmp_path: Path) -> None:
+    import study
+
+    tiny = {"trial.epochs": 2, "search.num_samples": 1, "seeds": [0, 1]}
+    found = []
+    for workers in (1, 2):
+        changes = {"storage": str(tmp_path / str(workers)), "trial.workers": workers}
+        done = study.run("evolution_es", tiny | changes, tracking_uri="none", cpus=2)
+        trials = sorted(done.state.trials, key=lambda trial: (trial.row, trial.config["seed"]))
+        assert [trial.status for trial in trials] == ["finished"] * 4
+        found.append(
+            [
+                {name: value for name, value in report["metrics"].items() if "error" in name}
+                for trial in trials
+                for report in trial.reports.values()
+            ]
+        )
+    assert found[0] == found[1]
+    assert len({str(each) for each in found[0]}) > 4
 
 
 @pytest.mark.slow
