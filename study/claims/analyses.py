@@ -37,6 +37,7 @@ from study.results.importance import shares
 from study.results.objectives import mean_objective
 from study.results.statistics import METRIC, Entry, entries, interval
 from study.results.summary import figures_by_seed
+from study.results.ties import mean_of
 
 FORESTS = 8
 """Number of forests over which the interval of an importance is computed."""
@@ -139,7 +140,7 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     }
     if len(names) < 2 or not whole:
         return None
-    figures = [[statistics.fmean(cell.values()) for cell in row] for row in whole.values()]
+    figures = [[mean_of(cell.values()) for cell in row] for row in whole.values()]
     means = rankdata(metric.sign * np.array(figures), axis=1).mean(axis=0)
     k, n = len(names), len(whole)
     critical = float(studentized_range.isf(ALPHA, k, math.inf)) / math.sqrt(2)
