@@ -206,9 +206,8 @@ class _PartMaker:
         try:
             return make()
         except Exception as error:  # whatever it is, the rest of the report is right
-            self.failed.append(
-                f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error})."
-            )
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({why}).")
             warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
             return None
 
