@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 
 from study.claims.record import FILE, read_record, record
+from study.claims.stated import statement_of
 from study.claims.verdict import ENOUGH
 from study.claims.verdicts import judge
 from study.config import StudyConfig
-from study.config.claims import BOUNDS, digest, statement
+from study.config.claims import BOUNDS, digest
 from study.config.search import broken
 from study.config.study import DERIVED
 from study.ledger.log import read_ledger
@@ -187,7 +188,7 @@ def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
     said = source.stated.get("stated")
     if said is None:
         return
-    found, shown = digest(statement(source.stated["study"], said["code"])), figures["stated"]
+    found, shown = digest(statement_of(source.stated)), figures["stated"]
     shown = shown and shown["digest"]
     if not found == said["digest"] == shown:
         yield (

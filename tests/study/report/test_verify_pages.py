@@ -82,8 +82,10 @@ def test_a_part_that_could_not_be_made_is_no_difference(
     def fail(*_: object) -> None:
         raise AttributeError("module has no\nattribute '_inside'")
 
-    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="_inside"):
+    state = fold(read_ledger(report))
+    with monkeypatch.context() as patched:
         patched.setattr(pictures, "draw_epochs", fail)
-        write_report(fold(read_ledger(report)), report / "report")
+        with pytest.warns(RuntimeWarning, match="_inside"):
+            write_report(state, report / "report")
     assert "could not be made (AttributeError" in (report / "report" / "report.md").read_text()
     assert not list(verify(report, "none"))
