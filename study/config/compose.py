@@ -217,12 +217,12 @@ def config_file(name: str) -> Path:
 
 def studies_with(key: str) -> list[str]:
     """Return the names of the studies in conf/study that have a top-level key, sorted: in their own
-    file or in one of its groups."""
+    file or in one of its groups, the last of which counts."""
     files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}
     return sorted(
         name
         for name, path in files.items()
-        if any(values.get(key) for _, values in _layers(name, path, {}))
+        if [{}, *(values[key] for _, values in _layers(name, path, {}) if key in values)][-1]
     )
 
 
