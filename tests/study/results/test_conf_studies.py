@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import lns_ops
 from study.config.compose import load
+from study.results.resampling import bootstrap_between
 from trainers.config.model import VARIANTS
 
 FOLDER = Path(__file__).parents[3] / "conf" / "study"
@@ -136,6 +140,84 @@ def test_weights_are_tried_in_their_format(evolution: ModuleType) -> None:
     expected: Tensor = lns_ops.LNSTensor.from_float(weights, "lns12").to_float()
     assert torch.equal(held, expected)
     assert not torch.equal(held, weights)
+
+
+def f1_of(gans: ModuleType, better: dict[str, float], count: int = 12) -> dict[str, list[float]]:
+    """Made-up F1 of configurations by loss, sd 0.15 around 0.5 and what a loss is better by."""
+    draw = np.random.default_rng(3)
+    return {
+        loss: list((0.5 + better.get(loss, 0.0) + 0.15 * draw.normal(size=count)).clip(0))
+        for loss in gans.LOSSES
+    }
+
+
+def test_a_loss_that_is_better_everywhere_fails_the_claim(gans: ModuleType) -> None:
+    found = gans.judge_losses(f1_of(gans, {"wgan_gp": 0.45}))
+    assert found["verdict"] == "fails"
+    assert "wgan_gp" in found["note"]
+    assert found["low"] <= found["figure"] <= found["high"]
+
+
+def test_losses_that_differ_by_nothing_hold_where_configurations_are_many(gans: ModuleType) -> None:
+    worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
+    assert gans.judge_losses(f1_of(gans, worse, 100))["verdict"] == "holds"
+    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 show too little
+
+
+def test_a_loss_that_did_not_train_keeps_the_claim_open(gans: ModuleType) -> None:
+    worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
+    values = f1_of(gans, worse, 100) | {"mm": [0.0] * 100}
+    found = gans.judge_losses(values)
+    assert found["verdict"] == "undecided"
+    assert "did not train: mm" in found["note"]
+    untrained = f1_of(gans, {"wgan_gp": 0.45}) | {"ns": [0.01] * 12}
+    assert gans.judge_losses(untrained)["verdict"] == "undecided"
+
+
+def test_one_search_in_common_shows_no_gain(evolution: ModuleType) -> None:
+    """The same configurations on both sides: an interval around nothing, with a width."""
+    errors = np.array([10.0, 12.0, 14.0, 30.0, 60.0, 88.0])
+    gains = functools.partial(evolution._gains, [(errors, errors + 1)] * 2)
+    low, high = bootstrap_between([6, 6], gains) or (0.0, 0.0)
+    assert low < 0 < high
+    same = np.arange(6)[None]
+    assert gains(same, same).tolist() == [0.0]
+
+
+def test_evolution_strategies_of_two_workers_are_those_of_one(
+    evolution: ModuleType, tmp_path: Path
+) -> None:
+    """Each of two processes tries its share; both take one worker's step, bit for bit."""
+    code = f"""
+import sys, types
+import torch, torch.distributed as dist
+sys.path.insert(0, {str(FOLDER)!r})
+import evolution
+rank, world = int(sys.argv[1]), int(sys.argv[2])
+if world > 1:
+    dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=rank,
+                            world_size=world)
+saved = {{}}
+context = types.SimpleNamespace(
+    rank=rank, world_size=world, seed=3, resume=None, trial=types.SimpleNamespace(epochs=1),
+    report=lambda metrics, checkpoint: saved.update(checkpoint),
+)
+torch.manual_seed(0)
+config = dict(hidden=8, format="float32", pairs=5, batch=128, sigma=0.05, lr=0.02, decay=0.0)
+found = evolution.train(config, context)
+torch.save([saved["weights"], found], sys.argv[3])
+"""
+    runs = [(0, 1), (0, 2), (1, 2)]
+    files = [tmp_path / f"{rank}_{world}.pt" for rank, world in runs]
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(rank), str(world), str(file)])
+        for (rank, world), file in zip(runs, files, strict=True)
+    ]
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    (alone, error), *together = [torch.load(file) for file in files]
+    for weights, found in together:
+        assert torch.equal(weights, alone)
+        assert found == error
 
 
 @pytest.mark.slow
