@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from study.config.compose import load, studies_with
+from study.plan.plan import make_plan
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", ["search_space_odyssey_lns", "are_gans_equal_lns"])
@@ -17,3 +23,14 @@ def test_a_study_that_takes_its_groups_claims_away_has_none() -> None:
     found = studies_with("claims")
     assert all(load(name, download=False).claims for name in found)
     assert "quickstart" not in found
+
+
+@pytest.mark.parametrize("name", ["law_of_bits", "swish", "update_rules", "capsules", "energy"])
+def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
+    """Of searches whose results propose no further trials."""
+    size = make_plan(load(name, small=True, download=False)).size
+    (line,) = re.findall(rf"^\| `{name}`.*$", (ROOT / "docs/studies/index.md").read_text(), re.M)
+    assert f"| {size} trials" in line
+    comment = (ROOT / "conf" / "study" / f"{name}.yaml").read_text()
+    said = re.findall(r"--small +(\d+) trials", comment)
+    assert said in ([], [str(size)])
