@@ -38,6 +38,7 @@ from study.ledger.state import FINISHED
 from study.results.contrasts import ALPHA
 from study.results.objectives import last_value, mean_objective
 from study.results.statistics import Entry, entries, measure
+from study.results.ties import mean_of
 from trainers.telemetry.energy import mac_picojoules
 
 WORSE = 0.5
@@ -125,7 +126,7 @@ def break_even(
 def _gaps(errors: np.ndarray, formats: list[str]) -> np.ndarray:
     """Return the errors minus those of the best float32 network, seed by seed."""
     floats = [place for place, name in enumerate(formats) if name == "float32"]
-    best = min(floats, key=lambda place: errors[place].mean())
+    best = min(floats, key=lambda place: mean_of(errors[place]))
     gaps: np.ndarray = errors - errors[best]
     return gaps
 

@@ -37,6 +37,7 @@ from study.results.importance import shares
 from study.results.objectives import mean_objective
 from study.results.statistics import METRIC, Entry, entries, interval
 from study.results.summary import figures_by_seed
+from study.results.ties import mean_of
 
 FORESTS = 8
 """Number of forests over which the interval of an importance is computed."""
@@ -127,7 +128,7 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
         of: dotted trial key, or ``row``.
         blocks: dotted trial keys whose values together name a block.
     """
-    from scipy.stats import rankdata, studentized_range
+    from scipy.stats import rankdata
 
     metric = state.config.primary_metric
     cells = chosen(state, of, blocks)
@@ -139,16 +140,24 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     }
     if len(names) < 2 or not whole:
         return None
-    figures = [[statistics.fmean(cell.values()) for cell in row] for row in whole.values()]
+    figures = [[mean_of(cell.values()) for cell in row] for row in whole.values()]
     means = rankdata(metric.sign * np.array(figures), axis=1).mean(axis=0)
     k, n = len(names), len(whole)
-    critical = float(studentized_range.isf(ALPHA, k, math.inf)) / math.sqrt(2)
     return Ranks(
         of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=itemgetter(1))),
         blocks=list(whole), p=_p(figures),
-        critical=critical * math.sqrt(k * (k + 1) / (6 * n)),
+        critical=critical_difference(k, n),
         runs=sum(len(cell) for row in whole.values() for cell in row),
     )  # fmt: skip
+
+
+def critical_difference(k: int, n: int) -> float:
+    """Return Nemenyi's critical difference of the mean ranks of k values over n blocks; SciPy has
+    the quantile of the head of this file, and no library of ours the difference."""
+    from scipy.stats import studentized_range
+
+    q = float(studentized_range.isf(ALPHA, k, math.inf))
+    return q / math.sqrt(2) * math.sqrt(k * (k + 1) / (6 * n))
 
 
 def _p(figures: list[list[float]]) -> float:

@@ -22,6 +22,9 @@ from study.ledger.state import StudyState
 from study.text import when
 from trainers.user_code import find_source
 
+DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
+"""Keys of a statement that a study's file says by itself, whatever the machine and its data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
@@ -52,14 +55,29 @@ class Stated:
 
 
 def state_claims(study: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a ``planned`` event notes of a study's statement: its digest, and the SHA-256 of
-    the code of claims, by their name.
+    """Return what a ``planned`` event notes of a study's statement: its digest, the SHA-256 of the
+    code of claims by their name, and that each claim states its own statistic.
 
     Args:
         study: ``StudyConfig.to_dict()``.
     """
     code = {claim["name"]: _hash(claim["check"]) for claim in study["claims"] if claim["check"]}
-    return {"digest": digest(statement(study, code)), "code": code}
+    return {"digest": digest(statement(study, code)), "code": code, "statistics": True}
+
+
+def statement_of(
+    plan: Event, code: Mapping[str, str] = MappingProxyType({}), like: Event | None = None
+) -> dict[str, Any]:
+    """Return what a ``planned`` event states, in the form of its version.
+
+    Args:
+        plan: the event.
+        code: SHA-256 of the code of claims where it is another than the event notes.
+        like: event in whose form it is stated, so that the two can be compared; None for its own.
+    """
+    noted = plan.get("stated", {})
+    own = bool((like or plan).get("stated", {}).get("statistics"))
+    return statement(plan["study"], {**noted.get("code", {}), **code}, own)
 
 
 def stated(state: StudyState) -> Stated | None:
@@ -67,7 +85,7 @@ def stated(state: StudyState) -> Stated | None:
     first, now = state.stated, state.plan
     if "stated" not in first:
         return None
-    then, today = _statement(first), _statement(now, _code_now(now))
+    then, today = statement_of(first), statement_of(now, _code_now(now), first)
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
         digest=first["stated"]["digest"],
@@ -77,16 +95,25 @@ def stated(state: StudyState) -> Stated | None:
     )
 
 
-def _statement(plan: Event, code: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    return statement(plan["study"], {**plan.get("stated", {}).get("code", {}), **code})
-
-
 def _code_now(plan: Event) -> dict[str, str]:
     """Return the SHA-256 of the code of claims as it is, of the files that there are; a claim whose
     file is gone is undecided and says so."""
     claims = plan["study"]["claims"]
     found = {claim["name"]: _hash(claim["check"]) for claim in claims if claim["check"]}
     return {name: digest for name, digest in found.items() if digest}
+
+
+def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
+    """Return the keys and claims of which a study's file says otherwise than a plan.
+
+    Args:
+        plan: ``planned`` event.
+        file: ``StudyConfig.to_dict()`` of the file as it is now.
+    """
+    code = plan.get("stated", {}).get("code", {})
+    then, now = (statement(study, code) for study in (plan["study"], file))
+    keys = [key for key in DESIGN if then.get(key) != now.get(key)]
+    return keys + list(_changed_claims(then.get("claims", []), now.get("claims", [])))
 
 
 def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, str]:

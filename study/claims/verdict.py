@@ -10,6 +10,7 @@ from typing import Any
 from study.config import ClaimConfig
 from study.results.contrasts import paired
 from study.results.statistics import interval
+from study.results.ties import compared
 
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 OUTCOMES = (HOLDS, FAILS, UNDECIDED)
@@ -71,8 +72,11 @@ def show(figure: float, unit: str = "") -> str:
 
 
 def decide(bound: tuple[float, float], low: float, high: float) -> str:
-    """Return the outcome that the interval ``low`` to ``high`` has beside a claim's bounds."""
-    least, most = bound
+    """Return the outcome that the interval ``low`` to ``high`` has beside a claim's bounds.
+
+    An end on a bound, rounding apart, is within it.
+    """
+    least, most, low, high = map(compared, (*bound, low, high))
     if least <= low and high <= most:
         return HOLDS
     return FAILS if high < least or low > most else UNDECIDED

@@ -179,20 +179,33 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
         return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
     centre, low, high = (max(each) for each in zip(*ahead.values(), strict=True))
     seeds = min(len(_shared(row, each.row, metric)) for each in found if each.row.label in ahead)
-    least = max((each.contrast.least for each in found if each.contrast), default=0.0)
     if by is not None:
         outcome = decide((-math.inf, float(by)), low, high)
     else:
         none = high < 0 or seeds >= ENOUGH
         outcome = FAILS if low > 0 else HOLDS if none else UNDECIDED
     rival = max(ahead, key=lambda label: ahead[label][0])
-    note = f"nearest rival: {rival}; {seeds} seeds show a difference of {show(least, unit)} {unit}"
+    note = _shown_differences(found, rival, unit)
     if untested and outcome == HOLDS:
         outcome, note = UNDECIDED, f"{untested[0]} cannot be tested; run at least five seeds"
     return Verdict(
         claim=claim, outcome=outcome, figure=centre, low=low, high=high, unit=unit, runs=runs,
         note=note.strip(),
     )  # fmt: skip
+
+
+def _shown_differences(found: list[Comparison], rival: str, unit: str) -> str:
+    """Say which difference from the nearest rival the seeds could have shown, and which from the
+    row where it would have to be largest."""
+    least = {each.row.label: each.contrast.least for each in found if each.contrast is not None}
+    over = {each.row.label: each.contrast.over for each in found if each.contrast is not None}
+    note = f"nearest rival: {rival}"
+    if rival in least:
+        note += f"; {over[rival]} show a difference of {show(least[rival], unit)} {unit}".rstrip()
+    widest = max(least, key=lambda label: least[label], default=rival)
+    if widest != rival:
+        note += f" from it, of {show(least[widest], unit)} {unit}".rstrip() + f" from {widest}"
+    return note
 
 
 def _advantages(

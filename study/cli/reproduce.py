@@ -133,7 +133,7 @@ def _write(studies: dict[str, StudyConfig], commands: dict[str, str], output: Pa
         for study in studies.values():
             refresh(study.folder)
         there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
-        parts = [reproduced(study.folder, commands[name]) for name, study in there.items()]
+        parts = [reproduced(study.folder, commands[name], study) for name, study in there.items()]
     write_page(parts, output)
     if error := share(output):
         print(f"lns-study: the page is in {output} only: {error}", file=sys.stderr)

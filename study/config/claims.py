@@ -17,6 +17,7 @@ that a report can tell what was stated before the first trial from what was chan
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,14 +47,64 @@ EXAMPLES = {
 }
 STATED = (
     "question", "trial", "rows", "seeds", "space", "search", "metric", "mode", "limits", "digits",
-    "baseline", "comparable", "comparable_seeds", "claims",
+    "baseline", "comparable", "comparable_seeds", "claims", "amendments",
 )  # fmt: skip
 """Keys of a study that belong to its statement."""
 STATISTIC = (
     "final test figures, every seed; 95 % intervals by Student's t; differences paired by seed,"
     " corrected by Bonferroni where several are compared"
 )
-"""Statistic of every claim, which is stated with it."""
+"""Statistic that earlier versions stated for every claim, also where it was another."""
+STATISTICS = {
+    "value": "mean of final test figures over all seeds, 95 % interval by Student's t",
+    "difference": "mean difference of final test figures, paired by seed, 95 % interval by"
+    " Student's t",
+    "no_row_beats": "mean differences of final test figures, paired by seed, simultaneous 95 %"
+    " intervals by Student's t and Bonferroni's correction",
+    "importance": "share of the variance of the validation figure by fANOVA, 95 % interval by"
+    " Student's t over forests",
+    "ranks": "mean ranks of final test figures over blocks, Friedman's test and Nemenyi's critical"
+    " difference at 5 %, of two values the sign test",
+    "check": "that of the claim's function, whose code is stated by its SHA-256",
+}
+"""Statistic of each check, which is stated with the claim."""
+PICTURES = (
+    "law_of_bits", "memory", "ranks", "test_error", "best_of_k", "importance", "pareto",
+)  # fmt: skip
+"""Pictures of a report that a page of claims can have for a study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmendmentConfig:
+    """A change of a study's design or claims after results were seen, as pre-registrations have it.
+
+    Attributes:
+        date: day of the change, YYYY-MM-DD.
+        change: what was changed, a sentence.
+        reason: why, a sentence.
+    """
+
+    date: str = ""
+    change: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
+            raise ValueError(
+                f"amendments: date={self.date!r}: must be a day as YYYY-MM-DD; use for example"
+                " date: '2026-11-24'"
+            )
+        for key in ("change", "reason"):
+            if not getattr(self, key).strip():
+                raise ValueError(
+                    f"amendment of {self.date}: {key} is empty: an amendment says what was changed"
+                    f" and why; add `{key}: ...`"
+                )
+
+    @property
+    def sentence(self) -> str:
+        """The amendment in words."""
+        return f"{self.date}: {self.change} Reason: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,24 +276,29 @@ def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> No
                 )
 
 
-def statement(study: Mapping[str, Any], code: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a study states: its keys that decide figures and verdicts, and its statistic.
+def statement(
+    study: Mapping[str, Any], code: Mapping[str, str], statistics: bool = True
+) -> dict[str, Any]:
+    """Return what a study states: its keys that decide figures and verdicts, and its statistics.
 
     Keys without a value are left out, so that a key that a later version adds changes nothing.
 
     Args:
         study: ``StudyConfig.to_dict()``.
         code: SHA-256 of the file of each claim's ``check``, by the claim's name.
+        statistics: whether each claim states its own; ledgers of earlier versions have
+            :data:`STATISTIC` for all.
     """
     stated = {key: _sparse(study.get(key)) for key in STATED}
     if stated.get("trial"):
         stated["trial"] = without(stated["trial"], *OUTSIDE)
     for claim in stated.get("claims") or []:
+        if statistics:
+            claim["statistic"] = STATISTICS[next(kind for kind in STATISTICS if kind in claim)]
         if "check" in claim:
             claim["check"] = f"{without_folder(claim['check'])} {code.get(claim['name'], '')}"
-    return {key: value for key, value in stated.items() if not _empty(value)} | {
-        "statistic": STATISTIC
-    }
+    found = {key: value for key, value in stated.items() if not _empty(value)}
+    return found if statistics else found | {"statistic": STATISTIC}
 
 
 def digest(stated: Mapping[str, Any]) -> str:

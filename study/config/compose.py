@@ -218,9 +218,14 @@ def config_file(name: str) -> Path:
 
 
 def studies_with(key: str) -> list[str]:
-    """Return the names of the studies in conf/study whose own file has a top-level key, sorted."""
+    """Return the names of the studies in conf/study that have a top-level key, sorted: in their own
+    file or in one of its groups, the last of which counts."""
     files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}
-    return sorted(name for name, path in files.items() if _read(path).get(key))
+    return sorted(
+        name
+        for name, path in files.items()
+        if [{}, *(values[key] for _, values in _layers(name, path, {}) if key in values)][-1]
+    )
 
 
 def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides") -> dict[str, Any]:

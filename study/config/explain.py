@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from study.config.claims import ClaimConfig
+from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
 from study.text import CLOSE
@@ -23,6 +23,7 @@ EXAMPLES = {
     "rows": "[{label: a, overrides: {epochs: 3}}]",
     "rows[].label": "my row",
     "claims": "[{name: a, claim: A is right., source: a talk, value: {row: a, at_most: 2.0}}]",
+    "amendments": "[{date: '2026-11-24', change: More seeds., reason: Five were too few.}]",
     "small": "{epochs: 3}",
     "trial": "{epochs: 3}",
     "trial.model.hidden": "[512]",
@@ -54,7 +55,8 @@ def _thaw(node: DictConfig) -> None:
 def explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
     """Return an OmegaConf error as a ``ValueError`` with value, rule and remedy."""
     key = str(getattr(error, "full_key", None) or _innermost(values))
-    for kind, place in ((RowConfig, "rows"), (ClaimConfig, "claims")):
+    kinds = ((RowConfig, "rows"), (ClaimConfig, "claims"), (AmendmentConfig, "amendments"))
+    for kind, place in kinds:
         if getattr(error, "object_type", None) is kind and not key.startswith(place):
             key = f"{place}[].{key}"
     if isinstance(error, ConfigKeyError | ConfigAttributeError):

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from study.config.claims import ClaimConfig, check_claims
+from study.config.claims import PICTURES, AmendmentConfig, ClaimConfig, check_claims
 from study.config.keys import flatten
 from study.config.metric import DERIVED, MODES, VALIDATION, Metric, check_reported
 from study.config.search import OBJECTIVES, SearchConfig, unique
@@ -72,12 +72,8 @@ class RowConfig:
             raise ValueError(
                 f"rows: label={self.label!r}: every row needs a label; add `label: my row`"
             )
-        finite(
-            f"row {self.label!r}: within",
-            self.within,
-            0.0,
-            "use for example within: 0.2, percentage points",
-        )
+        remedy = "use for example within: 0.2, percentage points"
+        finite(f"row {self.label!r}: within", self.within, 0.0, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +132,8 @@ class StudyConfig:
             with the published ones.
         comparable_seeds: number of seeds that a row needs for its figures to be comparable.
         claims: claims that the study decides (:mod:`study.config.claims`).
+        amendments: changes of its design or claims after results were seen, with dates and reasons.
+        picture: picture that the page of claims has; None for one that fits the claims.
         small: changes that make the study's small form, by dotted key, as on the command line.
         storage: folder of all studies, or s3://bucket/prefix or gs://bucket/prefix: ledgers,
             checkpoints, reports, the default tracking database (of a URL: in its cache).
@@ -182,6 +180,8 @@ class StudyConfig:
     comparable: dict[str, Any] = field(default_factory=dict)
     comparable_seeds: int = 1
     claims: list[ClaimConfig] = field(default_factory=list)
+    amendments: list[AmendmentConfig] = field(default_factory=list)
+    picture: str | None = None
     small: dict[str, Any] = field(default_factory=dict)
     storage: str = "studies"
     tracking_uri: str | None = None
@@ -217,6 +217,7 @@ class StudyConfig:
                 " address=auto`, or address=auto on a node of the cluster"
             )
         one_of("executor", self.executor, EXECUTORS)
+        one_of("picture", self.picture or PICTURES[0], PICTURES)
         self._check_storage()
         if self.executor == "train" and self.search.population:
             raise ValueError(
@@ -457,6 +458,7 @@ class StudyConfig:
             "search": SearchConfig(**values.get("search", {})),
             "limits": LimitsConfig(**values.get("limits", {})),
             "claims": [ClaimConfig(**claim) for claim in values.get("claims", [])],
+            "amendments": [AmendmentConfig(**each) for each in values.get("amendments", [])],
         }
         return StudyConfig(**{**values, **parts})
 

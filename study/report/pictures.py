@@ -33,7 +33,7 @@ from study.report.figures.analysis import (
     draw_importance,
     draw_parallel,
 )
-from study.report.figures.claims import draw_bits, draw_ranks
+from study.report.figures.claims import draw_bits, draw_memory, draw_ranks
 from study.report.figures.population import draw_population
 from study.report.figures.results import draw_bars, draw_epochs, draw_slices
 from study.report.figures.slots import draw_slots
@@ -91,6 +91,10 @@ TITLES = {
     "law_of_bits": (
         "Bits",
         "Lines: {test} of each rule against the bits of its format's fraction, 95 % intervals",
+    ),
+    "memory": (
+        "Memory",
+        "Lines: bytes that the tensors of a step hold at once against the depth, one line a row",
     ),
     "ranks": (
         "Ranks",
@@ -206,9 +210,8 @@ class _PartMaker:
         try:
             return make()
         except Exception as error:  # whatever it is, the rest of the report is right
-            self.failed.append(
-                f"{what[0].upper()}{what[1:]} could not be made ({type(error).__name__}: {error})."
-            )
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({why}).")
             warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
             return None
 
@@ -271,6 +274,7 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
 
     return {
         "law_of_bits": lambda theme: draw_bits(summary, theme),
+        "memory": lambda theme: draw_memory(state, theme),
         "ranks": lambda theme: draw_ranks(claimed_ranks(state), theme),
         "test_error": lambda theme: draw_bars(state, summary, theme),
         "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),

@@ -18,14 +18,16 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.claims.record import record
+from study.claims.stated import differences_of
 from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
+from study.config import StudyConfig
 from study.ledger.state import StudyState
 from study.manage.studies import read
 from study.report.claims import HEADINGS, claim_cells, markdown_table
 from study.report.figures.style import LIGHT, png
 from study.report.pictures import caption, drawings
-from study.report.tables import facts, remarks
+from study.report.tables import amended, facts, remarks
 from study.results.summary import Summary, summarise
 from study.text import counted
 from trainers.files import write_whole
@@ -39,9 +41,6 @@ RULE = (
     " bound one claim in twenty is decided all the same. What was stated, and when, is in each"
     " study's list."
 )
-PICTURES = ("law_of_bits", "ranks", "importance", "test_error")
-"""Pictures of a report by what they say about claims; the page has the first that there is, or the
-front of a search with several objectives."""
 SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
 WIDTH = 100
 """Longest line of the Markdown page's prose."""
@@ -78,23 +77,26 @@ class Reproduced:
         return base64.b64encode(self.picture).decode()
 
 
-def reproduced(folder: Path, command: str) -> Reproduced:
+def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> Reproduced:
     """Return a study's part of the page, from its ledger.
 
     Args:
         folder: folder of the study.
         command: command that runs it.
+        file: the study as its file is now, which may have amendments that the ledger lacks; None
+            for as it ran.
 
     Raises:
         ValueError: the folder holds no study.
     """
     state = read(folder)
     summary = summarise(state)
-    picture, alt = _picture(state, summary)
+    file = file or state.config
+    picture, alt = _picture(state, summary, file.picture)
     return Reproduced(
         name=state.config.name, slug=state.config.slug, question=state.config.question,
         claims=record(state, summary, judge(state, folder))["claims"],
-        facts=_facts(state, summary, command), picture=picture, alt=alt,
+        facts=_facts(state, summary, command, file), picture=picture, alt=alt,
     )  # fmt: skip
 
 
@@ -139,10 +141,14 @@ def _answer(studies: Sequence[Reproduced]) -> str:
     return f"{counted(count, 'claim')}: {listed or 'none'}."
 
 
-def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
+def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig) -> dict[str, str]:
     known, machine = facts(state), state.plan.get("hardware", {})
     gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
-    found = {name: known[name] for name in SHOWN_FACTS if name in known}
+    found = {name: known[name] for name in SHOWN_FACTS if name in known} | amended(file)
+    if otherwise := differences_of(state.plan, file.to_dict()):
+        found["Its file now"] = (
+            f"says otherwise of {', '.join(otherwise)}; what is said here is as it ran."
+        )
     found["Data"] = (
         "; ".join(
             f"{entry['name']}, {entry['train']:,} train, {entry['validation']:,} validation,"
@@ -158,11 +164,15 @@ def _facts(state: StudyState, summary: Summary, command: str) -> dict[str, str]:
     return {**found, "Trials": counts, **notes, "Command": command}
 
 
-def _picture(state: StudyState, summary: Summary) -> tuple[bytes, str]:
-    """Return the picture that says most about the claims, and its description."""
+def _picture(state: StudyState, summary: Summary, wanted: str | None) -> tuple[bytes, str]:
+    """Return the picture that the study names, or else that says most about the claims, and its
+    description."""
     draw = drawings(state, summary)
     several = len(state.config.search.objectives) > 1
-    for name in ("pareto", *PICTURES) if several else PICTURES:
+    about = {claim.kind for claim in state.config.claims}
+    first = [wanted or "", "pareto" if several else "", "law_of_bits", "memory", "ranks"]
+    last = ["importance", "test_error"] if "importance" in about else ["test_error", "importance"]
+    for name in (*first, *last):
         figure = draw[name](LIGHT) if name in draw else None
         if figure is not None:
             return png(figure), caption(name, summary.metric)[1]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from study.claims.stated import stated
+from study.config import StudyConfig
 from study.config.space import describe
 from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState, name_of
 from study.manage.export import write_csv
@@ -258,6 +259,7 @@ def facts(state: StudyState) -> dict[str, str]:
     said = stated(state)
     return {
         **({"Statement": said.sentence} if said else {}),
+        **amended(state.config),
         "Data": "; ".join(
             f"{entry['source']}, sha256 {entry['digest'][:16]}" for entry in state.plan["data"]
         )
@@ -277,6 +279,12 @@ def facts(state: StudyState) -> dict[str, str]:
             " restarts after a dead process"
         ),
     }
+
+
+def amended(study: StudyConfig) -> dict[str, str]:
+    """Return the amendments of a study in words, under a heading; empty without any."""
+    said = " ".join(each.sentence for each in study.amendments)
+    return {"Amendments": said} if said else {}
 
 
 def _align(table: list[list[str]]) -> list[str]:

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 
 from study.claims.record import FILE, read_record, record
+from study.claims.stated import statement_of
 from study.claims.verdict import ENOUGH
 from study.claims.verdicts import judge
 from study.config import StudyConfig
-from study.config.claims import BOUNDS, digest, statement
+from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
 from study.config.search import broken
 from study.ledger.log import read_ledger
@@ -43,6 +44,7 @@ from study.report.claims import markdown_cell
 from study.report.verify_pages import LIKE, verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
+from study.results.ties import compared
 from study.tracking.names import sanitise
 from study.tracking.payload import KEY_TAG, claim_tags
 from study.tracking.reconcile import audit
@@ -104,7 +106,7 @@ class Source:
 
     def of_row(self, label: str) -> list[str]:
         """Return the ids of the trials whose figures are a row's; of a searched row those of the
-        configuration with the best mean of the first objective."""
+        configuration with the best mean of the first objective, the first of equals."""
         mine = [trial for trial in self.trials.values() if trial["row"] == label]
         groups: dict[Any, list[str]] = {}
         for trial in mine:
@@ -112,7 +114,8 @@ class Source:
         if set(groups) <= {None}:
             return [trial["id"] for trial in mine]
         sign = 1.0 if self.mode == "min" else -1.0
-        last = [ids for ids in groups.values() if not any(map(self._is_early, ids))]
+        in_order = [groups[number] for number in sorted(groups, key=lambda of: of or 0)]
+        last = [ids for ids in in_order if not any(map(self._is_early, ids))]
         whole = [ids for ids in last if all(id_ in self.finals for id_ in ids)]
         means = [(-len(ids), sign * self._mean(self.objective, ids), ids) for ids in whole]
         usable = [
@@ -129,12 +132,12 @@ class Source:
         return bool(asked.get("round", 0) + 1 < asked.get("rounds", 1))
 
     def _mean(self, metric: str, ids: Sequence[str]) -> float:
-        """Return the mean of an objective or of a constraint's metric over trials."""
+        """Return the mean of an objective or of a constraint's metric over trials, as compared."""
         values = [self.reports[id_][1].get(metric, math.nan) for id_ in ids]
         if metric in DERIVED:  # of the config and of the events' times
             found = [objective(self.known[id_], metric) for id_ in ids]
             values = [math.nan if value is None else value for value in found]
-        return float(np.mean(values))
+        return compared(float(np.mean(values)))
 
     def by_seed(self, ids: Sequence[str]) -> dict[int, float]:
         """Return the final figures of finished trials by seed."""
@@ -185,7 +188,7 @@ def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
     said = source.stated.get("stated")
     if said is None:
         return
-    found, shown = digest(statement(source.stated["study"], said["code"])), figures["stated"]
+    found, shown = digest(statement_of(source.stated)), figures["stated"]
     shown = shown and shown["digest"]
     if not found == said["digest"] == shown:
         yield (
@@ -297,6 +300,7 @@ def _decided(arguments: Mapping[str, Any], low: float, high: float) -> str:
     least, most = {
         "at_most": (-math.inf, value), "at_least": (value, math.inf), "within": value,
     }[bound]  # fmt: skip
+    least, most, low, high = map(compared, (least, most, low, high))
     if low >= least and high <= most:
         return "holds"
     return "fails" if low > most or high < least else "undecided"

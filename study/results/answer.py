@@ -19,6 +19,7 @@ from study.results.configurations import configurations
 from study.results.contrasts import Contrast, paired
 from study.results.objectives import lacking
 from study.results.summary import Row, Summary, figures_by_seed
+from study.results.ties import compared
 from study.text import counted
 
 MOST_ROWS = 6
@@ -97,7 +98,7 @@ def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
 
 def _best(rows: list[Row], metric: Metric) -> str:
     """Name the rows with the best means, untested."""
-    figures = {row.label: metric.sign * (row.mean or 0.0) for row in rows}
+    figures = {row.label: metric.sign * compared(row.mean or 0.0) for row in rows}
     first, *rest = sorted(
         rows, key=lambda row: (math.isnan(figures[row.label]), figures[row.label])
     )

@@ -73,19 +73,6 @@ def chances(count: int, k: int) -> NDArray[np.float64]:
     return above[:-1] - above[1:]
 
 
-def probability_better(first: Sequence[float], second: Sequence[float], k: int, sign: int) -> float:
-    """Return the probability that the best of k of ``first`` beats the best of k of ``second``.
-
-    Args:
-        first, second: values of configurations; not empty.
-        k: draws from each, at least 1.
-        sign: 1 if lower values are better, -1 if higher are.
-    """
-    one, other = np.sort(sign * np.asarray(first)), np.sort(sign * np.asarray(second))
-    beaten = chances(len(other), k)[None] * (one[:, None] < other[None])
-    return float(chances(len(one), k) @ beaten.sum(1))
-
-
 def _curve(values: Sequence[float], sign: int) -> BestOf:
     ordered = np.sort(sign * np.asarray(values))
     found = BestOf(mean=[], low=[], high=[])

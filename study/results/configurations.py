@@ -141,7 +141,8 @@ def _budget(trial: TrialState) -> tuple[int, float]:
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """Return the best eligible configuration by the first objective, the first of equals, or None.
+    """Return the best eligible configuration by the first objective, the first of equals
+    (:mod:`study.results.ties`), or None.
 
     Only configurations with the most seeds take part: one with fewer seeds dropped out of a race
     (:mod:`study.search.racing`), or was never in it.

@@ -4,7 +4,6 @@ study's metric in the unit in which it is shown."""
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from lns_ops.formats import parse
 from study.config import Metric
 from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
+from study.results.ties import mean_of
 from study.text import counted
 from trainers.workers.resources import gpus_of
 
@@ -39,10 +39,11 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
-    """Return the mean of an objective over a configuration's trials; NaN if one has no value."""
+    """Return the mean of an objective over a configuration's trials, as it is compared; NaN if one
+    has no value."""
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else math.nan
+    return mean_of(known) if known and len(known) == len(values) else math.nan
 
 
 def joules(state: StudyState) -> float:

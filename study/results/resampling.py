@@ -1,4 +1,4 @@
-"""Intervals of figures that are no means, by the bootstrap over seeds.
+"""Intervals of figures that are no means, by the bootstrap over seeds or over configurations.
 
 The percentiles of a bootstrap are too narrow where there are few replicates: resampling n figures
 knows a spread of (n - 1) / n of the variance, and the normal distribution in place of Student's.
@@ -18,7 +18,7 @@ replicates no level is wide enough, and there is no interval.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,35 @@ def bootstrap_interval(
         tuple(figures.T), statistic, paired=True, vectorized=True, n_resamples=RESAMPLES,
         confidence_level=expanded_level(len(figures)), method="percentile",
         rng=np.random.default_rng(0),
+    )  # fmt: skip
+    low, high = found.confidence_interval
+    return float(low), float(high)
+
+
+def bootstrap_between(
+    counts: Sequence[int], figure_of: Callable[..., NDArray[np.float64]], tests: int = 1
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a figure of several independent samples; None where there is
+    none.
+
+    Args:
+        counts: number of replicates of each sample, such as the configurations of a search.
+        figure_of: function of the places drawn from each sample, ``[resamples, count]`` each, that
+            returns ``[resamples]``.
+        tests: number of intervals that are to hold together, by Bonferroni's correction.
+    """
+    from scipy import stats
+
+    if min(counts) < FEWEST:
+        return None
+
+    def statistic(*drawn: NDArray[np.int_], axis: int = -1) -> NDArray[np.float64]:
+        return figure_of(*(np.moveaxis(places, axis, -1) for places in drawn))
+
+    found = stats.bootstrap(
+        tuple(np.arange(count) for count in counts), statistic, vectorized=True,
+        n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(0),
+        confidence_level=expanded_level(min(counts), 1 - 0.05 / tests),
     )  # fmt: skip
     low, high = found.confidence_interval
     return float(low), float(high)

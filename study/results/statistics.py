@@ -33,6 +33,7 @@ from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
 from study.results.objectives import bits_of, joules, last_value, objective
+from study.results.ties import mean_of
 from study.text import layout_of
 from trainers.workers.resources import gpus_of
 
@@ -131,7 +132,7 @@ def entries(state: StudyState) -> list[Entry]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    return mean_of(known) if known and len(known) == len(values) else None
 
 
 def labels(metric: Metric) -> dict[str, str]:

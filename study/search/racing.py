@@ -37,6 +37,7 @@ from study.plan.plan import Plan
 from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
 from study.results.objectives import objective
+from study.results.ties import mean_of
 
 ALPHA = 0.05
 """Probability of eliminating any of several equal candidates in a whole race, at most."""
@@ -95,9 +96,7 @@ class Confirmation:
             if entry.whole and entry.number in kept_numbers
         ]
         usable = [
-            (statistics.fmean(errors), entry)
-            for errors, entry in first
-            if len(errors) == len(self._seeds)
+            (mean_of(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)
         ]
         racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
         level = level_of_test(len(racing), len(self._seeds), len(self._more))
@@ -167,7 +166,7 @@ def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
     """
     if not errors:
         return []
-    leader = min(range(len(errors)), key=lambda place: statistics.fmean(errors[place]))
+    leader = min(range(len(errors)), key=lambda place: mean_of(errors[place]))
     return [
         place
         for place, entry in enumerate(errors)

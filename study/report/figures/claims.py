@@ -1,5 +1,5 @@
-"""Pictures of claims: the error against the bits of a format's fraction, and mean ranks with the
-critical difference (J. Demsar 2006, figure 1)."""
+"""Pictures of claims: the error against the bits of a format's fraction, mean ranks with the
+critical difference (J. Demsar 2006, figure 1), and what a step holds against the depth."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from lns_ops.formats import parse
 from lns_ops.formats.logarithmic import Logarithmic
 from study.claims.analyses import Ranks
+from study.config.keys import lookup
+from study.ledger.state import StudyState
 from study.report.figures.style import (
     COLOURS,
     MARKERS,
@@ -31,7 +33,9 @@ from study.results.summary import Row, Summary, test_figures
 BITS = re.compile(r"\s*\b\d+ bits?\b\s*")
 """Part of a row's label that says the bits; the rest names its line."""
 FEWEST = 3
-"""Smallest number of widths of the fraction that make a line."""
+"""Smallest number of widths of the fraction, or of depths, that make a line."""
+BYTES = "telemetry/tensor_bytes"
+"""Reported metric of the bytes that the tensors of a step hold at once."""
 
 
 def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
@@ -112,6 +116,36 @@ def draw_ranks(found: Sequence[Ranks], theme: Theme) -> Figure | None:
         axes.plot([low, high], [0.7 - 0.25 * number] * 2, color=COLOURS[2], linewidth=4)
     title = f"Mean ranks over {len(ranks.blocks)} blocks, critical difference {ranks.critical:.2f}"
     set_title(axes, title, theme)
+    return figure
+
+
+def draw_memory(state: StudyState, theme: Theme) -> Figure | None:
+    """Draw the bytes that the tensors of a step hold against the depth, a line a row.
+
+    None without a row whose trials tell them at three depths.
+    """
+    lines: dict[str, dict[int, float]] = {}
+    for trial in state.trials:
+        held = trial.metric(BYTES)
+        depth = lookup(trial.config, "model.args").get("depth")
+        if held and depth:
+            lines.setdefault(trial.row, {})[int(depth)] = held[max(held)] / 1e6
+    long = {row: dict(sorted(of.items())) for row, of in lines.items() if len(of) >= FEWEST}
+    if not long:
+        return None
+    figure, axes = canvas(theme)
+    style_axes(axes, theme)
+    for number, (row, of_depth) in enumerate(long.items()):
+        axes.plot(
+            list(of_depth), list(of_depth.values()), color=COLOURS[number % len(COLOURS)],
+            marker=MARKERS[number % len(MARKERS)], label=plain(row),
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("depth, layers")
+    axes.set_ylabel("MB")
+    set_title(axes, "Bytes that the tensors of a step hold", theme)
+    axes.legend(frameon=False, labelcolor=theme.text)
     return figure
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from study.claims.analyses import chosen
+from study.claims.analyses import chosen, critical_difference
 from study.claims.record import SAME, record
 from study.claims.verdict import Verdict, decide, judge_mean, of_mean
 from study.claims.verdicts import judge
@@ -40,6 +40,16 @@ def test_a_figure_that_is_shown_as_nothing_has_no_sign() -> None:
     found = Verdict(claim=about, outcome="holds", figure=-0.001, low=-0.3, high=0.3, unit="points")
     assert found.shown == "0.00 (-0.30 to 0.30) points"
     assert Metric(name="validation/error").difference(-0.001) == "+0.00"
+
+
+@pytest.mark.parametrize(
+    ("k", "q"), [(2, 1.960), (3, 2.343), (4, 2.569), (5, 2.728), (9, 3.102), (10, 3.164)]
+)
+def test_critical_differences_are_those_of_the_published_table(k: int, q: float) -> None:
+    """Demsar 2006, table 5 (a), which has three decimals, cut off."""
+    assert critical_difference(k, 14) == pytest.approx(
+        q * math.sqrt(k * (k + 1) / (6 * 14)), abs=1e-3 * math.sqrt(k * (k + 1) / 84)
+    )
 
 
 def judge_three(tiny: Tiny, errors: dict[str, list[float]], **check: Any) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import lns_ops
 from study.config.compose import load
+from study.results.resampling import bootstrap_between
 from tests.trainers.processes import spawned
 from trainers import LoopContext
 from trainers.config import TrialConfig
@@ -198,6 +201,48 @@ def test_evolution_strategies_with_two_workers_of_ray_are_those_of_one(tmp_path:
         )
     assert found[0] == found[1]
     assert len({str(each) for each in found[0]}) > 4
+
+
+def f1_of(gans: ModuleType, better: dict[str, float], count: int = 12) -> dict[str, list[float]]:
+    """Made-up F1 of configurations by loss, sd 0.15 around 0.5 and what a loss is better by."""
+    draw = np.random.default_rng(3)
+    return {
+        loss: list((0.5 + better.get(loss, 0.0) + 0.15 * draw.normal(size=count)).clip(0))
+        for loss in gans.LOSSES
+    }
+
+
+def test_a_loss_that_is_better_everywhere_fails_the_claim(gans: ModuleType) -> None:
+    found = gans.judge_losses(f1_of(gans, {"wgan_gp": 0.45}))
+    assert found["verdict"] == "fails"
+    assert "wgan_gp" in found["note"]
+    assert found["low"] <= found["figure"] <= found["high"]
+
+
+def test_losses_that_differ_by_nothing_hold_where_configurations_are_many(gans: ModuleType) -> None:
+    worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
+    assert gans.judge_losses(f1_of(gans, worse, 100))["verdict"] == "holds"
+    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 show too little
+
+
+def test_a_loss_that_did_not_train_keeps_the_claim_open(gans: ModuleType) -> None:
+    worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
+    values = f1_of(gans, worse, 100) | {"mm": [0.0] * 100}
+    found = gans.judge_losses(values)
+    assert found["verdict"] == "undecided"
+    assert "did not train: mm" in found["note"]
+    untrained = f1_of(gans, {"wgan_gp": 0.45}) | {"ns": [0.01] * 12}
+    assert gans.judge_losses(untrained)["verdict"] == "undecided"
+
+
+def test_one_search_in_common_shows_no_gain(evolution: ModuleType) -> None:
+    """The same configurations on both sides: an interval around nothing, with a width."""
+    errors = np.array([10.0, 12.0, 14.0, 30.0, 60.0, 88.0])
+    gains = functools.partial(evolution._gains, [(errors, errors + 1)] * 2)
+    low, high = bootstrap_between([6, 6], gains) or (0.0, 0.0)
+    assert low < 0 < high
+    same = np.arange(6)[None]
+    assert gains(same, same).tolist() == [0.0]
 
 
 @pytest.mark.slow

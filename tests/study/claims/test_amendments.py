@@ -1,0 +1,102 @@
+"""What a study says of itself: amendments, the statistic of each claim, its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from study.claims.stated import differences_of, state_claims, stated
+from study.claims.verdicts import judge
+from study.config.claims import (
+    PICTURES,
+    STATISTIC,
+    STATISTICS,
+    AmendmentConfig,
+    digest,
+    statement,
+)  # fmt: skip
+from study.config.compose import load
+from study.ledger.state import fold
+from study.report.pictures import TITLES
+from study.report.reproduction import reproduced, write_page
+from tests.study.claims.test_verdicts import BETTER, FIVE, WORSE, Tiny, claim
+from tests.study.conftest import made_up_events, write_ledger
+from tests.study.results.test_answer import with_errors
+
+AMENDED = [{"date": "2026-11-24", "change": "Five seeds in place of two.", "reason": "Too few."}]
+
+
+def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> None:
+    """The ledger is of before, and its claim too."""
+    checks = [claim(value={"row": "float32", "at_most": 2.5})]
+    study = tiny("amended", FIVE, f"claims={json.dumps(checks)}")
+    write_ledger(study, with_errors(study, {"float32": BETTER, "lns matmul": WORSE}))
+    checks[0]["claim"] = "It is otherwise."
+    changes = f"claims={json.dumps(checks)}", f"amendments={json.dumps(AMENDED)}"
+    part = reproduced(study.folder, "run", tiny("amended", FIVE, *changes))
+    assert "2026-11-24: Five seeds in place of two. Reason: Too few." in part.facts["Amendments"]
+    assert part.facts["Its file now"].startswith("says otherwise of c;")
+    assert "Amendments: 2026-11-24" in write_page([part], tmp_path).read_text()
+    assert not {"Amendments", "Its file now"} & reproduced(study.folder, "run", study).facts.keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"date": "yesterday"}, "must be a day"), ({"reason": " "}, "reason is empty")],
+)
+def test_an_amendment_has_a_day_a_change_and_a_reason(change: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        AmendmentConfig(**(AMENDED[0] | change))
+
+
+def test_every_claim_states_its_own_statistic(tiny: Tiny) -> None:
+    checks = [
+        claim("a", value={"row": "float32", "at_most": 2.5}),
+        claim("b", ranks={"of": "row", "blocks": ["data.name"], "best": "float32"}),
+    ]
+    study = tiny("statistics", f"claims={json.dumps(checks)}").to_dict()
+    found = {each["name"]: each["statistic"] for each in statement(study, {})["claims"]}
+    assert found == {"a": STATISTICS["value"], "b": STATISTICS["ranks"]}
+    assert "Friedman" in found["b"]
+    assert "Student" not in found["b"]
+
+
+def test_a_ledger_of_an_earlier_version_keeps_its_digest(tiny: Tiny) -> None:
+    """It stated one statistic for all; nothing has changed since but the version."""
+    checks = json.dumps([claim(value={"row": "float32", "at_most": 2.5})])
+    study = tiny("earlier", f"claims={checks}")
+    events, old = made_up_events(study), statement(study.to_dict(), {}, statistics=False)
+    assert old["statistic"] == STATISTIC
+    plan = next(event for event in events if event["event"] == "planned")
+    plan["stated"] = {"digest": digest(old), "code": {}}
+    said = stated(fold(events))
+    assert said is not None
+    assert said.digest == digest(old) != state_claims(study.to_dict())["digest"]
+    assert not said.changed
+    assert not said.claims
+    assert not differences_of(plan, study.to_dict())
+
+
+def test_the_nearest_rival_has_its_own_resolution(tiny: Tiny) -> None:
+    """Another row's spread is ten times its."""
+    rows = (
+        "rows=[{label: a}, {label: b, overrides: {epochs: 4}}, {label: c, overrides: {epochs: 5}}]"
+    )
+    checks = json.dumps([claim(no_row_beats={"row": "a"})])
+    study = tiny("rivals", FIVE, rows, "baseline=null", f"claims={checks}")
+    near = [x + y for x, y in zip(BETTER, (0.2, 0.1, 0.3, 0.2, 0.1), strict=True)]
+    far = [x + 10 * y for x, y in zip(BETTER, (0.9, -0.1, 0.6, 0.2, 0.7), strict=True)]
+    (found,) = judge(fold(with_errors(study, {"a": BETTER, "b": near, "c": far})), study.folder)
+    first, second = found.note.split(" from it, of ")
+    assert first.startswith("nearest rival: b; 5 seeds show a difference of ")
+    assert float(first.split()[-2]) < 1 < float(second.split()[0])
+    assert second.endswith("from c")
+
+
+def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
+    assert set(PICTURES) <= TITLES.keys()
+    assert load("are_gans_equal", download=False).picture == "best_of_k"
+    with pytest.raises(ValueError, match="picture"):
+        load("are_gans_equal", ["picture=none_such"], download=False)

@@ -1,0 +1,36 @@
+"""Which studies of ``conf/study`` have a key, their groups included."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from study.config.compose import load, studies_with
+from study.plan.plan import make_plan
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", ["search_space_odyssey_lns", "are_gans_equal_lns"])
+def test_a_study_has_the_claims_of_its_groups(name: str) -> None:
+    assert load(name, download=False).claims
+    assert name in studies_with("claims")
+
+
+def test_a_study_that_takes_its_groups_claims_away_has_none() -> None:
+    found = studies_with("claims")
+    assert all(load(name, download=False).claims for name in found)
+    assert "quickstart" not in found
+
+
+@pytest.mark.parametrize("name", ["law_of_bits", "swish", "update_rules", "capsules", "energy"])
+def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
+    """Of searches whose results propose no further trials."""
+    size = make_plan(load(name, small=True, download=False)).size
+    (line,) = re.findall(rf"^\| `{name}`.*$", (ROOT / "docs/studies/index.md").read_text(), re.M)
+    assert f"| {size} trials" in line
+    comment = (ROOT / "conf" / "study" / f"{name}.yaml").read_text()
+    said = re.findall(r"--small +(\d+) trials", comment)
+    assert said in ([], [str(size)])
