@@ -422,7 +422,7 @@ def _login(unasked: bool) -> dict[str, str]:
     Args:
         unasked: whether to take one although RAY_AUTH_MODE does not say so.
     """
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
     loader = AuthenticationTokenLoader.instance()

@@ -263,3 +263,37 @@ def test_a_cluster_that_asks_for_a_token_says_so_to_who_has_none(
             assert "RAY_AUTH_MODE=token" in done.stderr
         assert TOKEN not in done.stderr
         assert wrong not in done.stderr
+
+
+UNSTARTED = """
+import sys, time, types, ray
+from study.execution.leases import Cluster
+only = types.ModuleType("only_here")
+exec("class Data(list): pass", only.__dict__)
+only.Data.__module__, sys.modules["only_here"] = "only_here", only
+ray.init(num_cpus=2, include_dashboard=False)
+said = []
+cluster = Cluster((1, 0), (2, 0), (None, only.Data()), print, ray.nodes, said.append)
+waits = []
+while len(waits) < 3:
+    cluster.poll(True)
+    waits += [wait for wait, _ in list(cluster._waits.values()) if wait not in waits]
+    time.sleep(0.1)
+cluster.close()
+ray.shutdown()
+print(sorted(waits), len(said), *said)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_node_on_which_our_code_does_not_start_says_why_once(tmp_path: Path) -> None:
+    """What Ray makes the node of is a module that only the driver has."""
+    env = os.environ | {"HOME": str(tmp_path), "RAY_DEDUP_LOGS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNSTARTED], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("[1.0, 2.0, 4.0] 1 Not used: on the node ")
+    assert "(ModuleNotFoundError: No module named 'only_here')" in last
