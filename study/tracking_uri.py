@@ -7,7 +7,8 @@ password (:func:`reveal`): the one that this process was given, else one from th
 that may quote an address, such as an error or a command for the user, goes through
 :func:`without_password`.
 
-Limits: in a query, a value is secret if its name says so (``password=``, ``token=``). How a
+Limits: in a query, a value is secret if its name says so (``password=``, ``token=``, ``auth=``). A
+user without password is a token for a web server, ``git`` excepted, and no secret elsewhere. How a
 password may look in an address, slashes and @ included, follows SQLAlchemy for databases and RFC
 3986 for servers.
 
@@ -52,16 +53,32 @@ _LOGIN = re.compile(
         [^@\s]* (?:@[^@/?#\s]*)* @""",
     re.VERBOSE,
 )
+_USER = re.compile(
+    r"""(?<![\w+.-]) (?P<before> https?://) (?! git@ | [^\s/?#]*:\*\*\*@) [^\s:/?\#@\[\]'"]+ @""",
+    re.VERBOSE,
+)
 _QUERY = re.compile(
     r"""(?P<before> [?&;#]
-            (?: sig | pass
-              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|api_?key)
+            (?: sig | pass | (?:[^=&;\s]*[_-])?auth(?:orization)?
+              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|credential
+                               |(?:api|access)[_-]?key)
                 [^=&;\s]*
             ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
-_MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
+_MARKED = re.compile(r"(?:(?<=//)|:)\*\*\*(?=@)|(?<==)\*\*\*")
+_COMMAND = re.compile(
+    r"""(?P<before> (?:^|\s) (?:-u|--user|--proxy-user) [\s=]* ["']? [^\s:"']+ : (?!\d+(?:\s|$))
+          | (?:proxy-)?authorization ["']? \s* [:=] \s* (?:(?:basic|bearer|token) \s+)?
+          | hooks\.slack\.com/(?:services|workflows|triggers)/
+          | discord(?:app)?\.com/api/webhooks/
+          | [\w-]* (?:password|passwd|token(?!s|i[sz])|secret|(?:api|access)[_-]?key)
+            ["']? (?:\s*[=:]\s*|(?<=password)\s+) ["']?
+        ) (?![$`]) [^\s"'&]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Passwords in commands of ``alerts``, beside those of addresses."""
 
 _given: dict[str, str] = {}
 """Addresses with passwords that this process was given, by their shown form."""
@@ -69,7 +86,9 @@ _given: dict[str, str] = {}
 
 def without_password(text: str) -> str:
     """Return ``text`` with a mark for the password of every address in it."""
-    return _QUERY.sub(rf"\g<before>{MARK}", _LOGIN.sub(rf"\g<before>{MARK}@", text))
+    for login in (_LOGIN, _USER):
+        text = login.sub(rf"\g<before>{MARK}@", text)
+    return _QUERY.sub(rf"\g<before>{MARK}", text)
 
 
 def refuse_passwords(study: Mapping[str, Any]) -> None:
@@ -84,7 +103,16 @@ def refuse_passwords(study: Mapping[str, Any]) -> None:
     """
     for key, text in _texts({name: study[name] for name in study if name != "tracking_uri"}):
         known = _VARIABLE.sub(MARK, text)
-        if (shown := without_password(known)) != known:
+        shown = without_password(known)
+        if key.startswith("alerts"):
+            shown = _COMMAND.sub(rf"\g<before>{MARK}", shown)
+            if shown != known:
+                raise ValueError(
+                    f"{key}={shown!r}: holds a password, which ledger and packages would show; put"
+                    " it into a variable of the environment and name that, $VARIABLE, in the"
+                    " command: its shell puts the value in"
+                )
+        if shown != known:
             raise ValueError(
                 f"{key}={shown!r}: holds a password, which ledger, reports and MLflow would show;"
                 " leave it out, and give it to the client in the environment or its file of"
@@ -184,8 +212,10 @@ def _of_server(uri: str) -> str:
         user = urllib.parse.quote(
             os.environ.get(USER) or urllib.parse.unquote(parts.username or ""), safe=""
         )
+        if not os.environ.get(USER) and parts.username == MARK:
+            return ""  # the token that was the user is not known
         return uri.replace(
-            f"//{parts.username or ''}:{MARK}@",
+            f"//{MARK}@" if parts.username == MARK else f"//{parts.username or ''}:{MARK}@",
             f"//{user}:{urllib.parse.quote(password, safe='')}@",
             1,
         )

@@ -307,7 +307,7 @@ class StudyConfig:
         if self.trial.own_loop or parts & {"loss", "metrics", "trainable"}:
             return
         for name in {**search.objectives, **search.constraints}:
-            if name not in DERIVED:
+            if name not in (*DERIVED, self.primary_metric.name):
                 check_reported(f"search: {name}", name, self.trial)
 
     @property

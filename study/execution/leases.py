@@ -7,8 +7,10 @@ these resources, so that Ray, its autoscaler and other users see them as taken: 
 that the node has. If others hold a part of the node, such an actor waits; after
 :data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
 needs. Nodes that join get a lease within a second or so, unless their Python, torch or code of this
-package differ from the driver's: those are given back before they compute. While trials wait and
-nothing is free, one more small lease is requested on any node, which an autoscaler takes as demand.
+package differ from the driver's: those are given back before they compute. A node on which our code
+does not start is asked again after ever longer waits, and its reason is said once. While trials
+wait and nothing is free, one more small lease is requested on any node, which an autoscaler takes
+as demand.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
 PATIENCE_SECONDS = 3.0
 """Seconds for which a lease waits for all that its node has before it asks for less."""
+LONGEST_SECONDS = 60.0
+"""Longest wait before a node on which our code did not start is asked again."""
 END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
 EPSILON = 1e-6
@@ -191,6 +195,8 @@ class Cluster:
         )
         self._say, self._versions = say, versions()
         self._refused: set[str] = set()
+        self._waits: dict[str | None, tuple[float, float]] = {}
+        """Wait after the last failure of a node, None for any, and the time when it ends."""
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
@@ -283,6 +289,8 @@ class Cluster:
             self._request(request.node, *self._unit)
 
     def _request(self, node: str | None, cpus: float, gpus: float) -> None:
+        if node in self._waits and time.monotonic() < self._waits[node][1]:
+            return
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -358,6 +366,7 @@ class Cluster:
             request.node = node
             if self._refuses(request, host):
                 return
+            self._waits.pop(node, None)
             lease = Lease(
                 host=host,
                 address=address,
@@ -374,12 +383,30 @@ class Cluster:
                 ):
                     self._on_events(lease, events)
         # the actor or its node has died, we have killed it, or (SystemExit) left Ray
-        except BaseException:
-            with self._lock:
-                if request in self._requests:
-                    self._requests.remove(request)
+        except BaseException as error:
+            if lease is None and request in self._requests and not self._closed:
+                self._wait_longer(request.node, error)
+            self._drop(request)
             if lease is not None:
                 self._on_events(lease, None)
+
+    def _wait_longer(self, node: str | None, error: BaseException) -> None:
+        """Put a node off on which our code did not start; say why, the first time."""
+        from ray.exceptions import RayError
+
+        if not isinstance(error, RayError):
+            return
+        wait = min(2 * self._waits.get(node, (POLL_SECONDS / 2, 0.0))[0], LONGEST_SECONDS)
+        news = node is not None and node not in self._waits
+        self._waits[node] = wait, time.monotonic() + wait
+        if news:
+            hosts = {each["NodeID"]: each["NodeManagerHostname"] for each in self._nodes()}
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            self._say(
+                f"Not used: on the node {hosts.get(node, node)} this study's code does not start"
+                f" ({lines[-1] if lines else type(error).__name__}); install there what this"
+                " machine has, and it is tried again"
+            )
 
 
 def _pass_on(actor: Any, calls: list[Call]) -> None:

@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ class Joined(Session):
         files: folder that Ray sends to the nodes, onto ``sys.path`` of what runs there; or None.
 
     Raises:
-        UserError: no cluster answers there, or it requires no token.
+        UserError: no cluster answers there, it requires no token, or not one that we have.
     """
 
     def __init__(self, address: str, insecure: bool, files: Path | None = None) -> None:
@@ -223,22 +223,17 @@ class Joined(Session):
         _keep_token(Path.home() / ".ray" / "auth_token")
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
+            _check_token(address, insecure)
             self._join()
         except (ConnectionError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
-                " --head`, or leave address out for this machine alone"
+                " --head`, correct the address, or leave it out for this machine alone"
             ) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
-        if not insecure and asks_nobody(self.address):
-            self.close()
-            raise UserError(
-                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches"
-                " it runs code as its user and reads the study's files; start it with"
-                " RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use"
-                " insecure=true where only you reach it"
-            )
 
     def _join(self) -> None:
         """Join the cluster, and start a thread that asks for its nodes.
@@ -357,16 +352,84 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
             session.close()
 
 
-def asks_nobody(address: str) -> bool:
-    """Tell whether the Ray whose control store is at ``address`` (host:port) requires no token."""
+def asks_nobody(address: str, headers: Mapping[str, str] | None = None) -> bool:
+    """Tell whether the Ray whose control store is at ``address`` (host:port) requires no token
+    beyond ``headers``.
+
+    Raises:
+        ConnectionError: neither a Ray that lets us in nor one that asks for a token answers.
+    """
     import grpc
 
-    with grpc.insecure_channel(address) as channel:
+    with _channel(address) as channel:
         try:
-            channel.unary_unary(CHECK_ALIVE)(b"", timeout=ANSWER_SECONDS)
-        except grpc.RpcError:
-            return False
+            channel.unary_unary(CHECK_ALIVE)(
+                b"", timeout=ANSWER_SECONDS, metadata=list((headers or {}).items())
+            )
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return False
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
     return True
+
+
+def _channel(address: str) -> Any:
+    """Return a gRPC channel as Ray's own: with TLS if Ray is told so, and past any proxy."""
+    import grpc
+
+    options = [("grpc.enable_http_proxy", 0)]
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address, options)
+    from ray._common.tls_utils import load_certs_from_env
+
+    chain, key, authority = load_certs_from_env()
+    return grpc.secure_channel(
+        address, grpc.ssl_channel_credentials(authority, key, chain), options
+    )
+
+
+def _check_token(address: str, insecure: bool) -> None:
+    """Refuse a cluster that requires no token, unless ``insecure``, or not one that we have.
+
+    Raises:
+        ConnectionError: no cluster answers there.
+        UserError: it is refused.
+    """
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    place = canonicalize_bootstrap_address_or_die(address)
+    mode = os.environ.get(TOKEN[0])
+    if asks_nobody(place):
+        if not insecure:
+            raise UserError(
+                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches"
+                " it runs code as its user and reads the study's files; start it with"
+                " RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use"
+                " insecure=true where only you reach it"
+            )
+    # as in ray.init: to a cluster by address, which may be another's, no token goes unasked
+    elif not asks_nobody(place, _login(address == "auto" and mode is None)):
+        raise UserError(
+            f"address={address!r}: this Ray cluster asks for a token, and this process has none"
+            f" that it takes (RAY_AUTH_MODE={mode or ''}); set RAY_AUTH_MODE=token, and put the"
+            " cluster's token into ~/.ray/auth_token, or its file's name into RAY_AUTH_TOKEN_PATH"
+        )
+
+
+def _login(unasked: bool) -> dict[str, str]:
+    """Return the headers with this process's token for Ray; none if it has no token.
+
+    Args:
+        unasked: whether to take one although RAY_AUTH_MODE does not say so.
+    """
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+    from ray.exceptions import AuthenticationError
+
+    loader = AuthenticationTokenLoader.instance()
+    with contextlib.suppress(AuthenticationError):
+        if loader.has_token(ignore_auth_mode=unasked):
+            return dict(loader.get_token_for_http_header(ignore_auth_mode=unasked))
+    return {}
 
 
 def _keep_token(path: Path) -> None:

@@ -110,6 +110,8 @@ class Sender:
         self._described: Event | None = None
         self._news: set[str] = set()
         self._retry_at = 0.0
+        self.moved = time.monotonic()
+        """Time of the last answer of the store."""
 
     def hear(self, events: list[Event]) -> None:
         """Apply events; nothing is sent yet."""
@@ -156,6 +158,7 @@ class Sender:
     def _close(self, report: Path | None) -> None:
         for trial in self.state.known.values():
             self._opened().settle(trial)
+            self.moved = time.monotonic()
         self._opened().finish(self.state, report)
         write_statistics(self._uri)
 
@@ -198,6 +201,7 @@ class Sender:
             self._runs = None
             self._retry_at = time.monotonic() + RETRY_SECONDS
             return False
+        self.moved = time.monotonic()
         if self.failure:
             self._say({"kind": "recovered"})
         self.failure = ""
@@ -229,9 +233,7 @@ def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[b
                 return
 
 
-def follow(
-    folder: Path, uri: str, artifacts: Path, inbox: queue.SimpleQueue[str | None], say: Say
-) -> str:
+def follow(folder: Path, sender: Sender, inbox: queue.SimpleQueue[str | None]) -> str:
     """Send a ledger while it is written, until ``inbox`` has ``finish FOLDER``.
 
     None in the inbox means that the driver is gone.
@@ -239,7 +241,7 @@ def follow(
     Returns:
         The reason for which something could not be sent, or "".
     """
-    follower, sender = Follower(folder), Sender(uri, artifacts, folder, _noting(folder, uri, say))
+    follower = Follower(folder)
     while True:
         try:
             word = inbox.get(timeout=ROUND_SECONDS)
@@ -313,22 +315,39 @@ def main() -> int:
             return
 
     inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    asked = threading.Event()
+    threading.Thread(target=_read, args=(inbox, asked), daemon=True).start()
     folder = Path(options.folder)
     with tracking_lock(folder, LINGER_SECONDS) as free:
-        error = (
-            follow(folder, uri, Path(options.artifacts), inbox, say)
-            if free
-            else "another process sends this study's ledger"
-        )
+        error = "another process sends this study's ledger"
+        if free:
+            sender = Sender(uri, Path(options.artifacts), folder, _noting(folder, uri, say))
+            threading.Thread(target=_end_if_silent, args=(sender, asked, say), daemon=True).start()
+            error = follow(folder, sender, inbox)
     say({"kind": "done", "error": error})
     return 0
 
 
-def _read(inbox: queue.SimpleQueue[str | None]) -> None:
+def _read(inbox: queue.SimpleQueue[str | None], asked: threading.Event) -> None:
     for line in sys.stdin:
         inbox.put(line.strip())
+        asked.set()
     inbox.put(None)
+
+
+def _end_if_silent(sender: Sender, asked: threading.Event, say: Say) -> None:
+    """End this process where a store leaves a call unanswered although the end was asked for.
+
+    The study waits for :data:`FINISH_SECONDS` from then, or from the store's last answer; no
+    limit of a client's own holds for every store.
+    """
+    asked.wait()
+    sender.moved = time.monotonic()
+    while (left := sender.moved + FINISH_SECONDS - time.monotonic()) > 0:
+        time.sleep(left)
+    silence = f"TimeoutError: no answer for {FINISH_SECONDS:g} s"
+    say({"kind": "done", "error": sender.failure or silence})
+    os._exit(0)
 
 
 if __name__ == "__main__":

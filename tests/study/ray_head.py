@@ -15,6 +15,8 @@ import pytest
 from tests.study.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "TEST_GCS_ADDRESS"
+"""Variable of the head's environment with the address of its control store."""
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -47,6 +49,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
         env=env,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
+    env[ADDRESS] = f"127.0.0.1:{port}"
     yield f"http://127.0.0.1:{dashboard}", env
     mine = [
         process

@@ -67,6 +67,11 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all of the server's processes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
     def stop(self) -> None:
         """End the server by a request to terminate."""
         if self._process is not None:

@@ -149,7 +149,11 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
         ),
         ("postgresql://me:***@host/db", {PASSWORD: "x"}, ""),
         ("mysql+pymysql://me:***@host/db", {"PGPASSWORD": "x"}, ""),
-        ("https://ada@host", {}, "https://ada@host"),
+        ("https://***@host", {PASSWORD: "x"}, ""),
+        ("https://***@host", {PASSWORD: "x", USER: "bob"}, "https://bob:x@host"),
+        ("https://***@host", {TOKEN: "x"}, "https://host"),
+        ("https://***@host", {WHOLE: "https://t0ken@host"}, "https://t0ken@host"),
+        ("https://git@host", {}, "https://git@host"),
     ],
 )
 def test_where_a_password_comes_from(
@@ -185,6 +189,10 @@ def test_what_this_process_was_given_comes_before_the_environment(
         ("postgresql://h/db?user=x;password=pw", "postgresql://h/db?user=x;password=***"),
         ("https://h/x#access_token=pw", "https://h/x#access_token=***"),
         ("ftp://ada:pw@h", "ftp://ada:***@h"),
+        ("http://t0ken@h", "http://***@h"),
+        ("see http://t0ken@h:5000/a@b", "see http://***@h:5000/a@b"),
+        ("https://h/x?access_key=pw&auth=pw", "https://h/x?access_key=***&auth=***"),
+        ("https://h/x?X-Amz-Credential=pw", "https://h/x?X-Amz-Credential=***"),
         ("postgresql://u:pw@h:5432/db?options=a@b", "postgresql://u:***@h:5432/db?options=a@b"),
         ("postgresql://u:1/s?s@h/db", "postgresql://u:***@h/db"),
         ("postgresql+psycopg2://u:pw@/db?host=/tmp", "postgresql+psycopg2://u:***@/db?host=/tmp"),
@@ -200,8 +208,8 @@ def test_what_this_process_was_given_comes_before_the_environment(
             for same in (
                 "http://127.0.0.1:5000/a@b",
                 "http://[::1]:5000/a@b",
-                "http://ada@h",
-                "http://ada@h:5000/a@b",
+                "http://git@h",
+                "https://h/x?author=ada&key=1",
                 "http://ada@example.org:***@h",
                 "postgresql://u@h:5432/db",
                 "https://h/x?tokenizer=gpt2&max_tokens=5",
@@ -242,10 +250,6 @@ def test_how_an_address_is_shown(uri: str, shown: str) -> None:
             "space.data.root.choice='http://",
         ),
         ("small={{tracking_uri: 'http://ada:{}@h'}}", "small.tracking_uri='http://ada:***@h'"),
-        (
-            "alerts={{failed: 'curl https://ada:{}@h/x'}}",
-            "alerts.failed='curl https://ada:***@h/x'",
-        ),
         ("address=ray://ada:{}@h:1", "address='ray://ada:***@h:1'"),
         ("question=See http://ada:{}@h", "question='See http://ada:***@h'"),
     ],
@@ -269,6 +273,50 @@ def test_a_password_in_any_other_value_is_refused_before_anything_is_done(
         assert "AWS_SECRET_ACCESS_KEY" in said
         assert SECRET not in said
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "curl https://ada:{}@h/x",
+        "curl https://{}@h/x",
+        "curl -u ada:{} h",
+        "curl --user=ada:{} h",
+        'curl -H "Authorization: Bearer {}" h',
+        "curl -H Authorization:{} h",
+        "curl https://hooks.slack.com/services/T0/B0/{}",
+        "curl https://discord.com/api/webhooks/1/{}",
+        "curl -d token={} h",
+        "API_KEY={} notify",
+        "notify --password {}",
+    ],
+)
+def test_a_password_in_a_command_is_refused_before_anything_is_done(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = f"{TINY}\nalerts:\n  failed: '{command.format(SECRET)}'\n"
+    (tmp_path / "tiny.yaml").write_text(study)
+    for words in (["run"], ["run", "--dry-run"], ["plan"]):
+        assert main([words[0], "tiny.yaml", "tracking_uri=none", *words[1:]]) == 2
+        said = "".join(capfd.readouterr())
+        assert "alerts.failed=" in said
+        assert "$VARIABLE" in said
+        assert SECRET not in said
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "curl -u $ADA:$WORD -H 'Authorization: Bearer $TOKEN' https://hooks.slack.com/services/$X",
+        "curl -u ada:$(cat word) -d token=$TOKEN h",
+        "docker run -u 1000:1000 notify",
+        "echo $TRIAL: lost tokens=5, author=ada",
+    ],
+)
+def test_a_command_without_a_password_is_taken(command: str) -> None:
+    module.refuse_passwords({"alerts": {"failed": command}})
 
 
 def test_a_variable_in_place_of_a_password_is_none(tiny: Tiny) -> None:

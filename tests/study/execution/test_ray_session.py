@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
 import psutil
 import pytest
 
-from study.execution.ray_session import OwnRay, _keep_token
+from study.errors import UserError
+from study.execution import ray_session
+from study.execution.ray_session import Joined, OwnRay, _keep_token, asks_nobody
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
+from tests.study.ray_head import ADDRESS, TOKEN, head  # noqa: F401
 
 DASHBOARD_PORT = 8265
 """The usual one."""
@@ -195,3 +199,101 @@ def test_a_cluster_that_asks_nobody_is_refused_unless_told(tmp_path: Path) -> No
         assert join("insecure").stdout == "in\n"
     finally:
         cluster.shutdown()
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_what_does_not_say_that_it_asks_for_a_token_is_refused(
+    insecure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed port, a server that says nothing, and one that is no Ray."""
+    grpc = pytest.importorskip("grpc")
+    monkeypatch.setattr(ray_session, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    silent, other = socket.socket(), grpc.server(futures.ThreadPoolExecutor(1))
+    with silent:
+        silent.bind(("0.0.0.0", 0))  # Ray makes the machine's address of 127.0.0.1
+        silent.listen()
+        ports = {
+            "UNAVAILABLE": 1,
+            "DEADLINE_EXCEEDED": silent.getsockname()[1],
+            "UNIMPLEMENTED": other.add_insecure_port("0.0.0.0:0"),
+        }
+        other.start()
+        try:
+            for said, port in ports.items():
+                with pytest.raises(ConnectionError, match=said):
+                    asks_nobody(f"127.0.0.1:{port}")
+                with pytest.raises(UserError, match=rf"no Ray cluster answers \({said}.*--head"):
+                    Joined(f"127.0.0.1:{port}", insecure)
+        finally:
+            other.stop(None).wait()
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token_says_so_to_who_has_none(
+    head: tuple[str, dict[str, str]],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Nobody is told to start what runs; no token is repeated."""
+    _, env = head
+    code = (
+        "import sys; from study.config import StudyConfig; from study.execution.ray_session"
+        " import ray_session\nwith ray_session(StudyConfig(address=sys.argv[1])): print('in')"
+    )
+    without = {name: value for name, value in env.items() if not name.startswith("RAY_AUTH")}
+    wrong = "f" * 64
+    ways = {
+        "nothing": without,
+        "no mode": without | {"RAY_AUTH_TOKEN_PATH": env["RAY_AUTH_TOKEN_PATH"]},
+        "no token": without | {"RAY_AUTH_MODE": "token"},
+        "another": without | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": wrong},
+    }
+    for way in [*ways.values(), env]:
+        done = subprocess.run(
+            [sys.executable, "-c", code, env[ADDRESS]],
+            env=way | {"HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if way is env:
+            assert done.stdout == "in\n", done.stderr
+        else:
+            assert "asks for a token, and this process has none that it takes" in done.stderr
+            assert "RAY_AUTH_MODE=token" in done.stderr
+        assert TOKEN not in done.stderr
+        assert wrong not in done.stderr
+
+
+UNSTARTED = """
+import sys, time, types, ray
+from study.execution.leases import Cluster
+only = types.ModuleType("only_here")
+exec("class Data(list): pass", only.__dict__)
+only.Data.__module__, sys.modules["only_here"] = "only_here", only
+ray.init(num_cpus=2, include_dashboard=False)
+said = []
+cluster = Cluster((1, 0), (2, 0), (None, only.Data()), print, ray.nodes, said.append)
+waits = []
+while len(waits) < 3:
+    cluster.poll(True)
+    waits += [wait for wait, _ in list(cluster._waits.values()) if wait not in waits]
+    time.sleep(0.1)
+cluster.close()
+ray.shutdown()
+print(sorted(waits), len(said), *said)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_node_on_which_our_code_does_not_start_says_why_once(tmp_path: Path) -> None:
+    """What Ray makes the node of is a module that only the driver has."""
+    env = os.environ | {"HOME": str(tmp_path), "RAY_DEDUP_LOGS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNSTARTED], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("[1.0, 2.0, 4.0] 1 Not used: on the node ")
+    assert "(ModuleNotFoundError: No module named 'only_here')" in last

@@ -135,6 +135,24 @@ def test_a_server_that_stays_away_is_told_at_the_end(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_server_that_accepts_and_says_nothing_does_not_hold_the_end_up(
+    tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a client's own limit: here it is ten minutes, for some databases there is none."""
+    study = tracked("writer silence", f"tracking_uri={server.uri}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")
+    folder = write_ledger(study, made_up_events(study))
+    tracker = Tracker(folder, study.tracking, folder.parent / "artifacts", lambda line: None)
+    server.signal(signal.SIGSTOP)
+    try:
+        tracker.start()
+        assert "no answer for 20 s" in tracker.close(None)
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+@pytest.mark.slow
 def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(
     tracked: Tiny, server: Server
 ) -> None:
