@@ -122,7 +122,10 @@ def _markdown(studies: Sequence[Reproduced]) -> str:
     for study in studies:
         lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
         lines += [*markdown_table(HEADINGS, study.lines), ""]
-        picture = fill(f"![{study.alt}]({study.slug}.png)", WIDTH, break_long_words=False)
+        picture = fill(  # a link is one word, with its hyphens
+            f"![{study.alt}]({study.slug}.png)", WIDTH, break_long_words=False,
+            break_on_hyphens=False,
+        )  # fmt: skip
         lines += [picture, ""] if study.picture else []
         facts = (f"- {name}: {value}" for name, value in study.facts.items())
         lines += [*(fill(fact, WIDTH, subsequent_indent="  ") for fact in facts), ""]

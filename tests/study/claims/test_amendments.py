@@ -20,7 +20,7 @@ from study.config.claims import (
 from study.config.compose import load
 from study.ledger.state import fold
 from study.report.pictures import TITLES
-from study.report.reproduction import reproduced, write_page
+from study.report.reproduction import Reproduced, reproduced, write_page
 from tests.study.claims.test_verdicts import BETTER, FIVE, WORSE, Tiny, claim
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.results.test_answer import with_errors
@@ -93,6 +93,15 @@ def test_the_nearest_rival_has_its_own_resolution(tiny: Tiny) -> None:
     assert first.startswith("nearest rival: b; 5 seeds show a difference of ")
     assert float(first.split()[-2]) < 1 < float(second.split()[0])
     assert second.endswith("from c")
+
+
+@pytest.mark.parametrize("length", range(80, 100))
+def test_a_picture_s_name_is_in_one_line_of_the_page(length: int, tmp_path: Path) -> None:
+    part = Reproduced(
+        name="m", slug="memory-small", question="?", claims=[], facts={}, picture=b"x",
+        alt=f"Lines: {'x' * (length - 30)}",
+    )  # fmt: skip
+    assert "](memory-small.png)" in write_page([part], tmp_path).read_text()
 
 
 def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
