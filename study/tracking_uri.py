@@ -54,12 +54,14 @@ _LOGIN = re.compile(
 )
 _QUERY = re.compile(
     r"""(?P<before> [?&;#]
+            (?= [^=&;\s?#]*+ =)  # what follows looks at every character once
             (?: sig | pass
-              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|api_?key)
-                [^=&;\s]*
+              | [^=&;\s?#]*? (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|api_?key)
+                [^=&;\s?#]*+
             ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
+_WORD = re.compile(r"\S+")
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r":\*\*\*(?=@)|(?<==)\*\*\*")
 
@@ -69,7 +71,14 @@ _given: dict[str, str] = {}
 
 def without_password(text: str) -> str:
     """Return ``text`` with a mark for the password of every address in it."""
-    return _QUERY.sub(rf"\g<before>{MARK}", _LOGIN.sub(rf"\g<before>{MARK}@", text))
+    return _QUERY.sub(rf"\g<before>{MARK}", _WORD.sub(_without_login, text))
+
+
+def _without_login(word: re.Match[str]) -> str:
+    """Return a word with a mark for every login's password; the search ends at its last @, without
+    which each beginning of a login would search all that follows."""
+    logins, at, rest = word[0].rpartition("@")
+    return _LOGIN.sub(rf"\g<before>{MARK}@", logins + at) + rest
 
 
 def refuse_passwords(study: Mapping[str, Any]) -> None:
