@@ -19,6 +19,10 @@ class UserError(ValueError):
         super().__init__(without_password(message))
 
 
+class OutOfSightError(Exception):
+    """A study that was launched can no longer be followed, for the reason given; it may go on."""
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Turn a ``ValueError`` of the checks before any work into a :class:`UserError`."""

@@ -59,13 +59,15 @@ _USER = re.compile(
 )
 _QUERY = re.compile(
     r"""(?P<before> [?&;#]
-            (?: sig | pass | (?:[^=&;\s]*[_-])?auth(?:orization)?
-              | [^=&;\s]* (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|credential
-                               |(?:api|access)[_-]?key)
-                [^=&;\s]*
+            (?= [^=&;\s?#]*+ =)  # what follows looks at every character once
+            (?: sig | pass | (?:[^=&;\s?#]*?[_-])?auth(?:orization)?
+              | [^=&;\s?#]*? (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|credential
+                                |(?:api|access)[_-]?key)
+                [^=&;\s?#]*+
             ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
+_WORD = re.compile(r"\S+")
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r"(?:(?<=//)|:)\*\*\*(?=@)|(?<==)\*\*\*")
 _COMMAND = re.compile(
@@ -86,9 +88,16 @@ _given: dict[str, str] = {}
 
 def without_password(text: str) -> str:
     """Return ``text`` with a mark for the password of every address in it."""
+    return _QUERY.sub(rf"\g<before>{MARK}", _WORD.sub(_without_login, text))
+
+
+def _without_login(word: re.Match[str]) -> str:
+    """Return a word with a mark for every login's password; the search ends at its last @, without
+    which each beginning of a login would search all that follows."""
+    logins, at, rest = word[0].rpartition("@")
     for login in (_LOGIN, _USER):
-        text = login.sub(rf"\g<before>{MARK}@", text)
-    return _QUERY.sub(rf"\g<before>{MARK}", text)
+        logins, at = login.sub(rf"\g<before>{MARK}@", logins + at), ""
+    return logins + rest
 
 
 def refuse_passwords(study: Mapping[str, Any]) -> None:

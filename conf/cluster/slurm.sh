@@ -16,8 +16,13 @@ export PYTHONPATH=$package/site${PYTHONPATH:+:$PYTHONPATH}
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
 
 # A token that this user alone can read; Ray admits nobody without it.
-(umask 077 && python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
+(umask 077 && python -P -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+
+# Ray lets everybody write into its folder: one around it, on every node, of a name that nobody knows
+# before, keeps others out. Short, as sockets' paths are.
+folder=/tmp/ray-$SLURM_JOB_ID-$(python -P -c 'import secrets; print(secrets.token_hex(4))')
+srun mkdir -m 700 "$folder"
 
 # A hundred ports of this job's own: several jobs may share a node.
 base=$((20000 + SLURM_JOB_ID % 120 * 100))
@@ -27,7 +32,7 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 again=
 on_notice() {
     again=yes
-    python -m study cancel "$name" --storage "$storage" || true
+    python -P -m study cancel "$name" --storage "$storage" || true
 }
 trap on_notice USR1
 
@@ -36,7 +41,7 @@ srun ray stop --force >/dev/null 2>&1 || true
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
     ray symmetric-run --address "$head:$base" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
-    --temp-dir="/tmp/ray-$SLURM_JOB_ID" --disable-usage-stats \
+    --temp-dir="$folder/r" --disable-usage-stats \
     --node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) \
     --dashboard-host=127.0.0.1 --dashboard-port=$((base + 3)) \
     --dashboard-agent-listen-port=$((base + 4)) --dashboard-agent-grpc-port=$((base + 5)) \
@@ -53,5 +58,5 @@ if [ -n "$again" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 # Ray's logs stay where they may be needed.
-[ "$code" -ne 0 ] || srun rm -rf "/tmp/ray-$SLURM_JOB_ID"
+[ "$code" -ne 0 ] || srun rm -rf "$folder"
 exit "$code"

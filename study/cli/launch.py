@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.cli.run import add_study
-from study.errors import UserError, refusals
+from study.errors import OutOfSightError, UserError, refusals
+from study.program import lns_study
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -81,6 +82,8 @@ def _launch(options: argparse.Namespace) -> int:
         f"Package: {package.files} files and the wheel, {package.size / 2**20:.1f} MiB, code"
         f" {package.digest[:12]}, packed in {time.monotonic() - began:.1f} s"
     )
+    if package.links:
+        print(f"Linked folders do not travel: {', '.join(package.links)}")
     print(f"{study.name}: {plan.size} trials. {describe_cost(plan)}", flush=True)
     target = {"ray": _to_ray, "slurm": _to_slurm, "kuberay": _to_kuberay}[options.to]
     with refusals():
@@ -99,10 +102,13 @@ def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -
     client, job = ray_jobs.submit(options.address, request), request["submission_id"]
     print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    {ray_jobs.command(options.address, job, 'stop')}")
+    again = ray_jobs.command(options.address, job, "logs", "--follow")
     try:
         return 0 if ray_jobs.follow(client, job, lambda line: print(line, flush=True)) else 1
+    except OutOfSightError as why:
+        return _lost(why, again)
     except KeyboardInterrupt:
-        return _detached(ray_jobs.command(options.address, job, "logs", "--follow"))
+        return _detached(again)
 
 
 def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
@@ -114,20 +120,34 @@ def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package)
     if options.dry_run:
         return _written(path)
     began = time.monotonic()
-    job, log = slurm.submit(command), package.stage / slurm.LOG
+    job = slurm.submit(command)
+    log = package.stage / slurm.LOG.format(job=job)
     print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    scancel {job}", flush=True)
     log.touch()
     reader = subprocess.Popen(["tail", "-n", "+1", "-F", str(log)])
     try:
-        while slurm.is_running(job):
-            time.sleep(LOOK_SECONDS)
-        return 0 if slurm.succeeded(job) else 1
+        return _follow_slurm(job, lns_study("status", study.slug, storage=study.storage))
     except KeyboardInterrupt:
         return _detached(f"tail -F {shlex.quote(str(log))}")
     finally:
         reader.terminate()
         reader.wait()
+
+
+def _follow_slurm(job: str, status: str) -> int:
+    """Wait for a job's end; return the exit code. The command ``status`` shows the study."""
+    from study.launch.slurm import Seen, look
+
+    before = Seen.RUNNING
+    while (seen := look(job)) in (Seen.RUNNING, Seen.AWAY):
+        if seen is Seen.AWAY and before is not Seen.AWAY:
+            print(f"{Seen.AWAY.value}; job {job} goes on, and is looked for again", file=sys.stderr)
+        before = seen
+        time.sleep(LOOK_SECONDS)
+    if seen is Seen.FORGOTTEN:
+        return _lost(OutOfSightError(f"job {job} {seen.value}"), status)
+    return 0 if seen is Seen.COMPLETED else 1
 
 
 def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
@@ -141,20 +161,26 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
     if options.dry_run:
         return _written(path)
     began = time.monotonic()
+    name, where = objects[0]["metadata"]["name"], kuberay.namespace_words(objects)
+    kuberay.remove_ended(name, where)
     print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
     print(f"Submitted in {time.monotonic() - began:.1f} s")
-    name = kuberay.object_name(study.slug, package.digest)
-    print(f"Stop:    kubectl delete rayjob {name}", flush=True)
-    # the operator makes a Job of the RayJob's name once its cluster is ready
-    return _follow_pods(name)
+    print(f"Stop:    {shlex.join(['kubectl', 'delete', 'rayjob', name, *where])}", flush=True)
+    return _follow_pods(name, where)
 
 
-def _follow_pods(name: str) -> int:
-    again = ["kubectl", "logs", "--follow", f"job/{name}"]
+def _follow_pods(name: str, where: list[str]) -> int:
+    """Follow the Job that the operator makes, of the RayJob's name, once its cluster is ready."""
+    from study.launch.slurm import run_tool
+
+    again = ["kubectl", "logs", "--follow", f"job/{name}", *where]
+    look = ("kubectl", "get", f"job/{name}", *where, "--ignore-not-found", "--output=name")
     try:
-        while subprocess.run(["kubectl", "get", f"job/{name}"], capture_output=True).returncode:
+        while not run_tool(look):
             time.sleep(LOOK_SECONDS)
         return int(bool(subprocess.run([*again, "--pod-running-timeout=1h"]).returncode))
+    except UserError as why:
+        return _lost(why, shlex.join(again))
     except KeyboardInterrupt:
         return _detached(shlex.join(again))
 
@@ -176,6 +202,14 @@ def _template(options: argparse.Namespace) -> Path:
 def _written(path: Path) -> int:
     print(f"Written: {path}\nNothing was submitted.")
     return 0
+
+
+def _lost(why: Exception, again: str) -> int:
+    print(
+        f"\nNot followed any more ({why}); the study may go on. Look again: {again}",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def _detached(again: str) -> int:

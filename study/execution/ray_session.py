@@ -159,9 +159,11 @@ class OwnRay(Session):
         if self._folder is not None:
             self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
+        # Ray lets everybody write into its own folder; nobody else gets through the one around it
+        folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
         start = [
             sys.executable,
+            "-P",  # no file of the current folder in Ray's place
             "-m",
             "ray.scripts.scripts",
             "start",
@@ -170,7 +172,8 @@ class OwnRay(Session):
             "--port=0",
             "--disable-usage-stats",
         ]
-        with (folder / "start.log").open("wb") as log:
+        printed = folder.with_name("start.log")
+        with printed.open("wb") as log:
             self._process = subprocess.Popen(
                 [*start, *self._options, f"--temp-dir={folder}"],
                 stdout=log,
@@ -183,7 +186,7 @@ class OwnRay(Session):
         until = time.monotonic() + START_SECONDS
         while not (address := _text(folder / CURRENT)):
             if self._process.poll() is not None or time.monotonic() > until:
-                output = _text(folder / "start.log")[-500:]
+                output = _text(printed)[-500:]
                 self.close()
                 raise UserError(
                     f"Ray does not start on this machine: {output}; `ray start --head --block`"

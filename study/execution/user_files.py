@@ -74,13 +74,18 @@ def collected_files(study: StudyConfig) -> Iterator[Path | None]:
 
 
 def user_folders(study: StudyConfig) -> list[Path]:
-    """Return the folders of the files that the study's config names, rows and space included."""
+    """Return the folders of the files of code that the study's config names."""
+    return sorted({path.parent for path in user_files(study)})
+
+
+def user_files(study: StudyConfig) -> list[Path]:
+    """Return the files of code that the study's config names, rows and space included."""
     places = {
         Path(text.rpartition(":")[0])
         for text in _texts(study.to_dict())
         if names_code(text) and text.rpartition(":")[0].endswith(".py")
     }
-    return sorted({path.parent for path in places if path.is_absolute() and path.is_file()})
+    return sorted(path for path in places if path.is_absolute() and path.is_file())
 
 
 def _texts(value: Any) -> Iterator[str]:

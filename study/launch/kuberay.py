@@ -23,6 +23,7 @@ import yaml
 from study.config import StudyConfig
 from study.errors import UserError
 from study.launch.package import Package
+from study.launch.slurm import run_tool
 from trainers.object_store import is_url, local_folder
 
 ARCHIVE = "package.tar.xz"
@@ -33,6 +34,8 @@ MOST_BYTES = 2**20
 LONGEST_NAME = 47
 """Most characters of a RayJob's name that KubeRay takes."""
 DIGITS = 8
+ENDED = ("Complete", "Failed")
+"""What KubeRay calls a RayJob that it does not touch again."""
 ENTRYPOINT = "bash /package/start.sh"
 
 
@@ -62,14 +65,33 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
             " launch from a folder with the study alone, or build its files into the image"
             " (conf/cluster/Dockerfile) and launch a study by name"
         )
+    place = {key: jobs[0]["metadata"][key] for key in ("namespace",) if key in jobs[0]["metadata"]}
     data = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name, "annotations": {"lns-study/code": package.digest}},
+        "metadata": {"name": name, **place, "annotations": {"lns-study/code": package.digest}},
         "immutable": True,
         "binaryData": {ARCHIVE: content},
     }
     return [data, *documents]
+
+
+def namespace_words(objects: list[dict[str, Any]]) -> list[str]:
+    """Return kubectl's words for the namespace of a launch; none for that of its context."""
+    named = objects[0]["metadata"].get("namespace")
+    return ["--namespace", named] if named else []
+
+
+def remove_ended(name: str, namespace: list[str]) -> None:
+    """Delete a RayJob that has ended: as long as it is there, the same manifest starts nothing.
+
+    Raises:
+        UserError: ``kubectl`` fails.
+    """
+    job = ["rayjob", name, *namespace, "--ignore-not-found"]
+    state = run_tool(("kubectl", "get", *job, "--output=jsonpath={.status.jobDeploymentStatus}"))
+    if state in ENDED:
+        run_tool(("kubectl", "delete", *job, "--cascade=foreground"))
 
 
 def object_name(slug: str, digest: str) -> str:

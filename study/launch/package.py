@@ -7,9 +7,13 @@ two of them. It names no dependencies: the nodes' image has them, and a node tha
 import instead of fetching a torch of its own.
 
 Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
-of studies, and the data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or
-what :data:`KEY` matches is refused, and so are a link to a hidden file and a folder of more than
-:data:`MOST_BYTES`.
+of studies, linked folders, this package's own, and the data (``trial.data.root``,
+``$LNS_STUDY_DATA``). A file with a password or what :data:`KEY` matches is refused, and so are a
+link to a hidden file or out of the folder, what would be imported in place of this package, code of
+the study that would stay here, and a folder of more than :data:`MOST_BYTES`.
+
+The package's folder is named by all that it holds, the command included: a job that waits or runs
+keeps its own, and the same launch again finds it.
 
 Format of wheels: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 """
@@ -17,12 +21,14 @@ Format of wheels: https://packaging.python.org/en/latest/specifications/binary-d
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +39,7 @@ import lns_ops
 import trainers
 from study.config import StudyConfig
 from study.config.compose import find_study
+from study.execution.user_files import user_files
 from study.ledger.log import FILE
 from study.program import NAME
 from study.tracking_uri import without_password
@@ -49,11 +56,17 @@ EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
 KEY = re.compile(
     rb"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
-      | aws_secret_access_key["']?\s*[=:]\s*["']?[a-z0-9/+]{40}
-      | "refresh_token"\s*:\s*"[^"]{20}""",
+      | secret[\s_-]*access[\s_-]*key
+        [^a-z0-9/+]{1,20} (?:(?:str|value)[^a-z0-9/+]{1,9})? [a-z0-9/+]{40}
+      | (?:AKIA|ASIA)[A-Z0-9]{16} [\s,;"']{1,9} [a-z0-9/+]{40}
+      | refresh_token\\?["']\s*:\s*\\?["'][^"'\\]{20}""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Private keys in PEM form, and the secrets that the tools of object stores write to files."""
+"""Private keys in PEM form, and the secrets of object stores as tools, programs, notebooks and
+images of containers write them."""
+OURS = ("study", "trainers", "lns_ops")
+LONGEST_SLUG = 100
+"""Most characters of a study's name in that of its package, of which a file system takes 255."""
 WHEEL = "Wheel-Version: 1.0\nGenerator: lns-study\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 START = """\
 #!/usr/bin/env bash
@@ -71,8 +84,9 @@ class Package:
         stage: the folder; it holds ``folder/`` (the study's files), the wheel, ``site/`` (the wheel
             unpacked), ``start.sh`` (runs the study there) and ``package.json``.
         wheel: path of the wheel.
-        digest: sha256 over the study's files and the wheel, in hexadecimal digits.
+        digest: sha256 over the study's files, the wheel and the command, in hexadecimal digits.
         files: number of the study's files.
+        links: linked folders, which do not travel.
         size: bytes of the study's files and the wheel.
         command: words that run the study on the cluster.
     """
@@ -81,6 +95,7 @@ class Package:
     wheel: Path
     digest: str
     files: int
+    links: tuple[str, ...]
     size: int
     command: tuple[str, ...]
 
@@ -99,31 +114,56 @@ def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
         loaded: the config that they make.
 
     Raises:
-        ValueError: a relative storage; a password in the words or a file; a config outside the
-            current folder; too large a folder.
+        ValueError: a relative storage; a password in the words or a file; a config or code outside
+            the current folder; a file in the place of our own; too large a folder.
     """
     _check(config, words, loaded)
-    files = _study_files(config, loaded)
+    travelling, top = _config_there(config)
+    files, links = _study_files(top, loaded)
     modules = _modules()
-    digest = _digest([*files, *modules])
-    stage = Path(STAGE).resolve() / f"{loaded.slug}-{digest[:DIGITS]}"
-    shutil.rmtree(stage, ignore_errors=True)
-    for name, path in files:
-        target = stage / "folder" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    (stage / "folder").mkdir(parents=True, exist_ok=True)
-    wheel = _write_wheel(stage, modules)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(stage / "site")
-    command = ("python", "-m", "study", "run", config, "--job", *words, "address=auto")
-    (stage / "start.sh").write_text(START.format(command=shlex.join(command)))
+    here = f"{Path.cwd().resolve()}/"
+    told = [re.sub(rf"={re.escape(here)}(?=[^=]*\.py:\w+$)", "=", word) for word in words]
+    # -P: no file of the folder is imported in our place
+    command = ("python", "-P", "-m", "study", "run", travelling, "--job", *told, "address=auto")
+    digest = _digest([*files, *modules], *command, loaded.storage)
+    stage = Path(STAGE).resolve() / f"{loaded.slug[:LONGEST_SLUG]}-{digest[:DIGITS]}"
+    if not stage.is_dir():
+        _write(stage, files, modules, command)
+    (wheel,) = stage.glob("*.whl")
     size = sum(path.stat().st_size for _, path in files) + wheel.stat().st_size
     about = {"study": loaded.name, "code": digest, "wheel": wheel.name, "bytes": size}
     (stage / "package.json").write_text(json.dumps({**about, "command": command}, indent=1) + "\n")
     return Package(
-        stage=stage, wheel=wheel, digest=digest, files=len(files), size=size, command=command
+        stage=stage,
+        wheel=wheel,
+        digest=digest,
+        files=len(files),
+        links=tuple(links),
+        size=size,
+        command=command,
     )
+
+
+def _write(
+    stage: Path,
+    files: list[tuple[str, Path]],
+    modules: list[tuple[str, Path]],
+    command: Sequence[str],
+) -> None:
+    """Write a package beside its place, then move it there: what is there is always whole."""
+    stage.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=stage.parent, prefix=".new-") as scratch:
+        new = Path(scratch) / "package"
+        (new / "folder").mkdir(parents=True)
+        for name, path in files:
+            target = new / "folder" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        with zipfile.ZipFile(_write_wheel(new, modules)) as archive:
+            archive.extractall(new / "site")
+        (new / "start.sh").write_text(START.format(command=shlex.join(command)))
+        with contextlib.suppress(FileExistsError):
+            new.rename(stage)
 
 
 def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
@@ -143,23 +183,35 @@ def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
         )
 
 
-def _study_files(config: str, loaded: StudyConfig) -> list[tuple[str, Path]]:
-    """Return name and path of the files that travel, sorted by name.
+def _config_there(config: str) -> tuple[str, Path]:
+    """Return the study's name on the cluster, relative to the folder that travels, and that folder.
 
-    Those are the files of the current folder, or of its ``conf`` alone if ``config`` is a name in
-    ``conf/study``.
+    It is the current one, or its ``conf`` if ``config`` is a name in ``conf/study``.
     """
     here = Path.cwd().resolve()
-    path = find_study(config).resolve()
-    by_name = not Path(config).is_file() and not Path(f"{config}.yaml").is_file()
-    if not by_name and not path.is_relative_to(here):
+    place, colon, attribute = config.partition(".py:")
+    file = f"{place}.py" if colon else config
+    if not any(Path(name).is_file() for name in (file, f"{file}.yaml")):
+        find_study(config)
+        return config, here / "conf"
+    given = Path(file if Path(file).is_file() else f"{file}.yaml").absolute()
+    path = Path(os.path.normpath(given))
+    path = path if path.is_relative_to(here) else path.resolve()
+    if not path.is_relative_to(here):
         raise ValueError(
             f"config {config!r}: lies outside the current folder {here}, which is what travels;"
             " change to its folder first"
         )
-    top = here / "conf" if by_name else here
+    return path.relative_to(here).as_posix() + (f":{attribute}" if colon else ""), here
+
+
+def _study_files(top: Path, loaded: StudyConfig) -> tuple[list[tuple[str, Path]], list[str]]:
+    """Return name and path of the files in ``top`` that travel, sorted by name, and the linked
+    folders, which do not."""
+    here, elsewhere = Path.cwd().resolve(), _elsewhere(loaded)
+    links: list[Path] = []
     found = sorted(
-        (path.relative_to(here).as_posix(), path) for path in _walk(top, _elsewhere(loaded))
+        (path.relative_to(here).as_posix(), path) for path in _walk(top, elsewhere, links)
     )
     size = sum(path.stat().st_size for _, path in found)
     if size > MOST_BYTES:
@@ -170,21 +222,61 @@ def _study_files(config: str, loaded: StudyConfig) -> list[tuple[str, Path]]:
             " folder with the study alone"
         )
     for name, path in found:
+        _check_name(name)
         _check_link(name, path, here)
         _check_file(name, path)
-    return found
+    _check_code(loaded, {path for _, path in found}, top)
+    return found, sorted(os.path.relpath(link, here) for link in links)
+
+
+def _check_code(loaded: StudyConfig, found: set[Path], top: Path) -> None:
+    """Refuse a file of code that the study names and that would stay here."""
+    for path in user_files(loaded):
+        if Path(os.path.normpath(path)) not in found and path.resolve() not in found:
+            raise ValueError(
+                f"{path}: the study names its code, and it does not travel, which the files of"
+                f" {top} do (docs/howto/cluster.md); move it there, hidden folders excepted, and"
+                " launch the study's file from its folder"
+            )
+
+
+def _check_name(name: str) -> None:
+    """Refuse a file that the job would import in our place, or of a name that is no text."""
+    if re.fullmatch(
+        rf"({'|'.join(OURS)})(\.(py|so|pyc|abi3\.so)|\.cpython-.*|/__init__\..*)", name
+    ):
+        raise ValueError(
+            f"{name}: would be imported on the cluster in place of lns-study's own"
+            f" {re.split('[./]', name)[0]}; give it another name"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{os.fsencode(name)!r}: this name of a file is not UTF-8, which every node would read"
+            " in its own way; rename it"
+        ) from None
 
 
 def _elsewhere(loaded: StudyConfig) -> set[Path]:
-    """Return the folders that do not travel: the storage and the data."""
+    """Return the folders that do not travel: the storage, the data, and our own, as the wheel."""
     named = (loaded.storage, loaded.trial.data.root, os.environ.get("LNS_STUDY_DATA"))
-    return {local_folder(name) for name in named if name}
+    return {local_folder(name) for name in named if name} | set(_packages())
 
 
-def _walk(top: Path, left_out: set[Path]) -> Iterator[Path]:
+def _packages() -> list[Path]:
+    """Return the folders of the three packages that are running."""
+    others = [Path(str(module.__file__)).resolve().parent for module in (trainers, lns_ops)]
+    return [Path(__file__).resolve().parents[1], *others]
+
+
+def _walk(top: Path, left_out: set[Path], links: list[Path] | None = None) -> Iterator[Path]:
+    """Yield the files that travel; add to ``links`` the linked folders that do not."""
     for folder, folders, names in os.walk(top):
-        kept = [name for name in folders if _travels(Path(folder) / name, left_out)]
-        folders[:] = sorted(kept)
+        kept = [path for name in folders if _travels(path := Path(folder) / name, left_out)]
+        if links is not None:
+            links += [path for path in kept if path.is_symlink()]
+        folders[:] = sorted(path.name for path in kept if not path.is_symlink())
         yield from (
             path
             for name in names
@@ -197,7 +289,6 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
     return not (
         folder.name.startswith(".")
         or folder.name in CACHES
-        or folder.is_symlink()
         or folder.resolve() in left_out
         or (folder / "pyvenv.cfg").exists()
         or (folder / FILE).exists()
@@ -207,9 +298,11 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
 def _check_link(name: str, path: Path, here: Path) -> None:
     """Refuse a link whose target would not travel by its own name, as files of secrets do not."""
     way = os.path.relpath(path.resolve(), here)
-    if any(part.startswith(".") and part != ".." for part in Path(way).parts):
+    hidden = any(part.startswith(".") and part != ".." for part in Path(way).parts)
+    if hidden or way.startswith(".."):
+        what = "a hidden file" if hidden else "a file outside of the study's folder"
         raise ValueError(
-            f"{name}: is a link to {way}, a hidden file, of which none travels to the cluster;"
+            f"{name}: is a link to {way}, {what}, of which none travels to the cluster;"
             " remove the link, or put a copy of the file in its place"
         )
 
@@ -228,10 +321,7 @@ def _check_file(name: str, path: Path) -> None:
 def _modules() -> list[tuple[str, Path]]:
     """Return name and path of every file of the three packages, ``conf`` as the wheel has it."""
     found: dict[str, Path] = {}
-    for top in (
-        Path(__file__).resolve().parents[1],
-        *(Path(str(module.__file__)).resolve().parent for module in (trainers, lns_ops)),
-    ):
+    for top in _packages():
         found |= {
             f"{top.name}/{path.relative_to(top).as_posix()}": path for path in _walk(top, set())
         }
@@ -247,11 +337,13 @@ def _modules() -> list[tuple[str, Path]]:
     return sorted(found.items())
 
 
-def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    """Return the sha256 of names and contents, in order."""
-    total = hashlib.sha256()
+def _digest(files: Iterable[tuple[str, Path]], *words: str) -> str:
+    """Return the sha256 of the files' names, whether they are programs, and contents, and of words,
+    in order."""
+    total = hashlib.sha256("\0".join(words).encode())
     for name, path in files:
-        total.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        runs = "x" if os.access(path, os.X_OK) else ""
+        total.update(f"{name}\0{runs}{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return total.hexdigest()
 
 

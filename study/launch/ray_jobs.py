@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from study.errors import UserError
+from study.errors import OutOfSightError, UserError
 from study.launch.package import Package
 
 DASHBOARD = "http://127.0.0.1:8265"
@@ -38,15 +38,17 @@ def submit(address: str, request: dict[str, Any]) -> Any:
     Raises:
         UserError: nothing answers at ``address``, or it refuses the job.
     """
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     try:
         client = JobSubmissionClient(address)
         client.submit_job(**request)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"--address {address}: takes no job ({error}); give the address of the cluster's"
-            f" dashboard, for example {DASHBOARD}, and its token in ~/.ray/auth_token"
+            f"--address {address}: takes no job ({_first(error)}); set RAY_AUTH_MODE=token, and"
+            f" give the address of the cluster's dashboard, for example {DASHBOARD}, and its token"
+            " in ~/.ray/auth_token"
         ) from error
     return client
 
@@ -55,6 +57,7 @@ def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
     """Print a job's log until it ends; tell whether it succeeded.
 
     Raises:
+        OutOfSightError: the cluster, or the way to it, is away; the job may go on.
         KeyboardInterrupt: the user detached; the job goes on.
     """
 
@@ -62,11 +65,22 @@ def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
         async for lines in client.tail_job_logs(job):
             say(lines.rstrip("\n"))
 
-    asyncio.run(tail())
-    details = client.get_job_info(job)
+    from aiohttp import ClientError  # Ray's own client
+    from ray.exceptions import AuthenticationError
+
+    try:
+        asyncio.run(tail())
+        details = client.get_job_info(job)
+    except (AuthenticationError, ClientError, OSError, RuntimeError) as error:
+        raise OutOfSightError(_first(error)) from error
     if (status := str(details.status)) != "SUCCEEDED":
         say(f"Job {job}: {status}: {details.message}")
     return status == "SUCCEEDED"
+
+
+def _first(error: Exception) -> str:
+    """Return the first line of what Ray says, whose others explain at length."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def command(address: str, job: str, *words: str) -> str:

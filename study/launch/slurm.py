@@ -12,23 +12,34 @@ community/slurm.html
 from __future__ import annotations
 
 import subprocess
+from enum import Enum
 from pathlib import Path
 
 from study.config import StudyConfig
 from study.errors import UserError
 from study.launch.package import Package
 
-LOG = "slurm.log"
-"""Output of the job, in the folder of the package; a requeued job appends to it."""
+LOG = "slurm-{job}.log"
+"""Output of a job, in the folder of the package; a requeued job appends to it."""
 
 
 def batch_command(package: Package, loaded: StudyConfig, template: Path) -> tuple[str, ...]:
-    """Return the words that submit the study."""
+    """Return the words that submit the study.
+
+    Raises:
+        UserError: the package lies where Python cannot be told to look for it.
+    """
+    if ":" in str(package.stage):
+        raise UserError(
+            f"{package.stage}: must hold no colon, at which PYTHONPATH is cut on the nodes; rename"
+            " the folder, or launch from another one"
+        )
+    log = str(package.stage / LOG).replace("%", "%%").format(job="%j")
     return (
         "sbatch",
         "--parsable",
         f"--job-name={loaded.slug}",
-        f"--output={str(package.stage / LOG).replace('%', '%%')}",  # %j would be the job's id
+        f"--output={log}",
         str(template.resolve()),
         str(package.stage),
         loaded.slug,
@@ -63,12 +74,26 @@ def run_tool(command: tuple[str, ...]) -> str:
     return done.stdout.strip()
 
 
-def is_running(job: str) -> bool:
-    """Tell whether a job waits or runs."""
-    done = subprocess.run(("squeue", "--noheader", f"--jobs={job}"), capture_output=True, text=True)
-    return bool(done.stdout.strip())
+class Seen(Enum):
+    """What Slurm says of a job."""
+
+    RUNNING = "waits or runs"
+    AWAY = "Slurm does not answer"
+    COMPLETED = "succeeded"
+    FAILED = "failed"
+    FORGOTTEN = "ended longer ago than Slurm remembers (MinJobAge)"
 
 
-def succeeded(job: str) -> bool:
-    """Tell whether a job that has ended recently was ``COMPLETED``."""
-    return "JobState=COMPLETED" in run_tool(("scontrol", "show", "job", job))
+def look(job: str) -> Seen:
+    """Ask Slurm about a job; a controller that is away says nothing about it."""
+    queue = ("squeue", "--noheader", f"--jobs={job}")
+    for command in (queue, ("scontrol", "show", "job", job)):
+        done = subprocess.run(command, capture_output=True, text=True)
+        known = "Invalid job id" not in done.stderr
+        if done.returncode and known:
+            return Seen.AWAY
+        if command is queue and known and done.stdout.strip():
+            return Seen.RUNNING
+    if not known:
+        return Seen.FORGOTTEN
+    return Seen.COMPLETED if "JobState=COMPLETED" in done.stdout else Seen.FAILED

@@ -65,7 +65,7 @@ def mlflow_command(
         hosts,
     ]
     return [
-        *(sys.executable, "-m", "mlflow", "server", *listening, *more),
+        *(sys.executable, "-P", "-m", "mlflow", "server", *listening, *more),
         *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
     ]
 

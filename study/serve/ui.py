@@ -179,7 +179,7 @@ def command(
             "--allowed-hosts",
             hosts,
         ]
-        return [sys.executable, "-m", "study.serve.mlflow_server", *arguments]
+        return [sys.executable, "-P", "-m", "study.serve.mlflow_server", *arguments]
     more = ["--cors-allowed-origins", origins] if names else []
     more += ["--app-name", "basic-auth"] if team else []
     options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)

@@ -114,7 +114,7 @@ class Sinks:
     def _spawn(self) -> None:
         """Start a process, in a session of its own, out of reach of Ctrl-C."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "study.tracking.sinks", "--folder", str(self._folder)],
+            [sys.executable, "-P", "-m", "study.tracking.sinks", "--folder", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

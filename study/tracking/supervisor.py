@@ -171,6 +171,7 @@ class Tracker:
     ) -> None:
         self._words = [
             sys.executable,
+            "-P",  # no file of the current folder in our place
             "-m",
             "study.tracking.writer",
             "--folder",

@@ -382,3 +382,12 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
     assert SECRET not in printed
     assert holders(study.folder, server.folder) == [study.folder / FILE]
     assert (study.folder / FILE).read_text().count(SECRET) == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["?#", "?a", "a://:", "?password", "@b:", "a://b,"])
+def test_a_long_text_is_searched_once(part: str) -> None:
+    """With a square of its length, 400 KB would take minutes."""
+    text = part * (400_000 // len(part))
+    assert without_password(text) == text
+    assert without_password(f"{text} https://x/?token=abc") == f"{text} https://x/?token=***"

@@ -21,7 +21,8 @@ import yaml
 from study.config.compose import load
 from study.errors import UserError
 from study.launch.kuberay import ARCHIVE, ENTRYPOINT, manifest, object_name
-from study.launch.package import Package, pack
+from study.launch.package import KEY, Package, pack
+from study.tracking_uri import without_password
 from tests.study.conftest import TINY
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +57,7 @@ def crd(kind: str) -> jsonschema.Draft202012Validator:
     schema["properties"]["metadata"] = {
         "properties": {
             "name": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
+            "namespace": {"type": "string"},
             "annotations": {"type": "object"},
         },
         "required": ["name"],
@@ -267,16 +269,68 @@ def test_the_batch_script_is_shell_without_fault() -> None:
     assert set(words) - known - {"--min-nodes"} == set()
 
 
+NAMED = re.compile(r"token|/run/secrets/\w+|secrets/\w+|~/\.ray/auth_token|\.\.\.|FILE")
+"""Values that name a secret, or Ray's mode ``token``."""
+
+
+def secrets_in(text: str) -> list[str]:
+    """The lines that hold a password, a token or a secret key."""
+    given = re.compile(r"(?i)(?:password|token|secret)\w*[=:]\s*([^\s$,{\[(}\"']+)")
+    return [
+        line
+        for line in text.splitlines()
+        if without_password(line) != line
+        or KEY.search(line.encode())
+        or any(not NAMED.fullmatch(value) for value in given.findall(line))
+    ]
+
+
 def test_no_file_holds_a_secret() -> None:
     """Passwords and tokens are named: by secret, by file, by variable."""
-    for path in CLUSTER.iterdir():
-        for line in path.read_text().splitlines():
-            if line.lstrip().startswith("#"):
-                continue
-            given = re.search(r"(?i)(password|token|secret)\w*[=:]\s*([^\s$,{\[(]+)", line)
-            assert not given or given[2].startswith(
-                ("/run/secrets/", "~/.ray/", "token", "secrets/")
-            ), line
+    assert {path.name: secrets_in(path.read_text()) for path in CLUSTER.iterdir()} == {
+        path.name: [] for path in CLUSTER.iterdir()
+    }
+    for fault in (
+        "postgresql://mlflow:hunter2@postgres/mlflow",
+        "RAY_AUTH_TOKEN: token-0123",
+        "MLFLOW_TRACKING_PASSWORD=hunter2",
+        f"ENV AWS_SECRET_ACCESS_KEY {'a' * 40}",
+    ):
+        assert secrets_in(fault) == [fault]
+
+
+ASKS = {
+    "rayjob.yaml": ("authOptions: {mode: token}", 1),
+    "raycluster.yaml": ("authOptions: {mode: token}", 1),
+    "aws.yaml": ("RAY_AUTH_MODE=token ray start", 2),
+    "compose.yaml": ("RAY_AUTH_MODE: token", 1),
+    "slurm.sh": ("RAY_AUTH_MODE=token", 1),
+    "Dockerfile": ("RAY_AUTH_MODE=token", 1),
+}
+"""How a template asks for a token, and how often: once for each command that starts Ray."""
+
+
+def test_every_template_asks_for_a_token_and_opens_no_port_to_others() -> None:
+    lines = {
+        path.name: "\n".join(
+            line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")
+        )
+        for path in CLUSTER.iterdir()
+    }
+    assert {name: lines[name].count(text) for name, (text, _) in ASKS.items()} == {
+        name: count for name, (_, count) in ASKS.items()
+    }
+    starts = re.compile(
+        r"ray start --|ray symmetric-run|kind: Ray(?:Job|Cluster)|^FROM |- ray$", re.M
+    )
+    assert {name for name, text in lines.items() if starts.search(text)} == set(ASKS)
+    services = yaml.safe_load((CLUSTER / "compose.yaml").read_text())["services"]
+    assert services["ray"]["environment"]["RAY_AUTH_MODE"] == "token"
+    ports = [port for each in services.values() for port in each.get("ports", [])]
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    assert len(ports) == 2
+    for name in ("aws.yaml", "slurm.sh"):
+        assert "--dashboard-host=127.0.0.1" in lines[name]
 
 
 def test_the_compose_file_is_read_by_its_own_parser(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,6 +15,7 @@ import pytest
 
 from study.cli import main
 from study.config.compose import load
+from study.errors import UserError
 from study.launch import package as packages
 from study.launch.package import Package, pack
 from study.launch.ray_jobs import job_request
@@ -103,6 +106,15 @@ def test_pip_installs_the_wheel_and_it_runs(tmp_path: Path) -> None:
         ("environment.sh", f"export AWS_SECRET_ACCESS_KEY={SECRET}"),
         ("credentials", f"[default]\naws_secret_access_key = {SECRET}"),
         ("google.json", '{"refresh_token": "1//0hunter2-hunter2-hunter2"}'),
+        ("one.py", f'os.environ["AWS_SECRET_ACCESS_KEY"] = "{SECRET}"'),
+        ("two.py", f"os.environ.setdefault('AWS_SECRET_ACCESS_KEY', '{SECRET}')"),
+        ("three.py", f'AWS_SECRET_ACCESS_KEY: str = "{SECRET}"'),
+        ("four.ipynb", rf'"source": ["aws_secret_access_key=\\"{SECRET}\\""]'),
+        ("five.ipynb", r'["{\"refresh_token\": \"1//0hunter2-hunter2-hunter2\"}"]'),
+        ("assumed.json", f'{{"SecretAccessKey": "{SECRET}"}}'),
+        ("pod.yaml", f"- name: AWS_SECRET_ACCESS_KEY\n  value: {SECRET}"),
+        ("Dockerfile", f"ENV AWS_SECRET_ACCESS_KEY {SECRET}"),
+        ("keys.csv", f"Access key ID,Secret access key\nAKIA{'A' * 16},{SECRET}"),
     ],
 )
 def test_a_file_with_a_secret_is_refused(here: Path, name: str, content: str) -> None:
@@ -121,11 +133,141 @@ def test_a_link_to_a_hidden_file_is_refused(
     home = here if inside else tmp_path_factory.mktemp("home")
     (home / ".cloud").mkdir()
     (home / ".cloud" / "credentials").write_text("secret_key = correct-horse")
-    (home / "layer.py").write_text("W = 8")
-    (here / "linked.py").symlink_to(home / "layer.py")
+    (here / "layer.py").write_text("W = 8")
+    (here / "linked.py").symlink_to(here / "layer.py")
     assert "linked.py" in names(packed())
     (here / "credentials.txt").symlink_to(home / ".cloud" / "credentials")
     with pytest.raises(ValueError, match=r"^credentials.txt: is a link to .*, a hidden file"):
+        packed()
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/proc/self/environ", "../outside.py"])
+def test_a_link_out_of_the_folder_is_refused(here: Path, target: str) -> None:
+    (here / "study").mkdir()
+    (here / "outside.py").write_text("W = 8")
+    (here / "tiny.yaml").rename(here / "study" / "tiny.yaml")
+    os.chdir(here / "study")
+    Path("linked.py").symlink_to(target)
+    with pytest.raises(ValueError, match=r"^linked.py: is a link to .*, a file outside of"):
+        packed()
+
+
+def test_linked_folders_are_named_and_the_execute_bit_travels(here: Path) -> None:
+    (here / "parts").mkdir()
+    (here / "linked").symlink_to(here / "parts")
+    (here / "notify.sh").write_text("true")
+    before = packed()
+    (here / "notify.sh").chmod(0o755)
+    package = packed()
+    assert package.links == ("linked",)
+    assert os.access(package.folder / "notify.sh", os.X_OK)
+    assert package.digest != before.digest
+
+
+@pytest.mark.parametrize("name", ["study.py", "trainers/__init__.py", "lns_ops.so"])
+def test_a_file_that_would_be_imported_in_our_place_is_refused(here: Path, name: str) -> None:
+    (here / name).parent.mkdir(exist_ok=True)
+    (here / name).write_text("print('hi')")
+    with pytest.raises(ValueError, match=rf"^{name}: would be imported on the cluster in place of"):
+        packed()
+
+
+def test_the_job_runs_our_package_whatever_its_folder_holds(here: Path) -> None:
+    package = packed()
+    (package.folder / "study.py").write_text("print('hi')")
+    start = package.stage / "start.sh"
+    text = start.read_text().replace(" run tiny.yaml --job", " plan tiny.yaml")
+    start.write_text(text.replace(" address=auto", ""))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(start)],
+        env=os.environ | {"PYTHONPATH": str(package.stage / "site"), "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert "hi" not in done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout
+
+
+def test_no_other_process_of_ours_imports_from_the_current_folder() -> None:
+    """``python -m`` looks there first; ``-P`` leaves it out."""
+    root = Path(packages.__file__).parents[2]
+    sources = [
+        *(root / "study").rglob("*.py"),
+        *(root / "trainers").rglob("*.py"),
+        root / "conf" / "cluster" / "slurm.sh",
+    ]
+    starts = re.compile(r"""sys\.executable,\s*"-m"|python -[mc] (?!study`|study\.|study``)""")
+    assert [
+        (path.name, line)
+        for path in sources
+        for line in path.read_text().splitlines()
+        if starts.search(line) and not line.lstrip().startswith(('"""', "#"))
+    ] == []
+
+
+def test_a_second_launch_leaves_the_first_ones_package_as_it_is(here: Path) -> None:
+    first = packed("epochs=3")
+    (first.stage / "token-77").write_text("x")
+    start = (first.stage / "start.sh").read_text()
+    second = packed("epochs=5")
+    assert second.stage != first.stage
+    assert packed("epochs=3").stage == first.stage
+    other = ["storage=/elsewhere", "tracking_uri=none", "epochs=3"]
+    assert pack("tiny.yaml", other, load("tiny.yaml", other)).stage != first.stage
+    assert (first.stage / "start.sh").read_text() == start
+    assert (first.stage / "token-77").read_text() == "x"
+    assert len(list(here.glob(".lns-study/*"))) == 3
+
+
+SCRIPT = """
+from study import StudyConfig
+one = StudyConfig(name="one", baseline=None)
+two = StudyConfig(name="two", baseline=None)
+"""
+
+
+def test_a_study_in_a_python_file_takes_its_folder(here: Path) -> None:
+    (here / "S.py").write_text(SCRIPT)
+    package = pack("S.py:one", WORDS, load("S.py:one", WORDS))
+    assert "S.py" in names(package)
+    (here / "inner").mkdir()
+    os.chdir(here / "inner")
+    with pytest.raises(ValueError, match="lies outside the current folder"):
+        pack("../S.py:one", WORDS, load("../S.py:one", WORDS))
+
+
+def test_the_job_runs_the_packed_files_not_those_of_here(here: Path) -> None:
+    (here / "net.py").write_text("def make(): ...")
+    word = f"trial.model.name={here}/net.py:make"
+    config = str(here / "tiny.yaml")
+    package = pack(config, [*WORDS, word], load("tiny.yaml", WORDS))
+    assert package.command[:7] == ("python", "-P", "-m", "study", "run", "tiny.yaml", "--job")
+    assert "trial.model.name=net.py:make" in package.command
+    (here / "S.py").write_text(SCRIPT)
+    assert pack(f"{here}/S.py:two", WORDS, load("S.py:two", WORDS)).command[5] == "S.py:two"
+
+
+def test_code_that_would_not_travel_is_refused(here: Path) -> None:
+    (here / "lib").mkdir()
+    (here / "lib" / "net.py").write_text("def make(): ...")
+    (here / "inner").mkdir()
+    (here / "tiny.yaml").rename(here / "inner" / "tiny.yaml")
+    os.chdir(here / "inner")
+    words = [*WORDS, "trial.model={name: '../lib/net.py:make'}"]
+    plain = TINY.replace("model: {hidden: [16]}", "model: {name: '../lib/net.py:make'}")
+    Path("tiny.yaml").write_text(plain)
+    with pytest.raises(ValueError, match=r"net.py: the study names its code, and it does not trav"):
+        pack("tiny.yaml", words[:2], load("tiny.yaml", WORDS))
+
+
+def test_names_that_a_file_system_or_a_node_cannot_take(here: Path) -> None:
+    long = packed(f"name={'n' * 250}")
+    assert long.stage.is_dir()
+    with open(os.fsencode(here) + b"/caf\xe9.txt", "w"):
+        pass
+    with pytest.raises(ValueError, match=r"caf.*this name of a file is not UTF-8.*rename it"):
         packed()
 
 
@@ -156,7 +298,7 @@ def test_no_secret_of_the_environment_is_written(
 def test_a_jobs_environment_is_the_nodes_own(here: Path) -> None:
     request = job_request(packed(), "tiny")
     assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
-    assert request["entrypoint"].split()[:5] == ["python", "-m", "study", "run", "tiny.yaml"]
+    assert request["entrypoint"].split()[:5] == ["python", "-P", "-m", "study", "run"]
 
 
 def test_slurm_takes_no_part_of_a_folders_name_for_a_pattern(
@@ -167,8 +309,18 @@ def test_slurm_takes_no_part_of_a_folders_name_for_a_pattern(
     monkeypatch.chdir(here / "100%j")
     package = packed()
     command = batch_command(package, load("tiny.yaml", WORDS), here / "slurm.sh")
-    assert f"--output={here}/100%%j/.lns-study/{package.stage.name}/slurm.log" in command
+    assert f"--output={here}/100%%j/.lns-study/{package.stage.name}/slurm-%j.log" in command
     assert str(package.stage) in command
+
+
+def test_slurm_takes_no_folder_that_a_path_would_be_cut_at(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "a:b").mkdir()
+    (here / "tiny.yaml").rename(here / "a:b" / "tiny.yaml")
+    monkeypatch.chdir(here / "a:b")
+    with pytest.raises(UserError, match=r"a:b.*: must hold no colon.*rename"):
+        batch_command(packed(), load("tiny.yaml", WORDS), here / "slurm.sh")
 
 
 def test_a_relative_storage_is_refused(here: Path) -> None:

@@ -1,0 +1,163 @@
+"""Following what was launched, where the cluster, or the way to it, fails; with stand-ins for the
+programs of Slurm and Kubernetes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import AuthenticationError
+
+from study.cli import launch, main
+from study.errors import OutOfSightError, UserError
+from study.launch import ray_jobs
+from study.launch.slurm import Seen, look
+from tests.study.conftest import TINY
+
+GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+AWAY = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(launch, "LOOK_SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "scontrol", "seen"),
+    [
+        ("echo '7 all tiny'", "exit 1", Seen.RUNNING),
+        (AWAY, AWAY, Seen.AWAY),
+        (GONE, AWAY, Seen.AWAY),
+        ("true", "echo JobState=COMPLETED", Seen.COMPLETED),
+        (GONE, "echo JobState=FAILED", Seen.FAILED),
+        (GONE, GONE, Seen.FORGOTTEN),
+    ],
+)
+def test_slurm_that_is_away_says_nothing_of_a_job(
+    programs: Path, squeue: str, scontrol: str, seen: Seen
+) -> None:
+    program(programs, "squeue", squeue)
+    program(programs, "scontrol", scontrol)
+    assert look("7") is seen
+
+
+def test_a_job_is_followed_past_a_slurm_that_was_away(
+    programs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = f"n=$(cat {programs}/n 2>/dev/null || echo 0); echo $((n + 1)) >{programs}/n"
+    program(programs, "squeue", f"{turn}; [ $n -lt 2 ] || exit 0; {AWAY}")
+    program(programs, "scontrol", "echo JobState=COMPLETED")
+    assert launch._follow_slurm("7", "lns-study status tiny") == 0
+    assert capsys.readouterr().err.count("Slurm does not answer; job 7 goes on") == 1
+    program(programs, "scontrol", GONE)
+    assert launch._follow_slurm("7", "lns-study status tiny") == 1
+    assert "Look again: lns-study status tiny" in capsys.readouterr().err
+
+
+class Client:
+    """A job server that fails in one way."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def submit_job(self, **request: Any) -> None:
+        raise self._error
+
+    async def tail_job_logs(self, job: str) -> Any:
+        yield "a line\n"
+        raise self._error
+
+
+def test_a_wrong_token_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = Client(AuthenticationError("Unauthorized"))
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda address: refusing)
+    with pytest.raises(UserError, match=r"takes no job .*RAY_AUTH_MODE=token.*auth_token"):
+        ray_jobs.submit("http://127.0.0.1:8265", {})
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("WebSocket connection closed: 1006"), ConnectionResetError("cut")]
+)
+def test_a_tunnel_that_is_cut_ends_the_following_alone(error: Exception) -> None:
+    lines: list[str] = []
+    with pytest.raises(OutOfSightError):
+        ray_jobs.follow(Client(error), "tiny-1", lines.append)
+    assert lines == ["a line"]
+
+
+def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
+    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    shipped = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
+    own = shipped.read_text().replace("  name: lns-study\n", "  name: x\n  namespace: team-a\n", 1)
+    (tmp_path / "own.yaml").write_text(own)
+    program(
+        programs,
+        "kubectl",
+        f'echo "$*" >>{programs}/calls\ncase "$*" in "get rayjob"*) echo Failed;;'
+        ' "get job/"*) echo "error: Unauthorized" >&2; exit 1;; esac',
+    )
+    words = ["launch", "tiny.yaml", "--to", "kuberay", "--template", "own.yaml"]
+    assert main([*words, "storage=/studies", "tracking_uri=none"]) == 1
+    calls = (programs / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["get", "delete", "apply", "get"]
+    assert all("--namespace team-a" in call for call in calls if not call.startswith("apply"))
+    told = capsys.readouterr()
+    assert "--namespace team-a" in next(line for line in told.out.splitlines() if "Stop:" in line)
+    assert "Unauthorized" in told.err
+    assert "kubectl logs --follow job/tiny-" in told.err
+
+
+def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "conf" / "cluster" / "slurm.sh"
+    for name, text in (
+        ("srun", 'while [[ $1 == --* ]]; do shift; done; "$@"'),
+        ("scontrol", "echo node"),
+        ("ray", 'for word; do case $word in --temp-dir=*) mkdir -m 777 "${word#*=}"; stat'
+         f' --format=%a "$(dirname "${{word#*=}}")" >{programs}/mode; echo "${{word#*=}}"'
+         f' >{programs}/folder;; esac; done'),
+    ):  # fmt: skip
+        program(programs, name, text)
+    (tmp_path / "package").mkdir()
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1"}
+    job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
+    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies"]
+    subprocess.run(words, env=os.environ | job, check=True)
+    assert (programs / "mode").read_text() == "700\n"
+    folder = Path((programs / "folder").read_text().strip()).parent
+    assert folder.name != f"ray-{os.getpid()}"
+    assert not folder.exists()
+    assert len(str(folder)) + len("/r/session_2026-11-24_17-52-07_123456_1234567") < 107 - 21
+
+
+@pytest.mark.slow
+def test_rays_own_folder_is_out_of_others_reach() -> None:
+    from study.execution.ray_session import OwnRay
+
+    ray = OwnRay(1, 0, dashboard=False)
+    try:
+        assert ray._folder is not None
+        assert stat.S_IMODE(Path(ray._folder.name).stat().st_mode) == 0o700
+        if os.getuid() == 0:
+            listed = subprocess.run(
+                ["ls", f"{ray._folder.name}/r"], user=65534, capture_output=True
+            )
+            assert listed.returncode != 0
+    finally:
+        ray.close()
