@@ -55,6 +55,16 @@ def _program() -> str:
     )
 
 
+def module_command(module: str) -> list[str]:
+    """Return the words that run a module of ours in a process of its own.
+
+    No file of the current folder is imported in our place, unless that folder is our checkout,
+    which need not be installed.
+    """
+    checkout = Path(__file__).resolve().parents[1] == Path.cwd().resolve()
+    return [sys.executable, *([] if checkout else ["-P"]), "-m", module]
+
+
 def version_of(package: str) -> str:
     """Return the version of a package; ``not installed`` if there is none, as in a checkout."""
     try:

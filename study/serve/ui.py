@@ -18,7 +18,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from study.config import check_tracking_uri
+from study.program import module_command
 from study.serve.mlflow_server import TOKEN, mlflow_command
 from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
@@ -179,7 +179,7 @@ def command(
             "--allowed-hosts",
             hosts,
         ]
-        return [sys.executable, "-P", "-m", "study.serve.mlflow_server", *arguments]
+        return [*module_command("study.serve.mlflow_server"), *arguments]
     more = ["--cors-allowed-origins", origins] if names else []
     more += ["--app-name", "basic-auth"] if team else []
     options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)

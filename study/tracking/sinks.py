@@ -44,6 +44,7 @@ from study.config.keys import flatten
 from study.ledger.lines import Event
 from study.ledger.log import Follower
 from study.ledger.state import StudyState, TrialState, name_of
+from study.program import module_command
 from study.results.configurations import best, groups_of_seeds, signed
 from study.tracking.supervisor import MOST_STARTS
 from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
@@ -114,7 +115,7 @@ class Sinks:
     def _spawn(self) -> None:
         """Start a process, in a session of its own, out of reach of Ctrl-C."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "study.tracking.sinks", "--folder", str(self._folder)],
+            [*module_command("study.tracking.sinks"), "--folder", str(self._folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

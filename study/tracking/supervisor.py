@@ -12,7 +12,6 @@ import http
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import urllib.error
@@ -23,7 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from study.program import lns_study
+from study.program import lns_study, module_command
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
@@ -170,10 +169,7 @@ class Tracker:
         opened: Callable[[dict[str, str]], None] = lambda where: None,
     ) -> None:
         self._words = [
-            sys.executable,
-            "-P",  # no file of the current folder in our place
-            "-m",
-            "study.tracking.writer",
+            *module_command("study.tracking.writer"),
             "--folder",
             str(folder),
             "--artifacts",

@@ -23,6 +23,7 @@ from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import fold
 from study.plan.plan import make_plan
 from study.report.write import write_report
+from study.results.ties import compared
 from study.tracking import sinks
 from study.tracking.payload import documents_of
 from study.tracking.sinks import Feed, Sinks
@@ -100,7 +101,7 @@ def test_each_event_runs_its_command_once_over_restarts(tiny: Tiny) -> None:
     for trial in state.trials:
         errors = trial.metric("validation/error")
         finals[trial.id] = errors[max(errors)] if trial.status == "finished" else 1.0
-    assert values[-1] == min(finals.values())
+    assert values[-1] == compared(min(finals.values()))
 
 
 def test_what_happened_before_alerts_were_asked_for_runs_nothing(tiny: Tiny) -> None:
