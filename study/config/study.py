@@ -302,8 +302,9 @@ class StudyConfig:
                 f" it compares trials by {first} after each epoch, which no trial reports; name"
                 f" another first, for example {self.primary_metric.name}"
             )
-        changed = [self.space or {}, *(row.overrides or {} for row in self.rows)]
-        parts = {key.split(".")[0] for values in changed for key in flatten(values)}
+        changed = [self.space, *(row.overrides for row in self.rows)]
+        found = [flatten(values) for values in changed if isinstance(values, dict)]
+        parts = {str(key).split(".")[0] for values in found for key in values}
         if self.trial.own_loop or parts & {"loss", "metrics", "trainable"}:
             return
         for name in {**search.objectives, **search.constraints}:
