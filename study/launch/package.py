@@ -209,7 +209,7 @@ def _study_files(top: Path, loaded: StudyConfig) -> tuple[list[tuple[str, Path]]
     """Return name and path of the files in ``top`` that travel, sorted by name, and the linked
     folders, which do not."""
     here, elsewhere = Path.cwd().resolve(), _elsewhere(loaded)
-    links: list[str] = []
+    links: list[Path] = []
     found = sorted(
         (path.relative_to(here).as_posix(), path) for path in _walk(top, elsewhere, links)
     )

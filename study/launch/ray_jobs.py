@@ -47,8 +47,8 @@ def submit(address: str, request: dict[str, Any]) -> Any:
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
             f"--address {address}: takes no job ({_first(error)}); set RAY_AUTH_MODE=token, and"
-            f" give the address of the cluster's dashboard, for example {DASHBOARD}, and its token in"
-            " ~/.ray/auth_token"
+            f" give the address of the cluster's dashboard, for example {DASHBOARD}, and its token"
+            " in ~/.ray/auth_token"
         ) from error
     return client
 
