@@ -36,7 +36,8 @@ SKIPS = (
     # programs and permissions that the machine need not have
     "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed",
     "pip install 'lns-study\\[team\\]'", "torchao", "torch.s operation database needs it",
-    "tensorboard is not installed",
+    "tensorboard is not installed", "pip-audit is not installed",
+    "pip-audit cannot reach its database",
     "transformers is not installed", "CIFAR-10.s binary files are not here",
     "docker-compose is not installed", "Slurm is not installed",
     "no file system can be mounted here", "a network namespace of our own is not permitted here",
