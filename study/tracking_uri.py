@@ -94,9 +94,10 @@ def without_password(text: str) -> str:
 def _without_login(word: re.Match[str]) -> str:
     """Return a word with a mark for every login's password; the search ends at its last @, without
     which each beginning of a login would search all that follows."""
-    logins, at, rest = word[0].rpartition("@")
+    end = word[0].rfind("@") + 1
+    logins, rest = word[0][:end], word[0][end:]
     for login in (_LOGIN, _USER):
-        logins, at = login.sub(rf"\g<before>{MARK}@", logins + at), ""
+        logins = login.sub(rf"\g<before>{MARK}@", logins)
     return logins + rest
 
 

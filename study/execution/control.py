@@ -41,14 +41,14 @@ FETCH_SECONDS = 2.0
 """Seconds between looks at an object store."""
 
 
-_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
-_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of a storage that takes no writes for now; the study ends in order, to go on later."""
 
 
 def is_full(error: str) -> bool:
     """Tell whether an error's text says that a storage is full."""
-    return any(text in error for text in _FULL)
+    return any(os.strerror(code) in error for code in _FULL)
 
 
 class Wish(enum.IntEnum):

@@ -34,7 +34,7 @@ def batch_command(package: Package, loaded: StudyConfig, template: Path) -> tupl
             f"{package.stage}: must hold no colon, at which PYTHONPATH is cut on the nodes; rename"
             " the folder, or launch from another one"
         )
-    log = str(package.stage / LOG).replace("%", "%%").format(job="%j")
+    log = f"{str(package.stage).replace('%', '%%')}/{LOG.format(job='%j')}"
     return (
         "sbatch",
         "--parsable",

@@ -72,8 +72,8 @@ def _answers_each(config: TrialConfig) -> int:
             forget()
             _answers[task] = _check_task(config)
         else:
-            sizes = {key for key, value in config.model.args.items() if type(value) in (int, float)}
-            args = {key: value for key, value in config.model.args.items() if key not in sizes}
+            given = config.model.args.items()
+            args = {key: value for key, value in given if type(value) not in (int, float)}
             kind = repr((config.model.name, args, *parts))
             if kind in _answers:
                 make_whole_model(config, load_data(config))
