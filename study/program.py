@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def module_command(module: str) -> list[str]:
     """
     checkout = Path(__file__).resolve().parents[1] == Path.cwd().resolve()
     return [sys.executable, *([] if checkout else ["-P"]), "-m", module]
+
+
+def own_version() -> str:
+    """Return our version: the installed one, or in a checkout that is not installed its own."""
+    try:
+        return metadata.version(NAME)
+    except metadata.PackageNotFoundError:
+        about = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+        return str(about["project"]["version"])
 
 
 def version_of(package: str) -> str:

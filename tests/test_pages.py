@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
@@ -102,7 +103,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHON": sys.executable,
         "LNS_STUDY_VENV": str(venv),
         "COLUMNS": "120",
@@ -180,12 +181,15 @@ def test_what_a_page_says_is_refused(environment: dict[str, str], tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_network_of_hugging_face_goes_on_after_a_kill_with_the_same_bits(
-    environment: dict[str, str], tmp_path: Path
+    device: str, environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Formats, replicas and learning rates by TPE, one trial after the other."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs, needs two")
     command = [
-        *("lns-study", "run", "resnet.yaml", "--plain"),
+        *("lns-study", "run", "resnet.yaml", "--plain", f"trial.device={device}"),
         *("tracking_uri=none", "max_concurrent=1", "search.num_samples=3"),
     ]
     states, tensors = [], []

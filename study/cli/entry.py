@@ -22,7 +22,7 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import UserError
-from study.program import version_of
+from study.program import NAME, own_version
 from study.text import nearest
 
 DESCRIPTION = """\
@@ -93,9 +93,7 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"lns-study {version_of('lns-study')}"
-    )
+    parser.add_argument("--version", action="version", version=f"{NAME} {own_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_run(commands)
     add_plan(commands)

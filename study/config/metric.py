@@ -142,12 +142,12 @@ class Metric:
     def logarithmic(self, shown: Iterable[float]) -> bool:
         """Tell whether an axis of shown values is logarithmic.
 
-        Axes in per cent are, and those of positive values that are better the lower and are
-        :data:`WIDE` apart.
+        Axes in per cent are if a value is positive, and those of positive values that are better
+        the lower and are :data:`WIDE` apart.
         """
-        if self.percent or self.mode == "max":
-            return self.percent
-        return is_wide(shown)
+        if self.percent:
+            return any(value > 0 for value in shown)
+        return self.mode == "min" and is_wide(shown)
 
 
 def check_reported(given: str, name: str, trial: TrialConfig) -> None:

@@ -32,7 +32,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import lns_ops
@@ -41,7 +40,7 @@ from study.config import StudyConfig
 from study.config.compose import find_study
 from study.execution.user_files import user_files
 from study.ledger.log import FILE
-from study.program import NAME
+from study.program import NAME, own_version
 from study.tracking_uri import without_password
 from trainers.object_store import local_folder
 
@@ -349,7 +348,7 @@ def _digest(files: Iterable[tuple[str, Path]], *words: str) -> str:
 
 def _write_wheel(folder: Path, modules: list[tuple[str, Path]]) -> Path:
     """Write the wheel of the running code; return its path."""
-    public = metadata.version(NAME).partition("+")[0]
+    public = own_version().partition("+")[0]
     version = f"{public}+code.{_digest(modules)[:DIGITS]}"
     info = f"lns_study-{version}.dist-info"
     about = f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n"

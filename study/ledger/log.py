@@ -55,7 +55,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeAlias
@@ -63,7 +62,7 @@ from typing import IO, Any, TypeAlias
 from study.errors import UserError
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
-from study.program import STORAGE, lns_study
+from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
 from trainers.object_store import is_url, place_of
 
@@ -341,7 +340,7 @@ def make_header(id_: str, time_: float) -> Event:
         "time": time_,
         "version": VERSION,
         "id": id_,
-        "made_by": f"lns-study {metadata.version('lns-study')}",
+        "made_by": f"{NAME} {own_version()}",
     }
 
 

@@ -8,11 +8,13 @@ import os
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from study.program import lns_study
+from study.program import lns_study, own_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +51,15 @@ def test_the_storage_is_named_unless_it_is_the_usual_one(
         lns_study("resume", "table", storage="my studies")
         == "lns-study resume table --storage 'my studies'"
     )
+
+
+def test_a_checkout_that_is_not_installed_has_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(package: str) -> str:
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert own_version() == about["project"]["version"]
 
 
 @pytest.fixture

@@ -41,7 +41,12 @@ from trainers.telemetry.metrics import Telemetry
 from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
-from trainers.training.device import check_device, resolve_device, return_freed_memory
+from trainers.training.device import (
+    check_device,
+    compute_repeatably,
+    resolve_device,
+    return_freed_memory,
+)
 from trainers.training.evaluate import Metrics
 from trainers.user_code import forget, names_code
 
@@ -282,6 +287,7 @@ def _make_model_and_data(config: TrialConfig) -> tuple[nn.Module, Dataset, int]:
     check_batch(config, data.train.size)
     whole = make_whole_model(config, data)
     set_threads(config.threads)  # the user's code may have set others
+    compute_repeatably()
     return whole, data, sum(p.numel() for p in whole.parameters())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
+
 from lns_ops import cuda
 
 _M_MMAP_THRESHOLD = -3
@@ -31,6 +33,26 @@ def check_device(name: str) -> None:
     """
     if name == "cuda" and (reason := cuda.unavailable()) is not None:
         raise ValueError(f"device=cuda: {reason}; use device=cpu")
+
+
+def cudnn_choice() -> tuple[bool, bool]:
+    """Return how cuDNN chooses its algorithms: whether among deterministic ones, and by timing."""
+    return torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+
+
+def choose_cudnn(choice: tuple[bool, bool]) -> None:
+    """Set what :func:`cudnn_choice` returns, for the process."""
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = choice
+
+
+def compute_repeatably() -> None:
+    """Have cuDNN take algorithms that give the same bits every time, from now on.
+
+    By default it may add the terms of a convolution's gradient in an order that varies, so that a
+    float32 network that was interrupted would go on with other bits (torch's notes on
+    reproducibility).
+    """
+    choose_cudnn((True, False))
 
 
 def return_freed_memory() -> None:

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from lns_ops import get_matmul_accumulation, set_matmul_accumulation
-from trainers.training.device import returns_memory
+from trainers.training.device import choose_cudnn, cudnn_choice, returns_memory
 
 THREADS = 64
 """Python threads beyond those before the first trial that still count as none leaked."""
@@ -92,6 +92,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
+    "cudnn": (cudnn_choice, choose_cudnn),
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
     "random": (random.getstate, random.setstate),

@@ -101,18 +101,15 @@ def round_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def percent_axis(axes: Any) -> None:
-    """Make the y axis logarithmic, so that rows near 2 % stay apart beside a row near 90 %."""
-    axes.set_yscale("log")
-    round_ticks(axes.yaxis)
-
-
 def value_axis(axes: Any, metric: Metric, values: Iterable[float]) -> None:
-    """Set the scale of a y axis of shown ``values`` of a metric."""
-    if metric.percent:
-        percent_axis(axes)
-    elif metric.logarithmic(values):
+    """Set the scale of a y axis of shown ``values`` of a metric.
+
+    Errors have a logarithmic one, so that rows near 2 % stay apart beside a row near 90 %.
+    """
+    if metric.logarithmic(values):
         axes.set_yscale("log")
+        if metric.percent:
+            round_ticks(axes.yaxis)
 
 
 def wrap_label(label: str) -> str:

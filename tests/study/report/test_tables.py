@@ -17,11 +17,12 @@ import pytest
 from PIL import Image
 
 from study.config import StudyConfig
+from study.config.metric import Metric
 from study.ledger.state import fold
 from study.report import pictures
 from study.report.figures.results import draw_bars
 from study.report.figures.slots import draw_slots
-from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, percent_axis, png
+from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, png, value_axis
 from study.report.tables import render_text
 from study.report.write import write_report
 from study.results.summary import summarise
@@ -302,7 +303,13 @@ def test_a_logarithmic_axis_has_labels_enough_to_read_it(low: float, high: float
     """8.7 to 14.5 had one, 10."""
     figure, axes = canvas(LIGHT)
     axes.plot([0, 1], [low, high])
-    percent_axis(axes)
+    value_axis(axes, Metric(name="validation/error"), [low, high])
     figure.draw_without_rendering()
     ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
     assert 3 <= len(ticks) <= 12
+
+
+@pytest.mark.parametrize(("values", "logarithmic"), [([0.0, 0.0], False), ([0.0, 2.5], True)])
+def test_errors_of_nothing_have_a_linear_axis(values: list[float], logarithmic: bool) -> None:
+    """A study whose trials all end at 0 % warned that its axis cannot be logarithmic."""
+    assert Metric(name="validation/error").logarithmic(values) is logarithmic
