@@ -87,12 +87,7 @@ def load(
     ]
     composed = _with_keys(_with_data(merged, swapped, keys, say, download), keys)
     study = check_new(_check_trial_keys(_finish(composed)))
-    own = {row.label: row.overrides for row in study.rows}
-
-    def trial_of(label: str) -> TrialConfig:
-        return TrialConfig.from_dict(override_trial(study.trial.to_dict(), own[label]))
-
-    check_unused(study, {label: overridden(keys) for label, keys in own.items()}, trial_of, say)
+    _check_use(study, say)
     if not small and study.small:  # what cannot be made would be found when somebody wants it
         groups, keys = _split_overrides(as_overrides(study.small))
         try:
@@ -100,6 +95,15 @@ def load(
         except ValueError as error:
             raise ValueError(f"small: {error}") from None
     return study
+
+
+def _check_use(study: StudyConfig, say: Callable[[str], None]) -> None:
+    own = {row.label: row.overrides for row in study.rows}
+
+    def trial_of(label: str) -> TrialConfig:
+        return TrialConfig.from_dict(override_trial(study.trial.to_dict(), own[label]))
+
+    check_unused(study, {label: overridden(keys) for label, keys in own.items()}, trial_of, say)
 
 
 def _merge_layers(config: str | StudyConfig, path: Path, groups: dict[str, str]) -> DictConfig:
