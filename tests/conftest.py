@@ -53,12 +53,15 @@ SKIPS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option ``--share``."""
+    """Add the options ``--share`` and ``--seeds``."""
     parser.addoption(
         "--share",
         metavar="[TURN/]PARTS",
         help="only every PARTS-th of the chosen tests, another for every TURN: the number of"
         " commits, if it is not given",
+    )
+    parser.addoption(
+        "--seeds", metavar="FIRST-LAST", help="seeds of the campaign of faults (tests/faults)"
     )
 
 
