@@ -41,7 +41,7 @@ from study.manage.rerun import differences
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STILL_SECONDS = 60.0
-"""Longest time without an event in the ledger: starts, repairs and the report's drawing included."""
+"""Longest time without an event in the ledger: starts and the report's drawing included."""
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
 FAULTS = (
     "driver",
@@ -293,7 +293,7 @@ class Still:
             self._size, self._since = size, time.monotonic()
         still = time.monotonic() - self._since
         assert still < STILL_SECONDS, (
-            f"no event for {still:.0f} s; last: {lines(self._folder)[-1:]}"
+            f"no event for {still:.0f} s: {lines(self._folder)[-1:]}"
         )
 
 
