@@ -322,7 +322,7 @@ class Loop:
             self._tests[trial]["epochs"] = int(result["epoch"])
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
-        process = {name: result[name] for name in ("pid", "host")}
+        process = {name: result[name] for name in ("pid", "host", "seconds")}
         if epoch:
             events.append(
                 {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}

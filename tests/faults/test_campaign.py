@@ -292,9 +292,7 @@ class Still:
         if size != self._size:
             self._size, self._since = size, time.monotonic()
         still = time.monotonic() - self._since
-        assert still < STILL_SECONDS, (
-            f"no event for {still:.0f} s: {lines(self._folder)[-1:]}"
-        )
+        assert still < STILL_SECONDS, f"no event for {still:.0f} s: {lines(self._folder)[-1:]}"
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
