@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,19 +53,40 @@ SKIPS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option ``--share``."""
+    """Add the options ``--share`` and ``--seeds``."""
     parser.addoption(
         "--share",
-        metavar="TURN/PARTS",
-        help="only every PARTS-th of the chosen tests, another for every TURN",
+        metavar="[TURN/]PARTS",
+        help="only every PARTS-th of the chosen tests, another for every TURN: the number of"
+        " commits, if it is not given",
     )
+    parser.addoption(
+        "--seeds", metavar="FIRST-LAST", help="seeds of the campaign of faults (tests/faults)"
+    )
+
+
+def turn_of(folder: Path) -> int:
+    """Return the number of commits of a checkout; the day where they cannot be counted, as in a
+    shallow clone, which has the same few at every commit."""
+
+    def ask(*words: str) -> str:
+        git = ["git", "-C", str(folder), *words]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if ask("rev-parse", "--is-shallow-repository") == "false":
+            return int(ask("rev-list", "--count", "HEAD"))
+    except (OSError, subprocess.CalledProcessError):
+        pass  # no git, or no checkout of one
+    return int(time.time() // 86400)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the share whose turn it is."""
     if share := config.getoption("--share"):
-        turn, parts = map(int, share.split("/"))
+        given, _, count = share.rpartition("/")
+        turn, parts = int(given) if given else turn_of(config.rootpath), int(count)
         kept = [item for place, item in enumerate(items) if place % parts == turn % parts]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept

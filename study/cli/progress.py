@@ -22,6 +22,7 @@ from rich.text import Text
 
 from study.config import Metric
 from study.config.space import describe as describe_params
+from study.execution.silence import describe_silent, silence
 from study.ledger.lines import Event
 from study.ledger.state import (
     ENDED,
@@ -209,7 +210,7 @@ def render(
     shown = _most_interesting(list(state.trials))
     for trial in shown:
         constraints = state.config.search.constraints if state.plan else {}
-        cells = _cells(trial, metric, constraints, running=now is not None)
+        cells = _cells(trial, metric, constraints, now)
         table.add_row(*cells, style=STYLES[trial.status])
     hidden = len(state.trials) - len(shown)
     lines: list[RenderableType] = [
@@ -217,6 +218,11 @@ def render(
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
         Text(summary(state, running=now is not None)),
         *(Text(sentence, style="yellow") for sentence in lacking(state)),
+        # a view of a study that runs here has said so above, once
+        *(
+            Text(sentence, style="yellow")
+            for sentence in (describe_silent(state, now) if now and not clock else [])
+        ),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
         *([_bar(state, clock)] if clock else []),
     ]
@@ -265,13 +271,14 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
 
 
 def _cells(
-    trial: TrialState, metric: Metric, constraints: Mapping[str, str], *, running: bool
+    trial: TrialState, metric: Metric, constraints: Mapping[str, str], now: float | None
 ) -> list[str]:
     values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
     last, test = (
         "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
     )
-    status = INTERRUPTED if trial.status == RUNNING and not running else trial.status
+    status = INTERRUPTED if trial.status == RUNNING and now is None else trial.status
+    status += f", silent for {duration(quiet)}" if now and (quiet := silence(trial, now)) else ""
     status += f" (restarted {trial.restarts}x)" if trial.restarts else ""
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"

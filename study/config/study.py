@@ -162,7 +162,8 @@ class StudyConfig:
             checkpoint.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
             killed and it is restarted like one that died. Must be longer than the longest epoch and
-            the start of a trial; None waits for ever.
+            the start of a trial; None waits for ever, and says who is silent
+            (:mod:`study.execution.silence`).
     """
 
     name: str = "study"

@@ -18,9 +18,10 @@ from study.execution.leases import EPSILON
 from study.execution.pool import Machines, Pool
 from study.execution.ray_session import Session
 from study.execution.schedulers import make_scheduler
+from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
-from study.ledger.state import StudyState
+from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
@@ -87,7 +88,7 @@ class Loop:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._scheduler = make_scheduler(study.search, state)
-        self._heard: dict[str, float] = {}
+        self._watch = Watch()
         self._tests: dict[str, dict[str, Any]] = {}
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
@@ -116,7 +117,7 @@ class Loop:
             ):
                 return
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
-            self._end_silent()
+            self._look_after_silent()
 
     def _has_ray(self) -> tuple[bool, bool]:
         """Tell whether the study's Ray is there, and whether it may be asked for more resources.
@@ -214,7 +215,7 @@ class Loop:
             return None
         self._agenda.take(trial)
         self._control.begun(trial.id)
-        self._heard[trial.id] = time.monotonic()
+        self._watch.hear(trial.id)
         self._shapes[trial.id] = shape
         hosts = [lease.host for lease, _ in running.spots]
         resources = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
@@ -266,13 +267,14 @@ class Loop:
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
-            self._heard[message.trial] = time.monotonic()
+            if self._watch.hear(message.trial):
+                self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == BEGAN:
                 events += self._began(message.trial, message.payload)
             elif message.kind == REPORT:
                 events += self._report(message.trial, message.payload)
             else:
-                self._heard.pop(message.trial, None)
+                self._watch.forget(message.trial)
                 how, text = (
                     (DIED, message.payload)
                     if message.kind == DIED
@@ -320,7 +322,7 @@ class Loop:
             self._tests[trial]["epochs"] = int(result["epoch"])
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
-        process = {name: result[name] for name in ("pid", "host")}
+        process = {name: result[name] for name in ("pid", "host", "seconds")}
         if epoch:
             events.append(
                 {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
@@ -378,17 +380,17 @@ class Loop:
         if not result["done"]:
             self._pool.answer(trial, not ends)
 
-    def _end_silent(self) -> None:
-        """Kill the processes of trials that were silent for too long; these trials begin again."""
+    def _look_after_silent(self) -> None:
+        """Begin trials again that were silent for the heartbeat; without one, name the silent."""
         limit = self._study.heartbeat
-        if limit is None:
-            return
-        now = time.monotonic()
-        for trial in [trial for trial, heard in self._heard.items() if now - heard > limit]:
-            self._pool.kill(
-                trial, f"no report for {limit:g} s, so its process was killed (heartbeat)"
-            )
-            self._heard[trial] = now
+        if limit is not None:
+            for trial in self._watch.hung(limit):
+                self._pool.kill(
+                    trial, f"no report for {limit:g} s, so its process was killed (heartbeat)"
+                )
+        elif silent := self._watch.newly_silent(self._state):
+            more = f" ({counted(len(silent) - 1, 'trial')} more)" if len(silent) > 1 else ""
+            self._say(describe_silence(*silent[0], limit) + more)
 
     def _note_capacity(self) -> None:
         """Write the capacity to the ledger whenever it has changed."""
@@ -456,8 +458,7 @@ class Loop:
             self._control.fail_storage(f"ledger: {error}")
             return False
         # whoever waited for a store that did not answer was not silent
-        waited = time.monotonic() - began
-        self._heard = {trial: heard + waited for trial, heard in self._heard.items()}
+        self._watch.forgive(time.monotonic() - began)
         return True
 
 

@@ -9,7 +9,8 @@ each with ``event`` and ``time`` (seconds since 1970)::
     started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
                                                                 cpus, gpus; pid and host of a
                                                                 user's own loop that asked for it
-    report      a trial finished an epoch                       trial, epoch, metrics, pid, host
+    report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
+                                                                seconds (by its process's clock)
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
     relieved    a trial ran out of memory; once more with other keys   trial, error, relief
@@ -26,9 +27,8 @@ each with ``event`` and ``time`` (seconds since 1970)::
     lost        a plan was here that nobody knows any more      what
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
-the time at which it happened there, and has the ``commits`` of the code; a report also has the
-``seconds`` that the epoch took. An event that a repair restored names where it was found under
-``recovered``. The differences between the times of one writer are those of a monotonic clock,
+the time at which it happened there, and has the ``commits`` of the code. An event that a repair
+restored names where it was found under ``recovered``. The differences between the times of one writer are those of a monotonic clock,
 whatever the machine's clock is set to meanwhile.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first

@@ -62,6 +62,7 @@ class TrialState:
         stopped_by: scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
         last_heard: time of its last start or report.
+        process_since: time of its last start; None while no process has it.
     """
 
     id: str
@@ -87,6 +88,7 @@ class TrialState:
     stopped_by: str = ""
     relief: dict[str, Any] = field(default_factory=dict)
     last_heard: float = 0.0
+    process_since: float | None = None
 
     @property
     def epochs(self) -> int:
@@ -290,7 +292,8 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     kind, time = event["event"], event["time"]
     trial.source = event.get("source", trial.source)
     if kind == "started":
-        trial.status, trial.started, trial.last_heard = RUNNING, trial.started or time, time
+        trial.status, trial.started = RUNNING, trial.started or time
+        trial.last_heard = trial.process_since = time
         trained_by = (
             [f"unknown, taken over from {event['source']}"]
             if "source" in event
@@ -307,6 +310,7 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.checkpoints.append(event["path"])
     elif kind == "restarted":
         trial.restarts, trial.error = trial.restarts + 1, event["error"]
+        trial.process_since = None
     elif kind == "relieved":
         trial.status, trial.error, trial.relief = PLANNED, event["error"], event["relief"]
         trial.config = apply(trial.config, trial.relief)

@@ -8,6 +8,7 @@ printed link with its token, and shows nothing that the report does not.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import html
 import logging
@@ -20,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from study.execution.silence import describe_silent
 from study.ledger.log import FILE, is_locked
-from study.ledger.state import ENDED, StudyState
+from study.ledger.state import ENDED, RUNNING, StudyState
 from study.manage.studies import condition, read
 from study.report.write import write_report
 from study.tracking.address import HOST, WHERE
@@ -40,40 +42,43 @@ class Page:
         self._folder, self._every = folder, every
         self._lock = threading.Lock()
         self._made: tuple[tuple[int, bool], float] = (-1, False), 0.0
-        self._text = ""
+        self._text, self._state = "", StudyState()
 
     def text(self) -> str:
-        """Return the page."""
+        """Return the page: what is so at this moment above the newest report."""
         with self._lock:
             now = (self._folder / FILE).stat().st_size, is_locked(self._folder)
             if now != self._made[0] and time.monotonic() - self._made[1] >= self._every / 2:
-                self._text = self._render(read(self._folder))
+                self._state = read(self._folder)
+                self._text = self._render(self._state)
                 self._made = now, time.monotonic()
-            return self._text
+            return self._with_head(self._text, self._state)
 
     def _render(self, state: StudyState) -> str:
-        now = condition(self._folder, state)
-        state.outcome = state.outcome or now
+        shown = dataclasses.replace(state, outcome=state.outcome or condition(self._folder, state))
         with tempfile.TemporaryDirectory() as scratch:
             if (self._folder / WHERE).exists():
                 shutil.copy(self._folder / WHERE, scratch)  # the links to MLflow are made from it
-            text = (write_report(state, Path(scratch) / "report") / "report.html").read_text(
+            return (write_report(shown, Path(scratch) / "report") / "report.html").read_text(
                 encoding="utf-8"
             )
-        done = sum(trial.status in ENDED for trial in state.trials)
-        running = (
-            sum(trial.status == "running" for trial in state.trials) if now == "running" else 0
-        )
+
+    def _with_head(self, text: str, state: StudyState) -> str:
+        now, trials = condition(self._folder, state), state.trials
+        done = sum(trial.status in ENDED for trial in trials)
+        running = sum(trial.status == RUNNING for trial in trials) if now == RUNNING else 0
         head = (
-            f"{now}: {done} of {len(state.trials)} trials have ended, {running} run;"
+            f"{now}: {done} of {len(trials)} trials have ended, {running} run;"
             f" {time.strftime('%H:%M:%S UTC', time.gmtime())}"
         )
-        reload = RELOAD.format(seconds=max(1.0, self._every)) if now == "running" else ""
+        silent = describe_silent(state, time.time()) if now == RUNNING else []
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in silent)
+        reload = RELOAD.format(seconds=max(1.0, self._every)) if now == RUNNING else ""
         text = text.replace("<meta charset", f"{reload}<meta charset", 1)
         return text.replace(
             "<body>",
-            f'<body>\n<p id="progress"><progress max="{len(state.trials)}"'
-            f' value="{done}"></progress> {html.escape(head)}</p>',
+            f'<body>\n<p id="progress"><progress max="{len(trials)}"'
+            f' value="{done}"></progress> {html.escape(head)}</p>{lines}',
             1,
         )
 

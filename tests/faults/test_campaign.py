@@ -11,14 +11,16 @@ given again, until it ends by itself; a damaged ledger is repaired first, as the
 every trial must have finished once, with every epoch reported once and every figure as in a run
 that nobody disturbed, and MLflow must have all of it.
 
-``LNS_STUDY_FAULTS=50 python -m pytest tests/faults -m slow`` runs seeds 0 to 49 instead of the
-first few, ``LNS_STUDY_FAULTS=20-39`` those.
+The first twelve seeds, one a fault, are in the slow tier; ``python -m pytest
+tests/faults/test_campaign.py -m slow --seeds 20-39`` runs those, so that slices add up.
+
+A command hangs if nothing of it goes on for :data:`STILL_SECONDS`: no event enters the ledger. How
+long it takes in all depends on the machine and on what else runs there, and says nothing.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -38,8 +40,8 @@ from study.manage.rerun import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-FIRST, _, LAST = os.environ.get("LNS_STUDY_FAULTS", "6").partition("-")
-SEEDS = range(int(FIRST), int(LAST) + 1) if LAST else range(int(FIRST))
+STILL_SECONDS = 60.0
+"""Longest time without an event in the ledger: starts and the report's drawing included."""
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
 FAULTS = (
     "driver",
@@ -94,7 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, StudySta
     for gang in (False, True):
         folder = tmp_path_factory.mktemp("undisturbed")
         (folder / "faults.yaml").write_text(STUDY)
-        assert command(folder, *(GANG if gang else [])).wait(300) == 0
+        assert wait(command(folder, *(GANG if gang else [])), folder) == 0
         states[gang] = fold(read_ledger(folder / "studies" / "faults"))
     return states
 
@@ -259,7 +261,7 @@ def run_with_fault(
             ):
                 time.sleep(chance.random() * 0.3)
                 faults += make(process, fault, chance, folder / "studies", cluster)
-            code = process.wait(300)
+            code = wait(process, folder)
         finally:
             end(process)
             (folder / "studies" / "filler").unlink(missing_ok=True)
@@ -276,17 +278,44 @@ def run_with_fault(
     raise AssertionError(f"{fault}: the command did not end by itself")
 
 
+class Still:
+    """How long nothing of a command in ``folder`` has gone on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._size, self._since = -1, time.monotonic()
+
+    def check(self) -> None:
+        """Fail once no event has entered the ledger for :data:`STILL_SECONDS`."""
+        path = self._folder / "studies" / "faults" / "ledger.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size != self._size:
+            self._size, self._since = size, time.monotonic()
+        still = time.monotonic() - self._since
+        assert still < STILL_SECONDS, f"no event for {still:.0f} s: {lines(self._folder)[-1:]}"
+
+
+def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
+    """Wait for a command's end, as long as its ledger grows; return its exit code."""
+    still = Still(folder)
+    while (code := process.poll()) is None:
+        still.check()
+        time.sleep(0.05)
+    return code
+
+
 def wait_for_reports(
     folder: Path, process: subprocess.Popen[bytes], more: int, children: dict[int, psutil.Process]
 ) -> bool:
     """Whether so many more epochs were reported before the command ended; notes its descendants on
     the way."""
-    path = folder / "studies" / "faults" / "ledger.jsonl"
+    path, still = folder / "studies" / "faults" / "ledger.jsonl", Still(folder)
     begun = path.read_bytes().count(b'"report"') if path.exists() else 0
     while process.poll() is None:
         children |= {child.pid: child for child in family(process)}
         if path.exists() and path.read_bytes().count(b'"report"') >= begun + more:
             return True
+        still.check()
         time.sleep(0.05)
     return False
 
@@ -304,7 +333,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Take the seeds of the option, or one a fault."""
+    if "seed" in metafunc.fixturenames:
+        first, _, last = (metafunc.config.getoption("--seeds") or f"0-{len(FAULTS) - 1}").partition(
+            "-"
+        )
+        metafunc.parametrize("seed", range(int(first), int(last or first) + 1))
+
+
 def test_nothing_is_lost_and_nothing_done_twice(
     seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]
 ) -> None:

@@ -10,6 +10,10 @@ runs the same trials in the same order, and rank 0 speaks for all.
 A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
 may end it then).
 
+An epoch's seconds are those of this process's monotonic clock, from the last report's sending (of
+the first epoch, from when the trial was taken up) to this one's: training, evaluation, checkpoint,
+and of the last one the test; waiting for whoever reads reports is no part of them.
+
 Checkpoints are written here, after the epoch and before its report. One may be newer than the last
 report that anybody has heard of, so a trial that begins again says what its earlier epochs were.
 """
@@ -23,6 +27,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -202,6 +207,7 @@ class Worker:
         place = str(plan["checkpoints"])
         paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
+        began = time.monotonic()
         beginning = executor.begin(config, paths)
         self._say(BEGAN, trial, beginning)
         while True:
@@ -209,11 +215,13 @@ class Worker:
             if config.profile.steps:
                 write_files(local_folder(plan["profile"]), executor.profile())
             metrics |= self._keep(executor, place, metrics, int(plan["checkpoint_every"]))
-            self._say(REPORT, trial, metrics)
+            seconds = time.monotonic() - began
+            self._say(REPORT, trial, {**metrics, "seconds": seconds})
             if metrics["done"]:
                 return DONE
             if plan["waits"] and self._answers[trial].get() == STOP:
                 return STOPPED
+            began = time.monotonic()
 
     def _keep(
         self, executor: Executor, place: str, metrics: dict[str, Any], every: int

@@ -201,6 +201,7 @@ def metrics(epoch: int, **more: Any) -> dict[str, Any]:
         "done": False,
         "pid": 7,
         "host": "here",
+        "seconds": 0.25,
         **more,
     }
 
@@ -240,6 +241,18 @@ def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
     assert sorted(trial.reports) == [1, 2, 3]
     assert list(trial.took) == [3]
     assert objective(trial, "seconds") is None
+
+
+def test_an_epochs_seconds_are_its_processs_whenever_the_driver_hears_of_it(
+    course: tuple[Loop, StudyState, Ledger],
+) -> None:
+    """A driver that waited for its storage takes several reports at once."""
+    run, state, _ = course
+    trial = state.known[state.trials[0].id]
+    run._take_in([Message(REPORT, trial.id, metrics(n, seconds=float(n))) for n in (1, 2, 3)])
+    assert trial.took == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert objective(trial, "seconds") == 6.0
+    assert "seconds" not in trial.reports[1]["metrics"]
 
 
 def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[Loop, StudyState, Ledger]) -> None:

@@ -14,14 +14,17 @@ import psutil
 import pytest
 
 from study.api import run_study
+from study.cli import main
 from study.errors import UserError
+from study.execution import silence
 from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
 from study.ledger import log
 from study.ledger.lines import Event
-from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState
+from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
 from study.results.summary import summarise
-from tests.study.conftest import SilentView
+from study.serve.dashboard import Page
+from tests.study.conftest import SilentView, made_up_events
 from tests.study.execution.conftest import Tiny, count_reports, results, run
 
 SEARCH = [
@@ -191,3 +194,68 @@ def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)
     assert not psutil.pid_exists(stopped[0])
+
+
+@pytest.mark.slow
+def test_a_frozen_trial_is_named_and_goes_on_with_the_same_bits(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a heartbeat nobody ends a process that is stopped (SIGSTOP): the command, ``status``
+    and the live page say since when, and what helps; once it goes on (SIGCONT), so does its
+    trial."""
+    one = ("rows=[{label: float32}]", "baseline=null", "trial.epochs=60")
+    undisturbed, _ = run(tiny("not frozen", *one))
+    monkeypatch.setattr(silence, "LEAST_SECONDS", 5.0)
+    monkeypatch.setattr(silence, "EPOCHS", 0.0)
+    monkeypatch.setenv("COLUMNS", "200")
+    study, frozen, said = tiny("frozen", *one), list[int](), list[str]()
+    status, page = "", ""
+
+    def freeze_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not frozen:
+            frozen.append(event["pid"])
+            os.kill(event["pid"], signal.SIGSTOP)
+
+    def look_and_thaw(line: str) -> None:
+        nonlocal status, page
+        said.append(line)
+        if "nothing heard" in line:
+            assert psutil.Process(frozen[0]).status() == psutil.STATUS_STOPPED
+            assert main(["status", str(study.folder)]) == 0
+            status, page = capsys.readouterr().out, Page(study.folder, 1.0).text()
+            os.kill(frozen[0], signal.SIGCONT)
+
+    outcome = run_study(study, SilentView(freeze_once), look_and_thaw)
+    (warning,) = [line for line in said if "nothing heard" in line]
+    assert warning.startswith("float32, seed 0: nothing heard for ")
+    assert f"if it hangs, kill process {frozen[0]} on " in warning
+    assert "run it again with heartbeat=60;" in warning
+    assert "float32, seed 0: was heard of again" in said
+    assert "running, silent for" in status
+    for shown in (" ".join(status.split()), page):
+        assert "float32, seed 0: nothing heard for" in shown
+        assert "heartbeat=60" in shown
+    assert results(outcome.state) == results(undisturbed.state)
+    assert outcome.state.trials[0].restarts == 0
+
+
+def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
+    """Kernels compile before the first report of a process, and epochs may be long; a trial
+    without a process, as one that waits for a place after it died, is none either."""
+    plan, *_ = made_up_events(tiny("patient", "rows=[{label: float32}]", "baseline=null"))
+    trial = plan["trials"][0]["id"]
+    events: list[Event] = [plan, {"event": "started", "trial": trial, "time": 1000.0}]
+
+    def silent(later: float) -> float:
+        return silence.silence(fold(events).trials[0], 1000.0 + later)
+
+    assert (silent(599.0), silent(601.0)) == (0.0, 601.0)
+    report = {"event": "report", "trial": trial, "metrics": {"validation/error": 0.5}}
+    events.append({**report, "epoch": 1, "time": 1300.0})
+    assert (silent(1799.0), silent(1801.0)) == (0.0, 1501.0)
+    events[-1]["time"] = 1001.0
+    assert (silent(60.0), silent(62.0)) == (0.0, 61.0)
+    events.append({"event": "restarted", "trial": trial, "error": "died", "time": 1002.0})
+    assert silent(1e6) == 0.0
+    events.append({"event": "started", "trial": trial, "time": 1100.0})
+    assert (silent(699.0), silent(701.0)) == (0.0, 601.0)

@@ -1,0 +1,115 @@
+"""Trials that are running and have not been heard of for long: since when, and what helps.
+
+A process that is frozen (SIGSTOP, a machine that swaps), or waits in a driver for ever, dies not:
+nobody tells of it, and a study would wait in silence. How long silence is usual is learned from the
+trial: :data:`EPOCHS` times its slowest epoch, and no less than :data:`LEAST_SECONDS`. Until its
+process has finished an epoch that is unknown, as kernels compile and data are read, so then no less
+than :data:`FIRST_SECONDS` pass.
+
+A trial that is silent is shown, never killed: a slow disk, a busy machine or a loop that evaluates
+now and then is silent too, and each restart counts towards ``max_failures``. ``heartbeat`` is for
+who knows how long an epoch may take; a frozen process that goes on does so with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from study.ledger.state import RUNNING, StudyState, TrialState, name_of
+from study.text import duration
+
+EPOCHS, LEAST_SECONDS, FIRST_SECONDS = 5.0, 60.0, 600.0
+
+
+def patience(trial: TrialState) -> float:
+    """Return the seconds without a report that are usual for a running trial."""
+    least = LEAST_SECONDS if _has_reported(trial) else FIRST_SECONDS
+    return max(least, EPOCHS * max(trial.took.values(), default=0.0))
+
+
+def silence(trial: TrialState, now: float) -> float:
+    """Return the seconds since a running trial was heard of, if they are unusual, else 0."""
+    if trial.status != RUNNING or trial.process_since is None:
+        return 0.0
+    quiet = now - trial.last_heard
+    return quiet if quiet > patience(trial) else 0.0
+
+
+def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -> str:
+    """Describe a trial that was silent for ``quiet`` seconds, and what helps if it hangs."""
+    slowest = max(1.0, max(trial.took.values(), default=0.0))
+    usual = (
+        f"its epochs took {duration(slowest)} at most"
+        if _has_reported(trial)
+        else "and no epoch since its start"
+    )
+    if heartbeat is not None:
+        remedy = f"after heartbeat={heartbeat:g} s it is begun again from its last checkpoint"
+    else:
+        usually = 60 * math.ceil(patience(trial) / 60)
+        last = trial.reports[trial.epoch] if _has_reported(trial) else {}
+        process = f"kill process {last['pid']} on {last['host']}, or " if last.get("pid") else ""
+        remedy = (
+            f"if it hangs, {process}end the study and run it again with heartbeat={usually}; either"
+            " begins it again from its last checkpoint"
+        )
+    return f"{name_of(trial)}: nothing heard for {duration(quiet)}, {usual}; {remedy}"
+
+
+def describe_silent(state: StudyState, now: float) -> list[str]:
+    """Return a line for every trial that is silent now."""
+    heartbeat = state.config.heartbeat
+    return [
+        describe_silence(trial, quiet, heartbeat)
+        for trial in state.trials
+        if (quiet := silence(trial, now))
+    ]
+
+
+def _has_reported(trial: TrialState) -> bool:
+    """Tell whether the trial's present process has finished an epoch."""
+    last = max(trial.took, default=0)
+    return last > 0 and trial.reports[last]["time"] > (trial.process_since or 0.0)
+
+
+class Watch:
+    """When the driver last heard of each running trial, by a clock that never jumps."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        self._silent: set[str] = set()
+
+    def hear(self, trial: str) -> bool:
+        """Note that a trial was heard of; tell whether it had been called silent."""
+        self._heard[trial] = time.monotonic()
+        was_silent = trial in self._silent
+        self._silent.discard(trial)
+        return was_silent
+
+    def forget(self, trial: str) -> None:
+        """Note that a trial has ended."""
+        self._heard.pop(trial, None)
+        self._silent.discard(trial)
+
+    def forgive(self, seconds: float) -> None:
+        """Leave out seconds in which the driver itself waited and heard nobody."""
+        self._heard = {trial: heard + seconds for trial, heard in self._heard.items()}
+
+    def hung(self, limit: float) -> list[str]:
+        """Return the trials that were silent for longer than a heartbeat, which begins anew."""
+        now = time.monotonic()
+        found = [trial for trial, heard in self._heard.items() if now - heard > limit]
+        self._heard |= dict.fromkeys(found, now)
+        return found
+
+    def newly_silent(self, state: StudyState) -> list[tuple[TrialState, float]]:
+        """Return the trials that have become silent since this was asked, with their seconds."""
+        now = time.monotonic()
+        found = [
+            (state.known[trial], now - heard)
+            for trial, heard in self._heard.items()
+            if trial not in self._silent and now - heard > patience(state.known[trial])
+        ]
+        self._silent |= {trial.id for trial, _ in found}
+        return found
