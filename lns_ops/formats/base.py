@@ -6,8 +6,8 @@ float32, which carries every value of every format here exactly. It is what trai
 format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike:
 idempotent, monotone, within the error model, the same bits on every device.
 
-What a format is needs no torch, only what it does to a tensor: programs that check a name or compare
-widths import these modules without it.
+What a format is needs no torch, only what it does to a tensor: programs that check a name or
+compare widths import these modules without it.
 """
 
 from __future__ import annotations

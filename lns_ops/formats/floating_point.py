@@ -143,34 +143,20 @@ class FloatFormat(NumberFormat):
 
 
 float32 = FloatFormat(
-    label="float32",
-    exponent_bits=8,
-    mantissa_bits=23,
-    largest=(2 - 2.0**-23) * 2.0**127,
+    label="float32", exponent_bits=8, mantissa_bits=23, largest=(2 - 2.0**-23) * 2.0**127
 )
 tf32 = FloatFormat(
     label="tf32", exponent_bits=8, mantissa_bits=10, largest=(2 - 2.0**-10) * 2.0**127
 )
 bfloat16 = FloatFormat(
-    label="bfloat16",
-    exponent_bits=8,
-    mantissa_bits=7,
-    largest=(2 - 2.0**-7) * 2.0**127,
+    label="bfloat16", exponent_bits=8, mantissa_bits=7, largest=(2 - 2.0**-7) * 2.0**127
 )
 float16 = FloatFormat(label="float16", exponent_bits=5, mantissa_bits=10, largest=65504.0)
 float8_e4m3fn = FloatFormat(
-    label="float8_e4m3fn",
-    exponent_bits=4,
-    mantissa_bits=3,
-    largest=448.0,
-    saturates=True,
+    label="float8_e4m3fn", exponent_bits=4, mantissa_bits=3, largest=448.0, saturates=True
 )
 float8_e5m2 = FloatFormat(
-    label="float8_e5m2",
-    exponent_bits=5,
-    mantissa_bits=2,
-    largest=57344.0,
-    saturates=True,
+    label="float8_e5m2", exponent_bits=5, mantissa_bits=2, largest=57344.0, saturates=True
 )
 
 FLOATS = {fmt.name: fmt for fmt in (float32, tf32, bfloat16, float16, float8_e4m3fn, float8_e5m2)}

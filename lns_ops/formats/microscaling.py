@@ -135,9 +135,7 @@ class Microscaling(NumberFormat):
         import torch
         from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
-        values: Tensor = to_dtype(
-            encoded.codes, encoded.scale, self._dtype, BLOCK, torch.float32
-        )
+        values: Tensor = to_dtype(encoded.codes, encoded.scale, self._dtype, BLOCK, torch.float32)
         shape = encoded.shape or ()
         return values[..., : shape[-1] if shape else 1].reshape(shape)
 

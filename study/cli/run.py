@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    # the node loads torch for the trials while this process does
+    # the node loads torch for the trials, which this process does without
     with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from lns_ops import cuda
-
+DRIVER = "libcuda.so.1"
+"""The library of NVIDIA's driver, without which torch finds no GPU."""
 _M_MMAP_THRESHOLD = -3
 """The name of the setting in glibc's malloc.h."""
 MAPPED_FROM = 128 << 10
@@ -20,7 +20,21 @@ def resolve_device(name: str) -> str:
     """
     if name != "auto":
         return name
-    return "cpu" if cuda.unavailable() else "cuda"
+    return "cuda" if computes_on_gpus() else "cpu"
+
+
+def computes_on_gpus() -> bool:
+    """Tell whether torch finds a GPU and LNS kernels can run there.
+
+    Where NVIDIA's driver is not installed torch is not loaded to ask it.
+    """
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    from lns_ops import cuda
+
+    return cuda.unavailable() is None
 
 
 def check_device(name: str) -> None:
@@ -29,7 +43,11 @@ def check_device(name: str) -> None:
     Raises:
         ValueError: the device is missing; the message says why.
     """
-    if name == "cuda" and (reason := cuda.unavailable()) is not None:
+    if name != "cuda":
+        return
+    from lns_ops import cuda
+
+    if (reason := cuda.unavailable()) is not None:
         raise ValueError(f"device=cuda: {reason}; use device=cpu")
 
 
