@@ -381,7 +381,7 @@ def _dry_run(study: StudyConfig) -> int:
 
 
 def _print_download() -> None:
-    from trainers.data import describe_download  # loads torch
+    from trainers.data import describe_download
 
     print(f"# A run would download MNIST first: {describe_download()}")
     print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")

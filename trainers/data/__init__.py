@@ -7,9 +7,10 @@ The order of the batches depends on the seed and the epoch alone. Torch is impor
 from typing import TYPE_CHECKING, Any
 
 from trainers.data.batches import batches, epoch_order, evaluation_batches, share
+from trainers.data.descriptions import prepare
 from trainers.data.download import DATA_VARIABLE, DownloadError, cache_folder
 from trainers.data.mnist import describe_download, download_mnist, find_mnist, read_idx
-from trainers.data.places import describe_place, fetch, prepare, resolve
+from trainers.data.places import describe_place, fetch, resolve
 from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Examples, Split
 
 if TYPE_CHECKING:
