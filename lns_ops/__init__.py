@@ -7,70 +7,44 @@ LNSTensor(14.0..., fmt=lns12)
 
 The arithmetic is specified in :mod:`lns_ops.reference`; formats in :mod:`lns_ops.format`;
 :func:`convert_` turns a torch module into an LNS one; :mod:`lns_ops.optim` steps it.
+
+The package is loaded whole with torch or with the first name that needs it; formats and the
+specification are there before (:mod:`lns_ops._loading`).
 """
 
-from lns_ops import cpu, cuda, formats, optim, serialization
-from lns_ops.analysis import Analysis, analyze
-from lns_ops.cuda import check_faults
-from lns_ops.functional import decode, encode, flops
-from lns_ops.functional.accumulation import (
-    get_matmul_accumulation,
-    matmul_accumulation,
-    set_matmul_accumulation,
-)
-from lns_ops.nn import Conversion, convert_, revert_, summary
-from lns_ops.nn.data_parallel import distributed_data_parallel
-from lns_ops.nn.float8_linear import product_kind
-from lns_ops.nn.graphs import cuda_graph
-from lns_ops.nn.simulate import simulate_
-from lns_ops.optim.quantized_updates import quantize_updates_
-from lns_ops.spec.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
-from lns_ops.tensor import LNSTensor
-from lns_ops.tensor import ops as handlers
-from lns_ops.tensor.fallback import allow_float_fallback
+from __future__ import annotations
 
-__all__ = [
-    "Analysis",
-    "Conversion",
-    "LNSFormat",
-    "LNSTensor",
-    "NonFiniteError",
-    "allow_float_fallback",
-    "analyze",
-    "backends",
-    "check_faults",
-    "convert_",
-    "cuda_graph",
-    "decode",
-    "distributed_data_parallel",
-    "encode",
-    "flops",
-    "formats",
-    "get_matmul_accumulation",
-    "handlers",
-    "lns8",
-    "lns12",
-    "lns16",
-    "matmul_accumulation",
-    "optim",
-    "quantize_updates_",
-    "revert_",
-    "serialization",
-    "set_matmul_accumulation",
-    "simulate_",
-    "summary",
-]
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from lns_ops._loading import load_with_torch
+
+if TYPE_CHECKING:
+    from lns_ops._public import *  # noqa: F403
+    from lns_ops._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name == "__all__" or not name.startswith("_"):
+            _load()
+        if name in globals():
+            return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def backends() -> dict[str, object]:
-    """Return which kernels are in use on each device, and why.
+def __dir__() -> list[str]:
+    _load()
+    return sorted(globals())
 
-    For example ``{"cpu": {"matmul": "simd avx512bw", ...}}``.
-    """
-    return {
-        "cpu": {**cpu.kernel_info(), "float8_products": product_kind("cpu")},
-        "cuda": {
-            **cuda.kernel_info(),
-            **({} if cuda.unavailable() else {"float8_products": product_kind("cuda")}),
-        },
-    }
+
+def _load() -> None:
+    """Import everything, and bind the public names here."""
+    public = importlib.import_module(f"{__name__}._public")
+    names = ("__all__", *public.__all__)
+    globals().update({name: getattr(public, name) for name in names})
+
+
+load_with_torch(_load)

@@ -4,12 +4,12 @@ It is defined in :mod:`lns_ops.functional.accumulation`.
 """
 
 from lns_ops.functional.accumulation import (
-    ACCUMULATIONS,
     check_accumulation,
     get_matmul_accumulation,
     matmul_accumulation,
     set_matmul_accumulation,
 )
+from lns_ops.spec.reference import ACCUMULATIONS
 
 __all__ = [
     "ACCUMULATIONS",

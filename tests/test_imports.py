@@ -43,21 +43,31 @@ PARSERS = {
     for name in ("data", "launch", "manage", "reproduce", "run", "serve", "tracking")
 }
 """Modules whose commands import what they need when they are called, as completion and ``--help``
-wait for the others: 0.1 s of CPU time, 2.6 s with torch."""
+wait for the others: 0.1 s of CPU time."""
 LAZY = {
+    ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, of torch and numba, which no name needs",
+    ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, likewise",
     ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
     (
         "study.execution.preflight",
         "trainers.workers.worker_process",
-    ): "0.1 s, and a node mostly checks",
+    ): "2.5 s, of torch, and a node mostly checks",
     ("study.handle", "study.cli.notebook"): "shows what is drawn",
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.interactive"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.pictures"): "draws with what takes 1.6 s",
+    (
+        "study.plan.trials",
+        "trainers.training.check",
+    ): "2.5 s, of torch, where an optimizer is searched",
+    ("study.plan.trials", "trainers.workers.process_reset"): "2.5 s, likewise",
+    ("trainers.data", "trainers.data.datasets"): "1.8 s, of torch",
+    ("trainers.data.descriptions", "trainers.data.datasets"): "1.8 s, of torch",
     ("trainers.object_store", "trainers._compat"): "1 s, of torch",
     ("trainers.parallel.choice", "trainers.parallel.fsdp"): "0.8 s, of torch's sharding",
     ("trainers.parallel.choice", "trainers.parallel.tensor_parallel"): "0.8 s, likewise",
     ("trainers.sync.choice", "trainers.sync.async_client"): "0.6 s, of Ray",
+    ("trainers.training.device", "lns_ops"): "1.8 s, of torch",
     ("trainers.training.build", "trainers.parallel.pipeline"): "0.6 s, of torch's compiler",
     ("trainers.workers.fork_server", "trainers.config"): "2.3 s, by which it answers before",
     ("trainers.workers.fork_server", "trainers.data"): "2.3 s, likewise",

@@ -5,15 +5,20 @@ A format maps float32 values to *codes* (and a scale, where values share one) an
 float32, which carries every value of every format here exactly. It is what training in a simulated
 format (:mod:`lns_ops.nn.simulate`) is made of, so its contract is tested for all formats alike:
 idempotent, monotone, within the error model, the same bits on every device.
+
+What a format is needs no torch, only what it does to a tensor: programs that check a name or
+compare widths import these modules without it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,8 @@ class ErrorModel:
 
         ``group`` is the largest magnitude that shares its scale (if scaled).
         """
+        import torch
+
         unit = torch.as_tensor(group if self.scaled else 1.0, dtype=torch.float64, device=x.device)
         return torch.maximum(self.relative * x.double().abs(), self.absolute * unit)
 
@@ -120,6 +127,8 @@ class NumberFormat(ABC):
 
     def quantize_(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Quantize ``x`` in place, outside of any graph, as :meth:`quantize` does; return ``x``."""
+        import torch
+
         with torch.no_grad():
             return x.copy_(self.quantize(x, random))
 
@@ -150,7 +159,7 @@ def as_float32(x: Tensor) -> Tensor:
             f"x has dtype {str(x.dtype).removeprefix('torch.')}: must be a float tensor; use"
             " x.float()"
         )
-    return x.detach().to(torch.float32)
+    return x.detach().float()
 
 
 def randomly_up(steps: Tensor, random: Tensor) -> Tensor:

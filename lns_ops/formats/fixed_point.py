@@ -13,19 +13,23 @@ continues the first: weight and compensation together are fixed point of nearly 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, randomly_up
 from lns_ops.formats.scaling import TENSOR, check_granularity, group_largest
 from lns_ops.spec.format import NonFiniteError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FIXED_BITS = (2, 24)
 INTEGER_BITS = (2, 12)
 
 
 def _integer_dtype(bits: int) -> torch.dtype:
+    import torch
+
     return torch.int8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
 
 
@@ -116,7 +120,7 @@ class FixedPoint(_WholeNumbers):
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the values of codes: the code times the step."""
-        return encoded.codes.to(torch.float32) * self.step
+        return encoded.codes.float() * self.step
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid, without the detour over integers."""
@@ -185,7 +189,7 @@ class Integer(_WholeNumbers):
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the values of codes: the code times the scale."""
         assert encoded.scale is not None
-        return encoded.codes.to(torch.float32) * encoded.scale
+        return encoded.codes.float() * encoded.scale
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid, without the detour over integers."""
@@ -200,6 +204,8 @@ class Integer(_WholeNumbers):
         return steps.clamp_(-self.largest_code, self.largest_code), scale
 
     def _scale(self, x: Tensor) -> Tensor:
+        import torch
+
         largest = group_largest(x, self.granularity)
         # Division by a constant is a multiplication by its reciprocal on a GPU, with another last
         # bit.

@@ -13,11 +13,13 @@ formats for deep learning", 2022 (arXiv:2209.05433).
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, randomly_up
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _MANTISSA = 23
 _BIAS = 127
@@ -28,8 +30,8 @@ class FloatFormat(NumberFormat):
     """A floating-point format.
 
     Attributes:
+        label: name; torch's of the dtype, where torch has one.
         exponent_bits, mantissa_bits: widths of the fields.
-        dtype: torch's, whose conversion rounds to nearest; None where torch has none.
         largest: largest finite magnitude.
         saturates: whether it has no infinity to overflow to.
     """
@@ -37,7 +39,6 @@ class FloatFormat(NumberFormat):
     label: str
     exponent_bits: int
     mantissa_bits: int
-    dtype: torch.dtype | None
     largest: float
     saturates: bool = False
 
@@ -52,8 +53,17 @@ class FloatFormat(NumberFormat):
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of torch, whose conversion rounds to nearest; None where torch has none."""
+        import torch
+
+        return getattr(torch, self.label, None)
+
+    @property
     def storage(self) -> torch.dtype:
         """The dtype itself; float32 for tf32."""
+        import torch
+
         return self.dtype or torch.float32
 
     @property
@@ -90,7 +100,7 @@ class FloatFormat(NumberFormat):
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the codes as float32."""
-        return encoded.codes.to(torch.float32)
+        return encoded.codes.float()
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid, always as a new tensor."""
@@ -102,6 +112,8 @@ class FloatFormat(NumberFormat):
 
         It serves formats of float32's range without a dtype in torch.
         """
+        import torch
+
         drop, word = _MANTISSA - self.mantissa_bits, x.view(torch.int32)
         rounded = word + ((1 << drop - 1) - 1) + (word >> drop & 1) & -(1 << drop)
         return torch.where(x.isfinite(), rounded.view(torch.float32), x)
@@ -111,6 +123,8 @@ class FloatFormat(NumberFormat):
 
         Overflow beyond the largest magnitude is left to the conversion.
         """
+        import torch
+
         step = self.step(x)
         return torch.where(
             x.isfinite(), (randomly_up(x.abs() / step, random) * step).copysign(x), x
@@ -121,46 +135,28 @@ class FloatFormat(NumberFormat):
 
         It is a power of two of at least 2^-126.
         """
+        import torch
+
         exponent = x.view(torch.int32) >> _MANTISSA & 0xFF
         field = exponent.clamp(min=self.min_exponent + _BIAS) - self.mantissa_bits
         return (field.clamp(min=1) << _MANTISSA).view(torch.float32)
 
 
 float32 = FloatFormat(
-    label="float32",
-    exponent_bits=8,
-    mantissa_bits=23,
-    dtype=torch.float32,
-    largest=torch.finfo(torch.float32).max,
+    label="float32", exponent_bits=8, mantissa_bits=23, largest=(2 - 2.0**-23) * 2.0**127
 )
 tf32 = FloatFormat(
-    label="tf32", exponent_bits=8, mantissa_bits=10, dtype=None, largest=(2 - 2.0**-10) * 2.0**127
+    label="tf32", exponent_bits=8, mantissa_bits=10, largest=(2 - 2.0**-10) * 2.0**127
 )
 bfloat16 = FloatFormat(
-    label="bfloat16",
-    exponent_bits=8,
-    mantissa_bits=7,
-    dtype=torch.bfloat16,
-    largest=torch.finfo(torch.bfloat16).max,
+    label="bfloat16", exponent_bits=8, mantissa_bits=7, largest=(2 - 2.0**-7) * 2.0**127
 )
-float16 = FloatFormat(
-    label="float16", exponent_bits=5, mantissa_bits=10, dtype=torch.float16, largest=65504.0
-)
+float16 = FloatFormat(label="float16", exponent_bits=5, mantissa_bits=10, largest=65504.0)
 float8_e4m3fn = FloatFormat(
-    label="float8_e4m3fn",
-    exponent_bits=4,
-    mantissa_bits=3,
-    dtype=torch.float8_e4m3fn,
-    largest=448.0,
-    saturates=True,
+    label="float8_e4m3fn", exponent_bits=4, mantissa_bits=3, largest=448.0, saturates=True
 )
 float8_e5m2 = FloatFormat(
-    label="float8_e5m2",
-    exponent_bits=5,
-    mantissa_bits=2,
-    dtype=torch.float8_e5m2,
-    largest=57344.0,
-    saturates=True,
+    label="float8_e5m2", exponent_bits=5, mantissa_bits=2, largest=57344.0, saturates=True
 )
 
 FLOATS = {fmt.name: fmt for fmt in (float32, tf32, bfloat16, float16, float8_e4m3fn, float8_e5m2)}

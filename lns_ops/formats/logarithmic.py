@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from lns_ops import cpu
-from lns_ops import functional as lns
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
 from lns_ops.spec.format import LNSFormat, NonFiniteError, stochastic_steps
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @lru_cache(maxsize=32)
@@ -25,6 +25,8 @@ def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
     A CUDA graph cannot copy them there while it is captured.
     """
+    import torch
+
     mantissas, reciprocals = (
         torch.tensor(table, device=device) for table in stochastic_steps(fraction_bits)
     )
@@ -54,6 +56,8 @@ class Logarithmic(NumberFormat):
     @property
     def storage(self) -> torch.dtype:
         """The dtype of codes: int16 whatever the width."""
+        import torch
+
         return torch.int16
 
     @property
@@ -70,11 +74,15 @@ class Logarithmic(NumberFormat):
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
         """Return the LNS codes of ``x``."""
+        from lns_ops import functional as lns
+
         x = as_float32(x)
         return Encoded(lns.encode(x, self.lns) if random is None else self._stochastic(x, random))
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the values of LNS codes."""
+        from lns_ops import functional as lns
+
         return lns.decode(encoded.codes, self.lns)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
@@ -82,6 +90,8 @@ class Logarithmic(NumberFormat):
 
         On a GPU it is counted, and reads as some value.
         """
+        import torch
+
         x = as_float32(x)
         try:
             return super().quantize(x, random)
@@ -95,12 +105,18 @@ class Logarithmic(NumberFormat):
         It is a kernel on a CPU, else torch's operations.
         """
         if x.device.type == "cpu":
+            import torch
+
+            from lns_ops import cpu
+
             return torch.from_numpy(
                 cpu.encode_stochastic(x.detach().numpy(), self.lns, random.numpy().astype("uint16"))
             )
         return self._stochastic_anywhere(x, random)
 
     def _stochastic_anywhere(self, x: Tensor, random: Tensor) -> Tensor:
+        import torch
+
         f = self.lns.fraction_bits
         mantissas, reciprocals = _steps(f, x.device)
         fraction, exponent = torch.frexp(x.abs())

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
 from lns_ops.formats.floating_point import FloatFormat
 from lns_ops.formats.scaling import CHANNEL, Scaled
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 BLOCK = 32
 _SCALE_BITS = 8
@@ -42,20 +42,19 @@ def _element(exponent_bits: int, mantissa_bits: int, largest: float) -> FloatFor
         label=label,
         exponent_bits=exponent_bits,
         mantissa_bits=mantissa_bits,
-        dtype=None,
         largest=largest,
         saturates=True,
     )
 
 
-ELEMENTS: dict[str, tuple[Any, FloatFormat]] = {
-    "mxfp8_e4m3": (torch.float8_e4m3fn, _element(4, 3, 448.0)),
-    "mxfp8_e5m2": (torch.float8_e5m2, _element(5, 2, 57344.0)),
+ELEMENTS: dict[str, tuple[str, FloatFormat]] = {
+    "mxfp8_e4m3": ("float8_e4m3fn", _element(4, 3, 448.0)),
+    "mxfp8_e5m2": ("float8_e5m2", _element(5, 2, 57344.0)),
     "mxfp6_e3m2": ("fp6_e3m2", _element(3, 2, 28.0)),
     "mxfp6_e2m3": ("fp6_e2m3", _element(2, 3, 7.5)),
-    "mxfp4_e2m1": (torch.float4_e2m1fn_x2, _element(2, 1, 6.0)),
+    "mxfp4_e2m1": ("float4_e2m1fn_x2", _element(2, 1, 6.0)),
 }
-"""The MX formats: torchao's name of the element format, and the format."""
+"""The MX formats: torch's name of the element's dtype or torchao's, and its format."""
 ALIASES = {"mxfp8": "mxfp8_e4m3", "mxfp6": "mxfp6_e3m2", "mxfp4": "mxfp4_e2m1"}
 """The names without the element format."""
 
@@ -95,7 +94,9 @@ class Microscaling(NumberFormat):
     @property
     def storage(self) -> torch.dtype:
         """torchao's dtype: float8 dtypes, otherwise bytes (two values each for mxfp4)."""
-        dtype = ELEMENTS[self.label][0]
+        import torch
+
+        dtype: torch.dtype = self._dtype
         return dtype if self.label.startswith("mxfp8") else torch.uint8
 
     @property
@@ -126,23 +127,32 @@ class Microscaling(NumberFormat):
         blocks = self._blocks(x)
         if random is not None:
             blocks = self._stochastic(blocks, self._blocks(random))
-        scale, codes = to_mx(blocks, ELEMENTS[self.label][0], BLOCK, ScaleCalculationMode.RCEIL)
+        scale, codes = to_mx(blocks, self._dtype, BLOCK, ScaleCalculationMode.RCEIL)
         return Encoded(codes, scale, (*x.shape[:-1], length) if x.dim() else ())
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the values of torchao's codes."""
+        import torch
         from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
-        values: Tensor = to_dtype(
-            encoded.codes, encoded.scale, ELEMENTS[self.label][0], BLOCK, torch.float32
-        )
+        values: Tensor = to_dtype(encoded.codes, encoded.scale, self._dtype, BLOCK, torch.float32)
         shape = encoded.shape or ()
         return values[..., : shape[-1] if shape else 1].reshape(shape)
 
+    @property
+    def _dtype(self) -> Any:
+        """The element's dtype as torchao takes it: torch's, or a name of its own."""
+        import torch
+
+        name = ELEMENTS[self.label][0]
+        return getattr(torch, name, name)
+
     def _blocks(self, x: Tensor) -> Tensor:
         """Return ``x`` with a last dimension of whole blocks."""
+        from torch.nn import functional
+
         x = x if x.dim() else x[None]
-        return F.pad(x, (0, -x.shape[-1] % BLOCK)).contiguous()
+        return functional.pad(x, (0, -x.shape[-1] % BLOCK)).contiguous()
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
         """Round at random on the grid of each block's scale.

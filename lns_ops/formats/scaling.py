@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 TENSOR, CHANNEL = "tensor", "channel"
 GRANULARITIES = (TENSOR, CHANNEL)
@@ -52,6 +54,8 @@ def group_largest(x: Tensor, granularity: str) -> Tensor:
 
 def _power(exponent: Tensor) -> Tensor:
     """Return ``2^exponent`` by its bits, for exponents in -126 .. 127."""
+    import torch
+
     return (exponent.to(torch.int32) + 127 << 23).view(torch.float32)
 
 
@@ -135,6 +139,8 @@ class Scaled(NumberFormat):
 
         The group's largest magnitude comes to lie above half of ``base``'s, and at most at it.
         """
+        import torch
+
         limit, limit_exponent = math.frexp(self.base.error.largest)
         fraction, exponent = torch.frexp(group_largest(x, self.granularity))
         shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)

@@ -7,10 +7,10 @@ them, which a CUDA graph captures.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from lns_ops import cpu
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LOW = 0xFFFFFFFF
 
@@ -23,6 +23,10 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
         step: 0-dim integer tensor; another one for every use.
         slot: 32 bits; tells several uses within a step apart.
     """
+    import torch
+
+    from lns_ops import cpu
+
     count = like.numel()
     if like.device.type == "cpu":
         bits = torch.from_numpy(cpu.random_bits(count, key, int(step), slot).astype("int32"))
@@ -36,6 +40,8 @@ def _philox(count: int, key: int, step: Tensor, slot: int) -> Tensor:
 
     It takes torch operations of ``step``'s device.
     """
+    import torch
+
     block = torch.arange(-(-count // 8), device=step.device)
     a, b = block & _LOW, block >> 32
     c, d = (step.to(torch.int64) & _LOW).expand_as(block), torch.full_like(block, slot)

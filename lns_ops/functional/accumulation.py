@@ -45,7 +45,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ACCUMULATIONS = ("contract", "float32")
+from lns_ops.spec.reference import ACCUMULATIONS
 
 _accumulation = ACCUMULATIONS[0]
 

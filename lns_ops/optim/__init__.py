@@ -38,10 +38,11 @@ from lns_ops.optim import step_check  # noqa: F401 (registers the check)
 from lns_ops.optim.adam import Adam, AdamW
 from lns_ops.optim.adam_variants import Adamax, Lion, NAdam, RAdam
 from lns_ops.optim.adaptive import ASGD, Adadelta, Adagrad, RMSprop, Rprop
-from lns_ops.optim.base import ARITHMETICS, LNSOptimizer, parameters_by_format
+from lns_ops.optim.base import LNSOptimizer, parameters_by_format
 from lns_ops.optim.layerwise import LAMB, LARS
 from lns_ops.optim.multiplicative import HybridMul, Madam, Mul, SignMul
 from lns_ops.optim.sgd import SGD
+from lns_ops.spec.reference_updates import ARITHMETICS
 
 __all__ = [
     "ARITHMETICS", "ASGD", "LAMB", "LARS", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax",

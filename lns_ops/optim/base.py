@@ -12,10 +12,8 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops._compat import without_compiler
 from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.reference_updates import ARITHMETICS
 from lns_ops.tensor import LNSTensor
-
-ARITHMETICS = ("lns", "float32")
-"""The arithmetics of an LNS parameter's update."""
 
 
 class Rounding(TypedDict, total=False):

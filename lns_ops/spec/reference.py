@@ -49,6 +49,9 @@ Codes = NDArray[np.int16]
 Logs = NDArray[np.int64]
 Signs = NDArray[np.bool_]
 
+ACCUMULATIONS = ("contract", "float32")
+"""How the sums of matrix products can be taken: as here, or as in
+:mod:`lns_ops.functional.accumulation`."""
 BLOCK = 64
 LONG_SUM = BLOCK * BLOCK
 """The most terms that :func:`long_sum` adds in one piece: as many blocks as a block has terms."""

@@ -30,6 +30,9 @@ from lns_ops.spec.reference import (
     sub,
 )
 
+ARITHMETICS = ("lns", "float32")
+"""The arithmetics of an LNS parameter's update."""
+
 
 def _updated(
     weight: Codes,

@@ -33,7 +33,7 @@ def _data(options: argparse.Namespace) -> int:
             )
         return _list()
     from trainers.config.data import DATA
-    from trainers.data import fetch  # loads torch
+    from trainers.data import fetch
 
     there_are = [name for name, known in DATA.items() if known.files]
     if options.name not in there_are:
@@ -51,7 +51,7 @@ def _data(options: argparse.Namespace) -> int:
 def _list() -> int:
     from study.cli.manage import print_table
     from trainers.config.data import DATA
-    from trainers.data import describe_place  # loads torch
+    from trainers.data import describe_place
 
     rows = []
     for name, known in DATA.items():

@@ -185,7 +185,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    # the node loads torch for the trials while this process does
+    # the node loads torch for the trials, which this process does without
     with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 
@@ -381,7 +381,7 @@ def _dry_run(study: StudyConfig) -> int:
 
 
 def _print_download() -> None:
-    from trainers.data import describe_download  # loads torch
+    from trainers.data import describe_download
 
     print(f"# A run would download MNIST first: {describe_download()}")
     print("# If that fails, data.name=auto takes digits instead, and data.name=mnist is refused.")

@@ -30,10 +30,9 @@ from study.errors import refusals
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
-from study.results.objectives import joules
+from study.results.objectives import gpu_seconds, joules
 from trainers.files import write_whole
 from trainers.object_store import open_store, place_of
-from trainers.workers.resources import gpus_of
 
 FILE = "control.json"
 POLL_SECONDS = 0.5
@@ -205,14 +204,6 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
     if limits.failures is not None and failed >= limits.failures:
         return f"limits.failures={limits.failures} reached"
     return ""
-
-
-def gpu_seconds(state: StudyState) -> float:
-    """Return the GPU seconds of all trials, each with the GPUs or the share that it takes.
-
-    Epochs that were taken over are not counted: they were spent elsewhere.
-    """
-    return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:

@@ -24,8 +24,7 @@ from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
-from trainers.config import DataConfig, TrialConfig
-from trainers.data import DatasetInfo, prepare
+from trainers.data import DatasetInfo
 from trainers.training.device import check_device
 from trainers.workers.messages import CHECK, CHECKED, DIED, Message
 from trainers.workers.node import Node
@@ -43,8 +42,8 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
 
     Args:
         plan: the plan.
-        node: node of this machine, if one has begun to load what trials need: it then checks the
-            trials, so that this process need not load it.
+        node: node of this machine, if one has begun to load what trials need: it then reads the
+            data and checks the trials, so that this process need not load it.
 
     Raises:
         ValueError: the first thing that would make the study fail.
@@ -58,12 +57,12 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_address(plan.study.address)
     check_user_files(plan.study)
     check_sinks(plan.study)
-    data = describe_data(plan)
-    plan = check_trials(plan, data, node)
+    data, reasons = _examine(plan, node)
+    plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
         check_tracking(plan.study.tracking)
-    return plan, [dataclasses.asdict(info) for info in data.values()]
+    return plan, [dataclasses.asdict(info) for info in data]
 
 
 def check_here(plan: Plan) -> tuple[Plan, str]:
@@ -80,10 +79,10 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
     if any(trial.config.own_code or trial.config.own_loop for trial in checked):
         return plan, "your own code, which a plan does not run"
     try:
-        data = describe_data(plan)
+        reasons = _examine(plan, None)[1]
     except ValueError as error:
         return plan, f"what the data allow: {error}"
-    return check_trials(plan, data), ""
+    return _without_forbidden(plan, reasons), ""
 
 
 def check_cpus(plan: Plan) -> None:
@@ -193,45 +192,48 @@ def check_address(address: str | None) -> None:
         ) from None
 
 
-def describe_data(plan: Plan) -> dict[DataConfig, DatasetInfo]:
-    """Check the files of each distinct data set; return its name, source, digest and sizes.
+def _examine(plan: Plan, node: Node | None) -> tuple[list[DatasetInfo], list[str | None]]:
+    """Describe the data sets of a plan's trials, and say why each trial could only fail, or None.
 
-    A loop of the user's own has its own data, which nobody else sees. The data sets of a search
-    without trials yet are those of its rows.
+    Of a search that has no trials yet these are the first of its rows. If there is a node, one of
+    its processes answers, since it has loaded what that takes.
 
     Raises:
         ValueError: files are missing, corrupt or too few.
     """
-    checked = plan.trials or plan.first
-    used = [trial.config.data for trial in checked if not trial.config.own_loop]
-    distinct: dict[DataConfig, None] = dict.fromkeys(used)
-    return {config: prepare(config) for config in distinct}
+    configs = [trial.config for trial in plan.trials or plan.first]
+    if node is not None and configs:
+        node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
+        node.send(CHECKING, pickle.dumps(Message(CHECK, payload=configs)))
+        message = Message("")
+        while message.kind not in (CHECKED, DIED):
+            for _, content in node.events(CONNECT_SECONDS):
+                message = pickle.loads(content)
+        node.kill(CHECKING)
+        if message.kind == CHECKED and isinstance(message.payload, str):
+            raise ValueError(message.payload)
+        if message.kind == CHECKED:
+            data, reasons = message.payload
+            return data, reasons
+    from trainers.workers.worker_process import examine
+
+    return examine(configs)
 
 
-def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | None = None) -> Plan:
-    """Refuse trials that the data or the number format forbid.
+def _without_forbidden(plan: Plan, reasons: list[str | None]) -> Plan:
+    """Return the plan without the sampled configurations that data or number format forbid.
 
     Examples are too large a batch and a learning rate that underflows.
 
     Args:
         plan: the plan.
-        data: description of each data set.
-        node: see :func:`preflight`.
-
-    Returns:
-        The plan without the sampled configurations that are forbidden.
+        reasons: why each of its trials, or of the first ones of a search, could only fail.
 
     Raises:
         ValueError: a trial that was not sampled could only fail, or a row has no trial left.
     """
     kept: list[PlannedTrial] = []
     excluded: dict[tuple[str, int], Excluded] = {}
-    checked = plan.trials or plan.first
-    pairs = [
-        (trial.config, None if trial.config.own_loop else data[trial.config.data])
-        for trial in checked
-    ]
-    reasons = _why_not(pairs, node)
     if plan.first and not plan.trials and None not in reasons:
         raise ValueError(f"row {plan.first[0].row!r}: {reasons[0]}")
     for trial, reason in zip(plan.trials, reasons, strict=bool(plan.trials)):
@@ -252,30 +254,6 @@ def check_trials(plan: Plan, data: dict[DataConfig, DatasetInfo], node: Node | N
     return dataclasses.replace(
         plan, trials=tuple(kept), excluded=(*plan.excluded, *excluded.values())
     )
-
-
-def _why_not(
-    trials: list[tuple[TrialConfig, DatasetInfo | None]], node: Node | None
-) -> list[str | None]:
-    """Return for each trial why it could only fail, or None.
-
-    A trial that a loop of the user's own trains has no data here.
-
-    If there is a node, one of its processes answers, since it has loaded what that takes.
-    """
-    if node is not None and trials:
-        node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
-        node.send(CHECKING, pickle.dumps(Message(CHECK, payload=trials)))
-        message = Message("")
-        while message.kind not in (CHECKED, DIED):
-            for _, content in node.events(CONNECT_SECONDS):
-                message = pickle.loads(content)
-        node.kill(CHECKING)
-        if message.kind == CHECKED:
-            return list(message.payload)
-    from trainers.workers.worker_process import why_not
-
-    return [why_not(config, info) for config, info in trials]
 
 
 def check_same_name(study: StudyConfig, before: StudyState) -> None:

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lns_ops import cuda
 from study.program import version_of
 from trainers.config.validation import memory
+from trainers.training.device import computes_on_gpus
 from trainers.user_code import without_folder
 
 HERE = Path(__file__).resolve()
@@ -48,7 +48,7 @@ def provenance() -> dict[str, Any]:
 def hardware() -> dict[str, Any]:
     """Describe this machine: processor, usable cores, memory in bytes, names of the GPUs."""
     gpus = []
-    if cuda.unavailable() is None:
+    if computes_on_gpus():
         import torch
 
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -18,10 +18,8 @@ from study.plan.identity import NAMED, trial_id, work_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
 from trainers.data import resolve
-from trainers.training.check import check_optimizer
 from trainers.training.device import resolve_device
 from trainers.user_code import digest_source, names_code
-from trainers.workers.process_reset import kept_settings
 from trainers.workers.resources import choose_share, parameters
 
 
@@ -193,6 +191,9 @@ def _check_optimizer(config: TrialConfig) -> None:
     Raises:
         ValueError: with the value and the format.
     """
+    from trainers.training.check import check_optimizer
+    from trainers.workers.process_reset import kept_settings
+
     with kept_settings():
         check_optimizer(config)
 

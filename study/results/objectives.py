@@ -46,6 +46,14 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
     return mean_of(known) if known and len(known) == len(values) else math.nan
 
 
+def gpu_seconds(state: StudyState) -> float:
+    """Return the GPU seconds of all trials, each with the GPUs or the share that it takes.
+
+    Epochs that were taken over are not counted: they were spent elsewhere.
+    """
+    return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
+
+
 def joules(state: StudyState) -> float:
     """Return the reported energy of GPUs over all trials, each with its share of a GPU.
 

@@ -32,10 +32,9 @@ from study.config.space import Params, params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
-from study.results.objectives import bits_of, joules, last_value, objective
+from study.results.objectives import bits_of, gpu_seconds, joules, last_value, objective
 from study.results.ties import mean_of
 from study.text import layout_of
-from trainers.workers.resources import gpus_of
 
 METRIC = "metric"
 """The measure that is the study's metric, in the unit in which it is shown."""
@@ -462,7 +461,7 @@ def costs(state: StudyState) -> dict[str, float]:
     total["of them in trials ended early"] = _sum(
         state, lambda trial: trial.spent if trial.stopped_by else 0.0
     )
-    total["GPU hours"] = _sum(state, lambda trial: trial.spent / 3600 * gpus_of(trial.config))
+    total["GPU hours"] = gpu_seconds(state) / 3600
     total["joules"] = joules(state)
     total["bytes"] = _sum(
         state, lambda trial: sum(trial.metric(REPORTED["bytes"], own=True).values())

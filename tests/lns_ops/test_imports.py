@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import lns_ops
 from lns_ops import spec
+
+SAVED = Path(__file__).parents[1] / "golden" / "lns_tensor.pt"
+"""A state dict of LNSTensors, as ``torch.save`` wrote it."""
 
 
 def test_the_specification_needs_no_torch() -> None:
@@ -20,6 +26,55 @@ def test_the_specification_needs_no_torch() -> None:
             for node in tree
             if isinstance(node, ast.ImportFrom)
         }
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch, lns_ops",
+        "import lns_ops, torch",
+        "from lns_ops.formats import parse; parse('lns12'); import torch",
+        "from lns_ops.spec.format import lns12; import torch.nn",
+        "import lns_ops; lns_ops.convert_",
+        "import lns_ops; dir(lns_ops)",
+        "from lns_ops import *; convert_",
+        "from lns_ops import cpu",
+        "from lns_ops.functional import encode",
+        "from lns_ops.tensor.ops import linear",
+        "import lns_ops.serialization",
+    ],
+)
+def test_the_package_is_whole_with_torch(first: str) -> None:
+    """In whatever order a program imports: files of tensors can be read, operators are there, and
+    every public name is."""
+    code = (
+        f"{first}; import lns_ops, torch; names = set(vars(lns_ops));"
+        " print(hasattr(torch.ops.lns_ops, 'encode'), set(lns_ops.__all__) <= names,"
+        f" type(torch.load({str(SAVED)!r})['weight']).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True True LNSTensor"
+
+
+def test_formats_and_the_specification_need_no_torch() -> None:
+    code = (
+        "import sys, pickle; from lns_ops import formats, spec, format, reference;"
+        " made = [formats.parse(name) for name in ('lns12', 'int8/channel', 'float8_e4m3fn/tensor',"
+        " 'fixed(16,8)', 'bfloat16', 'tf32')];"
+        " said = [(fmt.bits, fmt.error, fmt.overflows, fmt.compensation) for fmt in made];"
+        " assert pickle.loads(pickle.dumps([*made, format.lns12])) == [*made, format.lns12];"
+        " print({'torch', 'numba'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_no_names_but_the_public_ones() -> None:
+    with pytest.raises(AttributeError, match="module 'lns_ops' has no attribute 'nonsense'"):
+        lns_ops.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    code = "import sys, lns_ops; hasattr(lns_ops, '__wrapped__'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_old_names_stay() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from lns_ops.accumulation import ACCUMULATIONS
 from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
-from lns_ops.optim import ARITHMETICS
+from lns_ops.spec.reference import ACCUMULATIONS
+from lns_ops.spec.reference_updates import ARITHMETICS
 from trainers.config.data import DATA
 from trainers.config.layout import Layout
 from trainers.config.loss import LossConfig, MetricConfig, check_metrics

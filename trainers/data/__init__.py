@@ -1,13 +1,20 @@
 """The data of a trial as tensors in memory: found, checked, read, split, and dealt out in batches.
 
-The order of the batches depends on the seed and the epoch alone.
+The order of the batches depends on the seed and the epoch alone. Torch is imported with
+:func:`load`, when that is first used.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from trainers.data.batches import batches, epoch_order, evaluation_batches, share
-from trainers.data.datasets import describe_place, fetch, load, prepare, resolve
+from trainers.data.descriptions import prepare
 from trainers.data.download import DATA_VARIABLE, DownloadError, cache_folder
 from trainers.data.mnist import describe_download, download_mnist, find_mnist, read_idx
+from trainers.data.places import describe_place, fetch, resolve
 from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Examples, Split
+
+if TYPE_CHECKING:
+    from trainers.data.datasets import load
 
 __all__ = [
     "CLASSES",
@@ -33,3 +40,11 @@ __all__ = [
     "resolve",
     "share",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from trainers.data.datasets import load
+
+    return load

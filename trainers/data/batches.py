@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from trainers.config import EPOCHS
 from trainers.data.split import PIXELS, Examples, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
@@ -17,6 +18,8 @@ def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
 
     It is a permutation that depends on (seed, epoch) alone.
     """
+    import torch
+
     return torch.randperm(examples, generator=torch.Generator().manual_seed(seed * EPOCHS + epoch))
 
 
@@ -59,6 +62,8 @@ def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Spl
     With ``like``, yield as many equal parts as ``like`` examples would take instead.
     """
     if not isinstance(split, Split):
+        import torch
+
         yield from split.load(torch.arange(split.size).split(STREAMED), 0)
         return
     size = max(1, EVALUATION_BATCH[split.y.device.type] // _weight(split))

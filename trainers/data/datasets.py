@@ -1,6 +1,6 @@
 """The data sets of a trial, as tensors in memory.
 
-Files are found by :mod:`trainers.data.download` and read by the module of their format: CIFAR by
+Files are found by :mod:`trainers.data.places` and read by the module of their format: CIFAR by
 :mod:`trainers.data.cifar`, text and piano rolls by :mod:`trainers.data.windows`; what is made from
 a seed by :mod:`trainers.data.generated`.
 
@@ -22,86 +22,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from trainers.config import DataConfig
 from trainers.config.data import DATA
 from trainers.data.cifar import load_cifar
 from trainers.data.digits import digits_table, load_digits
-from trainers.data.download import REMOTES, DownloadError, cache_folder, download, file_in, find
 from trainers.data.factory import VALIDATION_SHARE, load_own
 from trainers.data.generated import load_addition, load_mnist1d, load_symbols
-from trainers.data.mnist import FILES, download_mnist, find_mnist, load_mnist, mnist_arrays
+from trainers.data.mnist import load_mnist, mnist_arrays
+from trainers.data.places import resolve
 from trainers.data.split import Dataset, DatasetInfo, Examples, Split
 from trainers.data.windows import load_piano_rolls, load_text
-from trainers.files import write_whole
-from trainers.user_code import DIGEST_LENGTH, forget, names_code, without_folder
+from trainers.user_code import forget, names_code, without_folder
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
 HELD = 8
 """Data sets that stay in the memory of a process for its next trials."""
-
-
-def resolve(
-    config: DataConfig, *, download: bool = True, say: Callable[[str], None] = lambda line: None
-) -> DataConfig:
-    """Return ``config`` with a concrete name, root and validation size.
-
-    ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
-
-    Args:
-        config: the data asked for.
-        download: whether MNIST is downloaded where it is not found; if not, ``root`` stays None,
-            and ``auto`` becomes ``mnist`` without a check that it can be downloaded.
-        say: called with the reason for which ``auto`` becomes ``digits``.
-
-    Raises:
-        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
-        DownloadError: MNIST is asked for by name and cannot be downloaded.
-    """
-    name, root = config.name, config.root
-    if names_code(name):
-        return config
-    if name in REMOTES:
-        config = _located(config)
-        root = config.root
-    elif name == "auto" or name == "mnist":
-        try:
-            folder = find_mnist(root) or (fetch("mnist") if download else None)
-            name, root = "mnist", str(folder.resolve()) if folder else None
-        except DownloadError as error:
-            if name == "mnist":
-                raise
-            say(f"MNIST is not found, so data.name=auto takes scikit-learn's digits: {error}")
-            name = "digits"
-    size = config.validation_size or DATA[name].validation
-    return replace(config, name=name, root=root, validation_size=size)
-
-
-def _located(config: DataConfig) -> DataConfig:
-    """Return ``config`` with the folder or file of its data, and the digest of a user's own file.
-
-    Raises:
-        ValueError: they are not to be found, or the file has changed since the study was planned.
-    """
-    collection = getattr(config.arguments, "collection", "")
-    place = find(config.name, config.root, f"{collection}.mat" if collection else "")
-    config = replace(config, root=str(place.resolve()))
-    if not config.own_file:
-        return config
-    code = hashlib.sha256(place.read_bytes()).hexdigest()[:DIGEST_LENGTH]
-    if config.code not in ("", code):
-        raise ValueError(
-            f"data.name={config.name}: {place} has changed since the study was planned; run the"
-            " same command again, which plans its trials anew"
-        )
-    return replace(config, code=code)
 
 
 @lru_cache(maxsize=HELD)
@@ -134,40 +74,6 @@ def load(config: DataConfig) -> Dataset:
     return Dataset(whole.part(slice(wanted)), validation, test)
 
 
-def fetch(name: str) -> Path:
-    """Download the files of a data set into its cache, checked, and return the folder.
-
-    Raises:
-        DownloadError: the mirror does not answer, or sends something else, or the cache cannot be
-            written.
-    """
-    try:
-        if name != "mnist":
-            return download(name)
-        download_mnist(cache_folder())
-        return cache_folder()
-    except OSError as error:
-        raise DownloadError(
-            f"{cache_folder(name)}: cannot be written ({error}); free some space, or set"
-            " XDG_CACHE_HOME to another folder"
-        ) from None
-
-
-def describe_place(name: str) -> str:
-    """Return where the files of one of our data sets are, or how to get them.
-
-    Raises:
-        ValueError: ``$LNS_STUDY_DATA`` names a folder that lacks files of MNIST.
-    """
-    if not DATA[name].files:
-        return "needs none"
-    try:
-        place = find_mnist(None) if name == "mnist" else find(name, None)
-    except DownloadError:
-        place = None
-    return str(place) if place else f"lns-study data fetch {name}"
-
-
 def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     """Return all examples for training, for validation (None where they are the last of the
     former), and for testing."""
@@ -193,65 +99,6 @@ def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     return train, None, test
 
 
-def prepare(config: DataConfig) -> DatasetInfo:
-    """Resolve, check and describe the data of ``config``, downloading them if need be.
-
-    Files that have not changed (by path, size and time of change) since they were described are not
-    read again.
-
-    Raises:
-        ValueError: see :func:`load`.
-    """
-    config = resolve(config)
-    known, key = _known_descriptions(), json.dumps([asdict(config), *_files_of(config)])
-    if key in known:
-        with suppress(TypeError):  # a description by another version
-            return DatasetInfo(**known[key])
-    info = _describe(config)
-    if config.root and not names_code(config.name):
-        with suppress(OSError):  # then the next command reads the files again
-            _write_descriptions({**known, key: asdict(info)})
-    return info
-
-
-def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change (ns) of each file that the data may be read from."""
-    place = Path(config.root) if config.root else None
-    paths: list[Path | None] = []
-    if config.name == "mnist" and place:
-        paths = [file_in(place, name) for name in FILES]
-    elif config.name in REMOTES and place:
-        needs = REMOTES[config.name].needs
-        names = [name for choice in needs for name in choice]
-        paths = [place] if config.own_file else [file_in(place, name) for name in names]
-    return [
-        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in paths
-        if path is not None
-    ]
-
-
-def _descriptions() -> Path:
-    """Return the path of the file that keeps the descriptions of data sets."""
-    return cache_folder().parent / "datasets.json"
-
-
-def _known_descriptions() -> dict[str, dict[str, Any]]:
-    """Return the descriptions kept so far, by config and files; empty where there are none."""
-    try:
-        known = json.loads(_descriptions().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
-    """Replace the kept descriptions in one step."""
-    path = _descriptions()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(known).encode())
-
-
 def _identity(config: DataConfig) -> str:
     """Return what decides the examples of a user's factory, in a line."""
     values = asdict(config)
@@ -259,7 +106,7 @@ def _identity(config: DataConfig) -> str:
     return json.dumps(named, sort_keys=True, default=repr)
 
 
-def _describe(config: DataConfig) -> DatasetInfo:
+def describe(config: DataConfig) -> DatasetInfo:
     """Read the data of ``config`` and describe them, with digests and sizes."""
     own = names_code(config.name)
     if own:

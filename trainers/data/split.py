@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PIXELS, CLASSES = 784, 10
 
@@ -123,6 +125,8 @@ class DatasetInfo:
 
 def scaled(pixels: NDArray[np.generic], labels: NDArray[np.generic], largest: int) -> Split:
     """Return a split whose float32 pixels are ``pixels / largest``."""
+    import torch
+
     return Split(
         torch.from_numpy(pixels.astype(np.float32)) / largest,
         torch.from_numpy(labels.astype(np.int64)),

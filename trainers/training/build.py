@@ -41,12 +41,7 @@ from trainers.telemetry.metrics import Telemetry
 from trainers.telemetry.profiler import Profiler
 from trainers.telemetry.roofline import kernel_ceiling
 from trainers.telemetry.spans import Spans
-from trainers.training.device import (
-    check_device,
-    compute_repeatably,
-    resolve_device,
-    return_freed_memory,
-)
+from trainers.training.device import check_device, resolve_device, return_freed_memory
 from trainers.training.evaluate import Metrics
 from trainers.user_code import forget, names_code
 
@@ -179,6 +174,16 @@ def set_threads(threads: int) -> None:
     """Set the CPU threads of this process, in torch and in the LNS kernels."""
     torch.set_num_threads(threads)
     lns_ops.cpu.set_num_threads(threads)
+
+
+def compute_repeatably() -> None:
+    """Have cuDNN take algorithms that give the same bits every time, from now on.
+
+    By default it may add the terms of a convolution's gradient in an order that varies, so that a
+    float32 network that was interrupted would go on with other bits (torch's notes on
+    reproducibility).
+    """
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def _check_made_alike(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
-from lns_ops import cuda
-
+DRIVER = "libcuda.so.1"
+"""The library of NVIDIA's driver, without which torch finds no GPU."""
 _M_MMAP_THRESHOLD = -3
 """The name of the setting in glibc's malloc.h."""
 MAPPED_FROM = 128 << 10
@@ -22,7 +20,21 @@ def resolve_device(name: str) -> str:
     """
     if name != "auto":
         return name
-    return "cpu" if cuda.unavailable() else "cuda"
+    return "cuda" if computes_on_gpus() else "cpu"
+
+
+def computes_on_gpus() -> bool:
+    """Tell whether torch finds a GPU and LNS kernels can run there.
+
+    Where NVIDIA's driver is not installed torch is not loaded to ask it.
+    """
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    from lns_ops import cuda
+
+    return cuda.unavailable() is None
 
 
 def check_device(name: str) -> None:
@@ -31,28 +43,12 @@ def check_device(name: str) -> None:
     Raises:
         ValueError: the device is missing; the message says why.
     """
-    if name == "cuda" and (reason := cuda.unavailable()) is not None:
+    if name != "cuda":
+        return
+    from lns_ops import cuda
+
+    if (reason := cuda.unavailable()) is not None:
         raise ValueError(f"device=cuda: {reason}; use device=cpu")
-
-
-def cudnn_choice() -> tuple[bool, bool]:
-    """Return how cuDNN chooses its algorithms: whether among deterministic ones, and by timing."""
-    return torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-
-
-def choose_cudnn(choice: tuple[bool, bool]) -> None:
-    """Set what :func:`cudnn_choice` returns, for the process."""
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = choice
-
-
-def compute_repeatably() -> None:
-    """Have cuDNN take algorithms that give the same bits every time, from now on.
-
-    By default it may add the terms of a convolution's gradient in an order that varies, so that a
-    float32 network that was interrupted would go on with other bits (torch's notes on
-    reproducibility).
-    """
-    choose_cudnn((True, False))
 
 
 def return_freed_memory() -> None:

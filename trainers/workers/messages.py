@@ -27,8 +27,8 @@ DETERMINISTIC = (
 mistake in code. What a dead process or a full disk leads to is none of these."""
 
 JOIN, TRAIN, GO, STOP, CHECK = "join", "train", "go", "stop", "check"
-"""To a worker process: become a rank; train a trial; go on after a report, or do not; say what data
-and format forbid trials."""
+"""To a worker process: become a rank; train a trial; go on after a report, or do not; examine
+trials and their data."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -39,10 +39,10 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "died",
     "checked",
 )
-"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; what forbids trials
-(a text or None each); a trial began (:class:`Beginning`); finished an epoch (metrics); ended
-(``how``, ``text``, and ``retire``: why the process ends with it); and of it, from its node: it died
-(why)."""
+"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; a trial began
+(:class:`Beginning`); finished an epoch (metrics); ended (``how``, ``text``, and ``retire``: why the
+process ends with it); and of it, from its node: it died (why). Last, the data of trials and what
+forbids these (a text or None each), or a text: why the data cannot be had."""
 DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",

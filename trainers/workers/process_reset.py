@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from lns_ops import get_matmul_accumulation, set_matmul_accumulation
-from trainers.training.device import choose_cudnn, cudnn_choice, returns_memory
+from trainers.training.device import returns_memory
 
 THREADS = 64
 """Python threads beyond those before the first trial that still count as none leaked."""
@@ -92,7 +92,10 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "cudnn": (cudnn_choice, choose_cudnn),
+    "cudnn": (
+        lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        lambda choice: _choose_cudnn(*choice),
+    ),
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
     "random": (random.getstate, random.setstate),
@@ -100,6 +103,11 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
 two seconds, to be told of some."""
+
+
+def _choose_cudnn(deterministic: bool, benchmark: bool) -> None:
+    """Set how cuDNN chooses its algorithms: whether among deterministic ones, and by timing."""
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
 
 
 def _named(device: torch.device) -> torch.device | None:

@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -40,7 +41,7 @@ from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
 from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import TrialConfig
-from trainers.data import DatasetInfo
+from trainers.data import DatasetInfo, prepare
 from trainers.object_store import is_url, local_folder
 from trainers.training.trainer import check
 from trainers.user_loop import load_loop
@@ -114,7 +115,7 @@ class Worker:
             if message.kind == JOIN:
                 self._join(**message.payload)
             elif message.kind == CHECK:
-                self._say(CHECKED, payload=[why_not(*pair) for pair in message.payload])
+                self._say(CHECKED, payload=_examined(message.payload))
             elif self._lanes == 1:
                 self._train(message.trial, message.payload)
             else:
@@ -261,7 +262,31 @@ class Worker:
         return ""
 
 
-def why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
+def examine(configs: Sequence[TrialConfig]) -> tuple[list[DatasetInfo], list[str | None]]:
+    """Describe the data sets of trials, and say of each trial why it could only fail, or None.
+
+    A loop of the user's own has its own data, which nobody else sees.
+
+    Raises:
+        ValueError: files are missing, corrupt or too few.
+    """
+    used = dict.fromkeys(config.data for config in configs if not config.own_loop)
+    data = {config: prepare(config) for config in used}
+    reasons = [
+        _why_not(config, None if config.own_loop else data[config.data]) for config in configs
+    ]
+    return list(data.values()), reasons
+
+
+def _examined(configs: Sequence[TrialConfig]) -> Any:
+    """Return what :func:`examine` returns, or the text of its error."""
+    try:
+        return examine(configs)
+    except ValueError as error:
+        return str(error)
+
+
+def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
     """Return why a trial could only fail; None if nothing forbids it.
 
     Args:

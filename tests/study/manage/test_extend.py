@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from study.execution.control import gpu_seconds
 from study.ledger.lines import seal, unseal
 from study.ledger.log import Ledger, make_header, read_ledger
 from study.ledger.state import FAILED, FINISHED, PLANNED, fold
@@ -18,7 +17,7 @@ from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
 from study.plan.plan import make_plan
 from study.report.tables import render_text
-from study.results.objectives import objective
+from study.results.objectives import gpu_seconds, objective
 from study.results.statistics import best_of_budget, costs, entries
 from study.tracking.writer import sync
 from tests.study.conftest import made_up_events

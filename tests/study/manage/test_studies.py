@@ -23,9 +23,10 @@ from study.ledger.state import FAILED, StudyState, fold
 from study.manage.export import export, write_csv
 from study.manage.rerun import differences
 from study.manage.studies import find_trial, read
-from study.plan.estimate import describe_plan
+from study.plan.estimate import describe_cost, describe_plan
 from study.plan.plan import make_plan
 from study.report.tables import render_csv
+from study.results.statistics import costs
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import with_slots
 from tests.study.manage.conftest import Tiny, write
@@ -234,6 +235,32 @@ def test_limits(local: Tiny, limits: dict[str, Any], seconds: float, said: str) 
         # 3 s each, so 6 s times a share of one half
         trial.config = trial.config | {"device": "cuda", "gpus": 0.5}
     assert reached(LimitsConfig(**limits), state, seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "gpus"), [(8, None, 8.0), (1, 0.25, 0.25), (1, 1.0, 1.0)]
+)
+def test_gpu_hours_of_gangs_are_of_whole_gpus(
+    local: Tiny, workers: int, share: float | None, gpus: float
+) -> None:
+    """From the trial's config as it is planned, in the limit, in the report and in the forecast."""
+    study = local(
+        "gangs", "trial.device=cuda", f"trial.workers={workers}", "trial.epochs=2",
+        f"trial.gpus={'null' if share is None else share}",
+    )  # fmt: skip
+    events = [
+        {**event, "seconds": 1800.0} if event["event"] == "report" else event
+        for event in made_up_events(study)
+    ]
+    state = fold(events)
+    assert [trial.config["workers"] for trial in state.trials] == [workers] * 2
+    assert costs(state)["trial seconds"] == 2 * 3600  # two trials of two epochs of half an hour
+    assert costs(state)["GPU hours"] == 2 * gpus
+    limit = 2 * gpus
+    assert reached(LimitsConfig(gpu_hours=limit), state, 0) == f"limits.gpu_hours={limit:g} reached"
+    assert reached(LimitsConfig(gpu_hours=1.01 * limit), state, 0) == ""
+    write(study, events)
+    assert describe_cost(make_plan(study)).startswith(f"Cost: about {2 * gpus:g} GPU hours")
 
 
 def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:

@@ -13,7 +13,7 @@ import pytest
 from study.api import _describe_end
 from study.config.compose import load
 from study.execution.control import Decision
-from study.execution.preflight import describe_data
+from study.execution.preflight import preflight
 from study.ledger.state import TrialState, fold
 from study.plan.candidates import bind_space
 from study.plan.plan import make_plan
@@ -95,7 +95,7 @@ def test_an_adaptive_search_proposes_as_many_for_every_row(searched: Make, algor
 def test_the_data_of_a_search_are_known_before_it_has_trials(searched: Make) -> None:
     plan = make_plan(searched("search.algorithm=tpe"))
     assert plan.trials == ()
-    assert [info.name for info in describe_data(plan).values()] == ["digits"]
+    assert [info["name"] for info in preflight(plan)[1]] == ["digits"]
 
 
 def test_tpe_learns(searched: Make) -> None:

@@ -1,0 +1,104 @@
+"""Where the data of a trial are: found, or downloaded. Loads no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from trainers.config import DataConfig
+from trainers.config.data import DATA
+from trainers.data.download import REMOTES, DownloadError, cache_folder, download, find
+from trainers.data.mnist import download_mnist, find_mnist
+from trainers.user_code import DIGEST_LENGTH, names_code
+
+
+def resolve(
+    config: DataConfig, *, download: bool = True, say: Callable[[str], None] = lambda line: None
+) -> DataConfig:
+    """Return ``config`` with a concrete name, root and validation size.
+
+    ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
+
+    Args:
+        config: the data asked for.
+        download: whether MNIST is downloaded where it is not found; if not, ``root`` stays None,
+            and ``auto`` becomes ``mnist`` without a check that it can be downloaded.
+        say: called with the reason for which ``auto`` becomes ``digits``.
+
+    Raises:
+        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
+        DownloadError: MNIST is asked for by name and cannot be downloaded.
+    """
+    name, root = config.name, config.root
+    if names_code(name):
+        return config
+    if name in REMOTES:
+        config = _located(config)
+        root = config.root
+    elif name == "auto" or name == "mnist":
+        try:
+            folder = find_mnist(root) or (fetch("mnist") if download else None)
+            name, root = "mnist", str(folder.resolve()) if folder else None
+        except DownloadError as error:
+            if name == "mnist":
+                raise
+            say(f"MNIST is not found, so data.name=auto takes scikit-learn's digits: {error}")
+            name = "digits"
+    size = config.validation_size or DATA[name].validation
+    return replace(config, name=name, root=root, validation_size=size)
+
+
+def _located(config: DataConfig) -> DataConfig:
+    """Return ``config`` with the folder or file of its data, and the digest of a user's own file.
+
+    Raises:
+        ValueError: they are not to be found, or the file has changed since the study was planned.
+    """
+    collection = getattr(config.arguments, "collection", "")
+    place = find(config.name, config.root, f"{collection}.mat" if collection else "")
+    config = replace(config, root=str(place.resolve()))
+    if not config.own_file:
+        return config
+    code = hashlib.sha256(place.read_bytes()).hexdigest()[:DIGEST_LENGTH]
+    if config.code not in ("", code):
+        raise ValueError(
+            f"data.name={config.name}: {place} has changed since the study was planned; run the"
+            " same command again, which plans its trials anew"
+        )
+    return replace(config, code=code)
+
+
+def fetch(name: str) -> Path:
+    """Download the files of a data set into its cache, checked, and return the folder.
+
+    Raises:
+        DownloadError: the mirror does not answer, or sends something else, or the cache cannot be
+            written.
+    """
+    try:
+        if name != "mnist":
+            return download(name)
+        download_mnist(cache_folder())
+        return cache_folder()
+    except OSError as error:
+        raise DownloadError(
+            f"{cache_folder(name)}: cannot be written ({error}); free some space, or set"
+            " XDG_CACHE_HOME to another folder"
+        ) from None
+
+
+def describe_place(name: str) -> str:
+    """Return where the files of one of our data sets are, or how to get them.
+
+    Raises:
+        ValueError: ``$LNS_STUDY_DATA`` names a folder that lacks files of MNIST.
+    """
+    if not DATA[name].files:
+        return "needs none"
+    try:
+        place = find_mnist(None) if name == "mnist" else find(name, None)
+    except DownloadError:
+        place = None
+    return str(place) if place else f"lns-study data fetch {name}"
