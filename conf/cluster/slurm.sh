@@ -17,7 +17,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$packag
 
 # A token that this user alone can read; Ray admits nobody without it.
 (umask 077 && python -P -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
-trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH" "${ended:-}"' EXIT
 
 # Ray lets everybody write into its folder: one around it, on every node, of a name that nobody knows
 # before, keeps others out. Short, as sockets' paths are.
@@ -28,6 +28,26 @@ srun mkdir -m 700 "$folder"
 base=$((20000 + SLURM_JOB_ID % 120 * 100))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 gpus=${SLURM_GPUS_ON_NODE:-0}
+# Without the address `ray symmetric-run` counts the nodes of a Ray that it starts for that, and gives
+# up; programs come slowly from a busy file system.
+export RAY_ADDRESS=$head:$base RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+
+# Runs on every node. Where the first has ended, Ray would keep the others for a minute, or for ever.
+export ended=$package/ended-$SLURM_JOB_ID
+run_ray() {
+    if [ "$SLURM_PROCID" = 0 ]; then
+        local code=0
+        ray symmetric-run "$@" || code=$?
+        touch "$ended"
+        return "$code"
+    fi
+    ray symmetric-run "$@" &
+    while [ ! -e "$ended" ] && kill -0 $! 2>/dev/null; do sleep 1; done
+    ray stop --force >/dev/null 2>&1
+    wait
+}
+export -f run_ray
+rm -f "$ended"
 
 again=
 on_notice() {
@@ -38,8 +58,8 @@ trap on_notice USR1
 
 # The Ray of a job that ended the hard way may have outlived it.
 srun ray stop --force >/dev/null 2>&1 || true
-srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
-    ray symmetric-run --address "$head:$base" --min-nodes "$SLURM_JOB_NUM_NODES" \
+srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none bash -c 'run_ray "$@"' run_ray \
+    --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
     --temp-dir="$folder/r" --disable-usage-stats \
     --node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) \

@@ -135,7 +135,7 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
     ):  # fmt: skip
         program(programs, name, text)
     (tmp_path / "package").mkdir()
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0"}
     job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
     words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies"]
     subprocess.run(words, env=os.environ | job, check=True)
