@@ -32,22 +32,32 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 # up; programs come slowly from a busy file system.
 export RAY_ADDRESS=$head:$base RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
-# Runs on every node. Where the first has ended, Ray would keep the others for a minute, or for ever.
-export ended=$package/ended-$SLURM_JOB_ID
+# Runs on every node. Ray gives up on a head that comes slowly, and keeps the other nodes for a
+# minute after it: they wait for it here, join again if they are lost, and end with it.
+export ended=$package/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+join() {
+    until (: >"/dev/tcp/${RAY_ADDRESS/://}") 2>/dev/null; do sleep 1; done
+    ray symmetric-run "$@"
+}
 run_ray() {
+    local code=0 joined=
     if [ "$SLURM_PROCID" = 0 ]; then
-        local code=0
         ray symmetric-run "$@" || code=$?
         touch "$ended"
         return "$code"
     fi
-    ray symmetric-run "$@" &
-    while [ ! -e "$ended" ] && kill -0 $! 2>/dev/null; do sleep 1; done
+    until [ -e "$ended" ]; do
+        if ! kill -0 $joined 2>/dev/null; then
+            join "$@" &
+            joined=$!
+        fi
+        sleep 1
+    done
+    kill $joined 2>/dev/null
     ray stop --force >/dev/null 2>&1
-    wait
+    return 0
 }
-export -f run_ray
-rm -f "$ended"
+export -f join run_ray
 
 again=
 on_notice() {
@@ -58,8 +68,8 @@ trap on_notice USR1
 
 # The Ray of a job that ended the hard way may have outlived it.
 srun ray stop --force >/dev/null 2>&1 || true
-srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none bash -c 'run_ray "$@"' run_ray \
-    --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
+srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=1 \
+    bash -c 'run_ray "$@"' run_ray --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
     --temp-dir="$folder/r" --disable-usage-stats \
     --node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) \
