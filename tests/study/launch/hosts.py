@@ -18,6 +18,7 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from study.manage.rerun import differences
+from tests.study.conftest import TINY
 from trainers.checkpoint.manifest import STATE, read_state
 
 HERE = Path(__file__).parent
@@ -27,6 +28,10 @@ NAMESPACES = (
     *("--fork", "--kill-child", "--mount-proc"),
 )
 SLURM = ("bash", str(HERE / "slurm.sh"))
+EPOCHS = "trial.epochs=40"
+GANG = "  - {label: gang, overrides: {precision.format: lns12, workers: 2}}\n"
+TWO_NODES = TINY.replace("seeds:", f"{GANG}seeds:")
+"""A study of which, with one CPU a host, the last trial spans two and the others fill them."""
 PROBE = "ip link add hosts type bridge && mount -t tmpfs tmpfs /mnt"
 
 

@@ -15,6 +15,8 @@ export -f on
 name_and_tmp() {
     hostname "host-$1"
     mount --bind "$folder/hosts" /etc/hosts
+    # nobody is asked for the names that are not there
+    [ ! -e /etc/resolv.conf ] || mount --bind "$folder/resolv.conf" /etc/resolv.conf
     mount -t tmpfs tmpfs /mnt
     mkdir /mnt/upper /mnt/work /mnt/shared
     mount --bind "$folder" /mnt/shared
@@ -23,6 +25,7 @@ name_and_tmp() {
 }
 export -f name_and_tmp
 
+echo 'nameserver 127.0.0.1' >"$folder/resolv.conf"
 echo '127.0.0.1 localhost' >"$folder/hosts"
 for n in $(seq "$HOSTS"); do echo "192.0.2.$n host-$n" >>"$folder/hosts"; done
 ip link set lo up

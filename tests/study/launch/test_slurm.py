@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from study.ledger.log import read_ledger
-from tests.study.conftest import TINY
 from tests.study.launch.hosts import (
+    EPOCHS,
     ROOT,
     SLURM,
+    TWO_NODES,
     assert_same_results,
     hosts,
     run_on_hosts,
@@ -23,10 +24,6 @@ from tests.study.launch.hosts import (
 
 __all__ = ["hosts", "slurm"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-EPOCHS = "trial.epochs=40"
-GANG = "  - {label: gang, overrides: {precision.format: lns12, workers: 2}}\n"
-TWO_NODES = TINY.replace("seeds:", f"{GANG}seeds:")
-"""With one CPU a node, the last trial spans both and the others are beside each other."""
 BEGIN = f"""\
 launch() {{
     python -m study launch study.yaml --to slurm --template slurm.sh storage=$PWD/studies \\
@@ -71,7 +68,7 @@ def test_a_study_on_two_nodes_ends_as_if_undisturbed(
     template = (ROOT / "conf" / "cluster" / "slurm.sh").read_text()
     (work / "slurm.sh").write_text(template.replace("--nodes=1", "--nodes=2"))
     steps = BEGIN + DISTURBANCES[disturbance] + END
-    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=300)
+    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=600)
     events = read_ledger(work / "studies" / "tiny")
     assert_same_results(events, wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)
