@@ -100,8 +100,7 @@ def assert_same_results(events: list[dict[str, Any]], wanted: Path) -> None:
     """Assert that a ledger has the trials, epochs and figures of the study in ``wanted``, each
     once."""
     ours, theirs = (
-        {trial.id: trial for trial in fold(lines).trials}
-        for lines in (events, read_ledger(wanted))
+        {trial.id: trial for trial in fold(lines).trials} for lines in (events, read_ledger(wanted))
     )
     assert ours.keys() == theirs.keys()
     for name, trial in ours.items():
