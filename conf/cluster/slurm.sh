@@ -32,13 +32,9 @@ gpus=${SLURM_GPUS_ON_NODE:-0}
 # up; programs come slowly from a busy file system.
 export RAY_ADDRESS=$head:$base RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
-# Runs on every node. Ray gives up on a head that comes slowly, and keeps the other nodes for a
-# minute after it: they wait for it here, join again if they are lost, and end with it.
+# Runs on every node. Ray gives up on a head that comes slowly, and stays for minutes where the head
+# has ended: the other nodes wait for it here, join again if they are lost, and end with it.
 export ended=$package/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-join() {
-    until (: >"/dev/tcp/${RAY_ADDRESS/://}") 2>/dev/null; do sleep 1; done
-    ray symmetric-run "$@"
-}
 run_ray() {
     local code=0 joined=
     if [ "$SLURM_PROCID" = 0 ]; then
@@ -47,17 +43,17 @@ run_ray() {
         return "$code"
     fi
     until [ -e "$ended" ]; do
-        if ! kill -0 $joined 2>/dev/null; then
-            join "$@" &
+        if ! kill -0 $joined && (: >"/dev/tcp/${RAY_ADDRESS/://}"); then
+            setsid ray symmetric-run "$@" 2>&3 &
             joined=$!
         fi
         sleep 1
-    done
-    kill $joined 2>/dev/null
+    done 3>&2 2>/dev/null
     ray stop --force >/dev/null 2>&1
+    kill -KILL -- "-$joined" 2>/dev/null
     return 0
 }
-export -f join run_ray
+export -f run_ray
 
 again=
 on_notice() {
