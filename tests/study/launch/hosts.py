@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from study.ledger.log import read_ledger
+from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FINISHED, fold
 from study.manage.rerun import differences
 from tests.study.conftest import TINY
@@ -83,8 +83,8 @@ def undisturbed(work: Path, config: str, *overrides: str) -> Path:
     (work / "study.yaml").write_text(config)
     words = ["run", "study.yaml", "--plain", "tracking_uri=none", *overrides]
     subprocess.run([sys.executable, "-m", "study", *words], cwd=work, check=True)
-    (folder,) = (work / "studies").iterdir()
-    return folder
+    (ledger,) = work.glob(f"studies/*/{FILE}")
+    return ledger.parent
 
 
 def weights(study: Path) -> dict[str, list[int | str]]:
