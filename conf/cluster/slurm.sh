@@ -17,7 +17,7 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$packag
 
 # A token that this user alone can read; Ray admits nobody without it.
 (umask 077 && python -P -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
-trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH" "${ended:-}"' EXIT
 
 # Ray lets everybody write into its folder: one around it, on every node, of a name that nobody knows
 # before, keeps others out. Short, as sockets' paths are.
@@ -28,6 +28,32 @@ srun mkdir -m 700 "$folder"
 base=$((20000 + SLURM_JOB_ID % 120 * 100))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 gpus=${SLURM_GPUS_ON_NODE:-0}
+# Without the address `ray symmetric-run` counts the nodes of a Ray that it starts for that, and gives
+# up; programs come slowly from a busy file system.
+export RAY_ADDRESS=$head:$base RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
+
+# Runs on every node. Ray gives up on a head that comes slowly, and stays for minutes where the head
+# has ended: the other nodes wait for it here, join again if they are lost, and end with it.
+export ended=$package/ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
+run_ray() {
+    local code=0 joined=
+    if [ "$SLURM_PROCID" = 0 ]; then
+        ray symmetric-run "$@" || code=$?
+        touch "$ended"
+        return "$code"
+    fi
+    until [ -e "$ended" ]; do
+        if ! kill -0 $joined && (: >"/dev/tcp/${RAY_ADDRESS/://}"); then
+            setsid ray symmetric-run "$@" 2>&3 &
+            joined=$!
+        fi
+        sleep 1
+    done 3>&2 2>/dev/null
+    ray stop --force >/dev/null 2>&1
+    kill -KILL -- "-$joined" 2>/dev/null
+    return 0
+}
+export -f run_ray
 
 again=
 on_notice() {
@@ -38,8 +64,8 @@ trap on_notice USR1
 
 # The Ray of a job that ended the hard way may have outlived it.
 srun ray stop --force >/dev/null 2>&1 || true
-srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
-    ray symmetric-run --address "$head:$base" --min-nodes "$SLURM_JOB_NUM_NODES" \
+srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none --kill-on-bad-exit=1 \
+    bash -c 'run_ray "$@"' run_ray --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus="$gpus" \
     --temp-dir="$folder/r" --disable-usage-stats \
     --node-manager-port=$((base + 1)) --object-manager-port=$((base + 2)) \

@@ -166,23 +166,13 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
     print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
     print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    {shlex.join(['kubectl', 'delete', 'rayjob', name, *where])}", flush=True)
-    return _follow_pods(name, where)
-
-
-def _follow_pods(name: str, where: list[str]) -> int:
-    """Follow the Job that the operator makes, of the RayJob's name, once its cluster is ready."""
-    from study.launch.slurm import run_tool
-
-    again = ["kubectl", "logs", "--follow", f"job/{name}", *where]
-    look = ("kubectl", "get", f"job/{name}", *where, "--ignore-not-found", "--output=name")
+    again = shlex.join(["kubectl", "logs", "--follow", f"job/{name}", *where])
     try:
-        while not run_tool(look):
-            time.sleep(LOOK_SECONDS)
-        return int(bool(subprocess.run([*again, "--pod-running-timeout=1h"]).returncode))
-    except UserError as why:
-        return _lost(why, shlex.join(again))
+        return 0 if kuberay.follow(name, where, lambda line: print(line, flush=True)) else 1
+    except (OutOfSightError, UserError) as why:
+        return _lost(why, again)
     except KeyboardInterrupt:
-        return _detached(shlex.join(again))
+        return _detached(again)
 
 
 def _template(options: argparse.Namespace) -> Path:

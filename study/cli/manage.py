@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
+PLACE = ("address", "insecure", "cpus", "max_concurrent", "tracking_uri")
+"""Keys that say where a study runs, and nothing of what it is."""
 Commands = Any  # argparse's subparsers, generic in stubs alone
 Run = Callable[["StudyConfig", bool, str], int]
 
@@ -86,12 +88,20 @@ def _add_runs(commands: Commands, run: Run) -> None:
         )
         return parser
 
-    command(
-        "resume",
-        "go on with a study: a paused one, or what an interrupted one has left",
-        "unfinished",
-    )
-    command("retry", "run the failed trials of a study again, and nothing else", "failed")
+    for name, text, only in (
+        (
+            "resume",
+            "go on with a study: a paused one, or what an interrupted one has left",
+            "unfinished",
+        ),
+        ("retry", "run the failed trials of a study again, and nothing else", "failed"),
+    ):
+        command(name, text, only).add_argument(
+            "overrides",
+            metavar="key=value",
+            nargs="*",
+            help=f"where it runs from now on, of {', '.join(PLACE)}; for example address=null",
+        )
     extend = command(
         "extend", "change a study and run what that adds: seeds, rows, samples, epochs", "all"
     )
@@ -288,8 +298,10 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.manage.extend import extended
 
     folder, state = _open(options)
+    if only != "all":
+        _check_place(options)
     if is_locked(folder):
-        if only != "unfinished":
+        if only != "unfinished" or options.overrides:
             stop = lns_study("stop", options.study, storage=options.storage)
             raise UserError(
                 f"{state.config.name}: is running; wait for it, or stop it with `{stop}`"
@@ -299,10 +311,20 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
         return 0
     if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
         return _say_nothing_failed(options, state)
-    overrides = getattr(options, "overrides", [])
     with refusals():
-        study = extended(state, overrides)
+        study = extended(state, options.overrides)
     return run(dataclasses.replace(study, storage=place_of(folder.parent)), options.plain, only)
+
+
+def _check_place(options: argparse.Namespace) -> None:
+    """Refuse overrides that change what a study is."""
+    for override in options.overrides:
+        if override.partition("=")[0] not in PLACE:
+            extend = lns_study("extend", options.study, override, storage=options.storage)
+            raise UserError(
+                f"{override}: would change the study; to go on with it as it is, only"
+                f" {', '.join(PLACE)} can be given; to change it: `{extend}`"
+            )
 
 
 def _say_nothing_failed(options: argparse.Namespace, state: StudyState) -> int:

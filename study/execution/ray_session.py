@@ -233,7 +233,7 @@ class Joined(Session):
                 raise
             raise UserError(
                 f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
-                " --head`, correct the address, or leave it out for this machine alone"
+                " --head`, correct the address, or use address=null for this machine alone"
             ) from None
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process

@@ -14,14 +14,18 @@ from __future__ import annotations
 import base64
 import io
 import re
+import subprocess
 import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
 from study.config import StudyConfig
-from study.errors import UserError
+from study.errors import OutOfSightError, UserError
 from study.launch.package import Package
 from study.launch.slurm import run_tool
 from trainers.object_store import is_url, local_folder
@@ -36,6 +40,10 @@ LONGEST_NAME = 47
 DIGITS = 8
 ENDED = ("Complete", "Failed")
 """What KubeRay calls a RayJob that it does not touch again."""
+LOOK_SECONDS = 2.0
+"""Seconds between looks at a RayJob."""
+WAIT_SECONDS = 3600.0
+"""Seconds for which a RayJob's Job and its pod are waited for."""
 ENTRYPOINT = "bash /package/start.sh"
 
 
@@ -82,16 +90,72 @@ def namespace_words(objects: list[dict[str, Any]]) -> list[str]:
     return ["--namespace", named] if named else []
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What Kubernetes says of a RayJob: KubeRay's states of it and of its study, and why."""
+
+    state: str
+    study: str
+    why: str
+
+
+def look(name: str, namespace: list[str]) -> Seen | None:
+    """Ask for a RayJob; return None if it is not there.
+
+    Raises:
+        UserError: ``kubectl`` fails.
+    """
+    fields = ("jobDeploymentStatus", "jobStatus", "reason", "message")
+    form = "".join(f"|{{.status.{field}}}" for field in fields)
+    job = ("rayjob", name, *namespace, "--ignore-not-found")
+    found = run_tool(("kubectl", "get", *job, f"--output=jsonpath={{.metadata.name}}{form}"))
+    if not found:
+        return None
+    _, state, study, *why = found.split("|", len(fields))
+    return Seen(state, study, ": ".join(filter(None, why)))
+
+
 def remove_ended(name: str, namespace: list[str]) -> None:
     """Delete a RayJob that has ended: as long as it is there, the same manifest starts nothing.
 
     Raises:
         UserError: ``kubectl`` fails.
     """
-    job = ["rayjob", name, *namespace, "--ignore-not-found"]
-    state = run_tool(("kubectl", "get", *job, "--output=jsonpath={.status.jobDeploymentStatus}"))
-    if state in ENDED:
-        run_tool(("kubectl", "delete", *job, "--cascade=foreground"))
+    seen = look(name, namespace)
+    if seen is not None and seen.state in ENDED:
+        run_tool(("kubectl", "delete", "rayjob", name, *namespace, "--cascade=foreground"))
+
+
+def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
+    """Print the log of each Job that the operator makes for a RayJob, of its name, until the RayJob
+    has ended; tell whether it succeeded.
+
+    A cluster that dies is made anew, with another Job (``backoffLimit``).
+
+    Raises:
+        UserError: ``kubectl`` fails.
+        OutOfSightError: the RayJob was deleted, or has no Job for a long time.
+    """
+    job, followed, before = ("job", name, *namespace), {""}, ""
+    until = time.monotonic() + WAIT_SECONDS
+    while (seen := look(name, namespace)) is not None:
+        if seen.state in ENDED:
+            say(f"RayJob {name}: {seen.state} {seen.study} {seen.why}".rstrip())
+            return seen.study == "SUCCEEDED"
+        if seen.state != before:
+            say(f"RayJob {name}: {(before := seen.state)} {seen.why}".rstrip())
+        uid = ("kubectl", "get", *job, "--ignore-not-found", "--output=jsonpath={.metadata.uid}")
+        if (made := run_tool(uid)) not in followed:
+            followed.add(made)
+            logs = ("kubectl", "logs", "--follow", f"job/{name}", *namespace)
+            subprocess.run([*logs, f"--pod-running-timeout={WAIT_SECONDS:.0f}s"])
+        elif len(followed) == 1 and time.monotonic() > until:
+            raise OutOfSightError(
+                f"RayJob {name} has been {seen.state or 'new'} for {WAIT_SECONDS / 60:.0f} minutes:"
+                f" look why with kubectl describe rayjob,raycluster,pods {' '.join(namespace)}"
+            )
+        time.sleep(LOOK_SECONDS)
+    raise OutOfSightError(f"RayJob {name} was deleted")
 
 
 def object_name(slug: str, digest: str) -> str:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from study.ledger.log import FILE, read_ledger
-from study.ledger.state import FINISHED, fold
-from study.manage.rerun import differences
-from tests.study.launch.test_slurm import NAMESPACES, NODE, folder  # noqa: F401
-from trainers.checkpoint.manifest import STATE, read_state
+from tests.study.launch.hosts import (
+    SLURM,
+    assert_same_results,
+    hosts,
+    run_on_hosts,
+    slurm,
+    undisturbed,
+    weights,
+)
 
 TRIALS, SECONDS, SEED = os.environ.get("LNS_STUDY_SLURM", "40,10,0").split(",")
+__all__ = ["hosts", "slurm"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 30 * int(TRIALS))]
 CPUS = "4"
 STUDY = """
@@ -32,62 +34,21 @@ trial:
 rows:
   - {label: float32, overrides: {precision.format: float32}}
   - {label: lns, overrides: {precision.format: lns12, precision.kahan_sum: true}}
-seeds: """
+seeds: """ + str(list(range(int(TRIALS) // 2)))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the study where nothing fails."""
-    work = tmp_path_factory.mktemp("undisturbed")
-    (work / "faults.yaml").write_text(f"{STUDY}{list(range(int(TRIALS) // 2))}\n")
-    words = ["run", "faults.yaml", "--plain", "tracking_uri=none", f"cpus={CPUS}"]
-    subprocess.run([sys.executable, "-m", "study", *words], cwd=work, check=True)
-    return work / "studies" / "faults"
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "work", STUDY, f"cpus={CPUS}")
 
 
-def weights(study: Path) -> dict[str, list[int | str]]:
-    """Return the last epoch, and the SHA-256 of the tensors after it, of each trial."""
-    found = {}
-    for manifest in sorted(study.glob(f"checkpoints/*/*/{STATE}")):
-        state = read_state(manifest.parent)
-        found[manifest.parts[-3]] = [state["epoch"], state["sha256"]]
-    return found
-
-
-def test_a_study_on_slurm_and_s3_ends_as_if_undisturbed(
-    folder: Path,  # noqa: F811
-    undisturbed: Path,
-) -> None:
-    work = folder / "work"
-    work.mkdir()
-    (work / "faults.yaml").write_text(f"{STUDY}{list(range(int(TRIALS) // 2))}\n")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    root = str(Path(__file__).parents[2])
-    output = Path(tempfile.gettempdir()) / f"{folder.name}.log"
+def test_a_study_on_slurm_and_s3_ends_as_if_undisturbed(slurm: Path, wanted: Path) -> None:
+    work = slurm / "work"
+    (work / "faults.yaml").write_text(STUDY)
     words = [sys.executable, "-m", "tests.faults.slurm", SECONDS, SEED]
-    with output.open("wb") as log:
-        code = subprocess.run(
-            [*NAMESPACES, "--mount-proc", "bash", str(NODE), str(folder), *words],
-            env=os.environ | {"PATH": path, "PYTHONPATH": root, "NODE_CPUS": CPUS},
-            stdout=log,
-            stderr=log,
-        ).returncode
-    assert code == 0, f"see {output}"
+    run_on_hosts(slurm, *SLURM, *words, timeout=None, NODE_CPUS=CPUS)
     result = json.loads((work / "result.json").read_text())
     print({key: result[key] for key in ("seconds", "jobs", "faults")})
     assert sum(result["faults"].values()) > 0
-    (work / "faults").mkdir()
-    (work / "faults" / FILE).write_text(result["ledger"])
-    state, wanted = fold(read_ledger(work / "faults")), fold(read_ledger(undisturbed))
-    ours, theirs = ({trial.id: trial for trial in s.trials} for s in (state, wanted))
-    assert ours.keys() == theirs.keys()
-    for name, trial in ours.items():
-        assert trial.status == FINISHED
-        assert sorted(trial.reports) == sorted(theirs[name].reports)
-        assert differences(trial, theirs[name]) == []
-    assert result["weights"] == weights(undisturbed)
-    events = [json.loads(line) for line in result["ledger"].splitlines()]
-    finished = Counter(event["trial"] for event in events if event["event"] == "finished")
-    reported = Counter((e["trial"], e["epoch"]) for e in events if e["event"] == "report")
-    assert set(finished.values()) == set(reported.values()) == {1}
-    output.unlink()
+    assert_same_results([json.loads(line) for line in result["ledger"].splitlines()], wanted)
+    assert result["weights"] == weights(wanted)

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+import venv
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -326,22 +328,50 @@ def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
     assert len([each for each in events if each["event"] == "started"]) == 3
 
 
-def test_a_node_with_other_code_is_refused_before_it_computes(tmp_path: Path) -> None:
-    """A node whose copy of the package differs by a comment, and later one that has the same."""
-    from ray.cluster_utils import Cluster
-
-    other = tmp_path / "other"
-    for package in ("lns_ops", "trainers", "study"):
+def other_installation(folder: Path) -> Path:
+    """The Python of a virtual environment with this one's packages, in which a wheel of this
+    package with one comment more is installed."""
+    other = folder / "other"
+    for package in ("lns_ops", "trainers", "study", "conf"):
         shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("*.pyc"))
     with (other / "trainers" / "files.py").open("a") as file:
         file.write("# another version\n")
+    words = ["launch", "tiny.yaml", "--to", "slurm", "--dry-run", f"storage={folder}"]
+    env = os.environ | {"PYTHONPATH": str(other)}
+    packed = [sys.executable, "-m", "study", *words, "tracking_uri=none"]
+    subprocess.run(packed, cwd=folder, env=env, check=True, stdout=subprocess.PIPE)
+    venv.create(folder / "venv")
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (wheel,) = folder.glob(".lns-study/*/*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "ours.pth").write_text("".join(f"{path}\n" for path in ours))
+    return folder / "venv" / "bin" / "python"
+
+
+def test_a_node_with_another_version_is_refused_before_it_computes(tmp_path: Path) -> None:
+    """A raylet of another installation, whose package differs by a comment, and later one that has
+    the same."""
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    python = other_installation(tmp_path)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    asked = "from importlib import metadata; print(metadata.version('lns-study'))"
+    found = subprocess.run([python, "-c", asked], env=env, capture_output=True, text=True)
+    assert "+code." in found.stdout, found.stderr
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
+    start = [python, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", "--block"]
+    raylet = subprocess.Popen(
+        [*start, f"--address={cluster.address}"],
+        cwd=tmp_path / "venv",
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        cluster.add_node(num_cpus=2, env_vars={"PYTHONPATH": str(other)})
-        cluster.wait_for_nodes()
-        (tmp_path / "tiny.yaml").write_text(TINY)
         process = command(tmp_path, cluster.address, "rows=[{label: a}]", "baseline=null")
         assert process.stdout is not None
         said = ""
@@ -359,6 +389,8 @@ def test_a_node_with_other_code_is_refused_before_it_computes(tmp_path: Path) ->
         assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
         assert [trial.status for trial in fold(events).trials] == [FINISHED]
     finally:
+        raylet.terminate()
+        raylet.wait()
         cluster.shutdown()
 
 

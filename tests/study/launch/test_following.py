@@ -14,7 +14,7 @@ from ray.exceptions import AuthenticationError
 
 from study.cli import launch, main
 from study.errors import OutOfSightError, UserError
-from study.launch import ray_jobs
+from study.launch import kuberay, ray_jobs
 from study.launch.slurm import Seen, look
 from tests.study.conftest import TINY
 
@@ -100,28 +100,81 @@ def test_a_tunnel_that_is_cut_ends_the_following_alone(error: Exception) -> None
     assert lines == ["a line"]
 
 
-def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
-    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The words that launch to Kubernetes in a namespace of a team's."""
+    monkeypatch.setattr(kuberay, "LOOK_SECONDS", 0.0)
     (tmp_path / "tiny.yaml").write_text(TINY)
     shipped = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
     own = shipped.read_text().replace("  name: lns-study\n", "  name: x\n  namespace: team-a\n", 1)
     (tmp_path / "own.yaml").write_text(own)
+    words = ["launch", "tiny.yaml", "--to", "kuberay", "--template", "own.yaml"]
+    return [*words, "storage=/studies", "tracking_uri=none"]
+
+
+def kubectl(programs: Path, states: list[str], job: str, logs: str = "true") -> None:
+    """A kubectl that says of the RayJob one state after the other, then the last one."""
+    (programs / "states").write_text("".join(f"{state}\n" for state in states))
     program(
         programs,
         "kubectl",
-        f'echo "$*" >>{programs}/calls\ncase "$*" in "get rayjob"*) echo Failed;;'
-        ' "get job/"*) echo "error: Unauthorized" >&2; exit 1;; esac',
+        f'echo "$*" >>{programs}/calls\ncd {programs}\ncase "$*" in'
+        ' "get rayjob"*) head -n 1 states; [ $(wc -l <states) = 1 ] || sed -i 1d states;;'
+        f' "get job"*) {job};; "logs"*) {logs};; esac',
     )
-    words = ["launch", "tiny.yaml", "--to", "kuberay", "--template", "own.yaml"]
-    assert main([*words, "storage=/studies", "tracking_uri=none"]) == 1
+
+
+def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
+    programs: Path, launched: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    unauthorized = 'echo "error: Unauthorized" >&2; exit 1'
+    kubectl(programs, ["x|Failed|FAILED||", "x|Initializing|||"], unauthorized)
+    assert main(launched) == 1
     calls = (programs / "calls").read_text().splitlines()
-    assert [call.split()[0] for call in calls] == ["get", "delete", "apply", "get"]
+    assert [call.split()[0] for call in calls] == ["get", "delete", "apply", "get", "get"]
     assert all("--namespace team-a" in call for call in calls if not call.startswith("apply"))
     told = capsys.readouterr()
     assert "--namespace team-a" in next(line for line in told.out.splitlines() if "Stop:" in line)
     assert "Unauthorized" in told.err
     assert "kubectl logs --follow job/tiny-" in told.err
+
+
+@pytest.mark.parametrize(
+    ("states", "job", "code", "said"),
+    [
+        (["|Failed||ValidationFailed|no such field"], "true", 1, "ValidationFailed: no such field"),
+        (["|Running|RUNNING||", "|Complete|SUCCEEDED||"], "echo uid-1", 0, "Complete SUCCEEDED"),
+        # what the log ends with says nothing of how the study ended
+        (["|Running|RUNNING||", "|Failed|FAILED|AppFailed|exit 1"], "echo uid-1", 1, "AppFailed"),
+        (["|Initializing|||", ""], "true", 1, "was deleted"),
+        (["|Initializing|||"] * 3, "true", 1, "has been Initializing for 0 minutes"),
+    ],
+)
+def test_a_rayjob_is_followed_to_its_end_or_no_longer_than_is_sensible(
+    programs: Path,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    states: list[str],
+    job: str,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(kuberay, "WAIT_SECONDS", 0.0 if len(states) == 3 else 60.0)
+    kubectl(programs, ["", *(f"x{state}" if state else "" for state in states)], job)
+    assert main(launched) == code
+    told = capfd.readouterr()
+    assert said in told.out + told.err
+
+
+def test_the_log_of_each_cluster_that_is_made_anew_is_followed_once(
+    programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    running, done = "x|Running|RUNNING||", "x|Complete|SUCCEEDED||"
+    job = "n=$(cat n 2>/dev/null); echo $n. >n; [ ${#n} -lt 2 ] && echo first || echo second"
+    kubectl(programs, ["", running, running, "x|Retrying|||", running, done], job, "echo a log")
+    assert main(launched) == 0
+    assert capfd.readouterr().out.count("a log") == 2
 
 
 def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path: Path) -> None:
@@ -135,7 +188,7 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
     ):  # fmt: skip
         program(programs, name, text)
     (tmp_path / "package").mkdir()
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1"}
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0"}
     job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
     words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies"]
     subprocess.run(words, env=os.environ | job, check=True)

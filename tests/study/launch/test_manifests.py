@@ -333,14 +333,36 @@ def test_every_template_asks_for_a_token_and_opens_no_port_to_others() -> None:
         assert "--dashboard-host=127.0.0.1" in lines[name]
 
 
-def test_the_compose_file_is_read_by_its_own_parser(tmp_path: Path) -> None:
-    program = shutil.which("docker-compose")
-    if program is None:
-        pytest.skip("docker-compose is not installed")
-    done = subprocess.run(
-        [program, "-f", str(CLUSTER / "compose.yaml"), "config", "--quiet"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+def compose() -> list[str]:
+    """The words of this machine's Docker Compose, be it a program or a plugin of ``docker``."""
+    for words in (["docker-compose"], ["docker", "compose"]):
+        if shutil.which(words[0]) is None:
+            continue
+        if subprocess.run([*words, "version"], capture_output=True).returncode == 0:
+            return words
+    pytest.skip("docker-compose is not installed")
+
+
+@pytest.mark.slow
+def test_compose_reads_its_file_and_refuses_any_misspelled_key(tmp_path: Path) -> None:
+    words = compose()
+
+    def refused(document: Any) -> str:
+        (path := tmp_path / "compose.yaml").write_text(yaml.safe_dump(document))
+        command = [*words, "-f", str(path), "config", "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stderr if done.returncode else ""
+
+    (document,) = documents("compose.yaml")
+    assert refused(document) == ""
+    keys = [
+        (path, key)
+        for path, mapping in nodes(document)
+        for key in mapping
+        if path != ("services",) and path[-1:] != ("environment",)  # names of ours, of variables
+    ]
+    assert len(keys) >= 30
+    unnoticed = [
+        (path, key) for path, key in keys if not refused(renamed(document, path, key, f"{key}z"))
+    ]
+    assert unnoticed == []

@@ -1,76 +1,79 @@
-"""``lns-study launch --to slurm`` on a real Slurm of one node, in namespaces of its own."""
+"""``lns-study launch --to slurm`` on a real Slurm of one and of two nodes, which are hosts of their
+own: notices, preemption, requeuing and cancelling leave results and weights as they would have
+been."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from study.ledger.log import read_ledger
-from study.ledger.state import FINISHED, fold
-from tests.study.conftest import TINY
+from tests.study.launch.hosts import (
+    EPOCHS,
+    ROOT,
+    SLURM,
+    TWO_NODES,
+    assert_same_results,
+    hosts,
+    run_on_hosts,
+    slurm,
+    undisturbed,
+    weights,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-NODE = Path(__file__).with_name("slurm_node.sh")
-NAMESPACES = ("unshare", "--pid", "--mount", "--net", "--uts", "--fork", "--kill-child")
-STEER = """\
-python -m study launch tiny.yaml --to slurm storage=$PWD/studies tracking_uri=none \
-    trial.epochs=40 &
-launched=$!
-until grep -qs '"report"' studies/tiny/ledger.jsonl; do sleep 0.2; kill -0 $launched; done
-job=$(squeue --noheader --format=%i)
+__all__ = ["hosts", "slurm"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+BEGIN = f"""\
+launch() {{
+    python -m study launch study.yaml --to slurm --template slurm.sh storage=$PWD/studies \\
+        tracking_uri=none {EPOCHS} >>launch.log 2>&1
+}}
+job() {{ squeue --noheader --partition=all --format="$1"; }}
+requeued() {{
+    until job %T | grep -q PENDING; do sleep 0.2; kill -0 $launched; done
+    scontrol update JobId=$(job %i) StartTime=now
+}}
+launch & launched=$!
+trap 'cat launch.log .lns-study/*/*.log >&2' ERR
+reports() {{ grep -s '"report"' studies/tiny/ledger.jsonl | wc -l; }}
+until [ $(reports) -ge 5 ]; do sleep 0.2; kill -0 $launched; done
 stat --format=%a .lns-study/*/token-* >mode
-scancel --batch --signal=USR1 $job
-until squeue --noheader --format=%T | grep -q PENDING; do sleep 0.2; kill -0 $launched; done
-scontrol update JobId=$job StartTime=now
-wait $launched
-scontrol show job $job >job
 """
+END = """
+wait $launched
+scontrol show job >jobs
+"""
+DISTURBANCES = {
+    "notice": 'scancel --batch --signal=USR1 "$(job %i)"; requeued',
+    "requeue": 'scontrol requeue "$(job %i)"; requeued',
+    "preemption": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
+    "cancelled": 'scancel "$(job %i)"; wait $launched && exit 1; launch & launched=$!',
+}
+IN_ORDER = {"notice", "cancelled"}
+"""What leaves the study time to end."""
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder of a short path, for sockets."""
-    if any(shutil.which(name) is None for name in ("slurmctld", "slurmd", "sbatch", "munged")):
-        pytest.skip("Slurm is not installed")
-    allowed = subprocess.run([*NAMESPACES, "--mount-proc", "true"], capture_output=True)
-    if allowed.returncode:
-        pytest.skip("a network namespace of our own is not permitted here")
-    found = Path(tempfile.mkdtemp(prefix="lns-slurm-"))
-    yield found
-    shutil.rmtree(found)
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "work", TWO_NODES, EPOCHS)
 
 
-def test_a_study_ends_in_order_at_slurms_notice_and_goes_on_when_requeued(folder: Path) -> None:
-    work = folder / "work"
-    work.mkdir()
-    (work / "tiny.yaml").write_text(TINY)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with (folder / "output").open("wb") as output:
-        done = subprocess.run(
-            [*NAMESPACES, "--mount-proc", "bash", str(NODE), str(folder), "bash", "-ec", STEER],
-            env=os.environ | {"PATH": path},
-            stdout=output,
-            stderr=output,
-            timeout=500,
-        )
-    printed = (folder / "output").read_text()
-    assert done.returncode == 0, printed
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_a_study_on_two_nodes_ends_as_if_undisturbed(
+    slurm: Path, wanted: Path, disturbance: str
+) -> None:
+    work = slurm / "work"
+    (work / "study.yaml").write_text(TWO_NODES)
+    template = (ROOT / "conf" / "cluster" / "slurm.sh").read_text()
+    (work / "slurm.sh").write_text(template.replace("--nodes=1", "--nodes=2"))
+    steps = BEGIN + DISTURBANCES[disturbance] + END
+    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=600)
     events = read_ledger(work / "studies" / "tiny")
-    state = fold(events)
-    assert [trial.status for trial in state.trials] == [FINISHED] * 2
-    assert all(sorted(trial.reports) == list(range(1, 41)) for trial in state.trials)
-    assert [event["outcome"] for event in events if event["event"] == "ended"] == [
-        "stopped",
-        "finished",
-    ]
-    assert "JobState=COMPLETED" in (work / "job").read_text()
-    assert "Restarts=1" in (work / "job").read_text()
+    assert_same_results(events, wanted)
+    assert weights(work / "studies" / "tiny") == weights(wanted)
+    outcomes = [event["outcome"] for event in events if event["event"] == "ended"]
+    assert outcomes == ["stopped", "finished"] if disturbance in IN_ORDER else ["finished"]
+    assert "JobState=COMPLETED" in (work / "jobs").read_text()
     assert (work / "mode").read_text() == "600\n"
     assert list(work.glob(".lns-study/*/token-*")) == []

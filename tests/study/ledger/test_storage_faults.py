@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from botocore.exceptions import (
@@ -23,9 +25,21 @@ from study.errors import UserError
 from study.execution.control import Wish, ask
 from study.ledger import storage
 from study.ledger.lines import seal
-from study.ledger.log import FILE, Ledger, make_header
+from study.ledger.log import FILE, Ledger, make_header, open_ledger
 from study.ledger.storage import PACKED, fetch_report, is_locked_remotely, study_folders
-from tests.study.ledger.test_storage import NAME, folder, line, note, noted, url  # noqa: F401
+from tests.study.ledger.test_storage import (  # noqa: F401
+    EPOCHS,
+    NAME,
+    TIMEOUT,
+    await_epoch,
+    folder,
+    line,
+    note,
+    noted,
+    start,
+    url,
+    weights,
+)
 from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
 from trainers import object_store
 from trainers.checkpoint.files import save_checkpoint
@@ -275,3 +289,46 @@ def test_a_store_that_refuses_is_told_to_the_user(
             other.setattr(Store, "get", refuse)
             with pytest.raises(ValueError, match=r"storage: .*Access Denied; check .* credentials"):
                 is_locked_remotely(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
+    url: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    local = start(tmp_path / "study", str(tmp_path / "local"))
+    output, _ = local.communicate(timeout=TIMEOUT)
+    assert local.returncode == 0, output
+    tensors = (tmp_path / "local" / NAME / "checkpoints").glob(f"*/{EPOCHS:06d}/tensors-*")
+    expected = {path.parts[-3]: path.name.removeprefix("tensors-") for path in tensors}
+    assert len(expected) == 2
+
+    first = start(tmp_path / "study", url, tmp_path / "first")
+    await_epoch(first, 3)
+    driver = psutil.Process(first.pid)
+    asleep = [driver, *driver.children(recursive=True)]
+    for process in asleep:
+        process.suspend()
+    second = start(tmp_path / "study", url, tmp_path / "second")
+    seen = await_epoch(second, 1)
+    assert f"Process {first.pid} on" in seen
+    assert "continue from their last checkpoint" in seen
+    for process in reversed(asleep):
+        process.resume()
+    output, _ = first.communicate(timeout=TIMEOUT)
+    assert first.returncode not in (0, -signal.SIGKILL), output
+    assert "another driver" in output
+    assert "Traceback" not in output
+    assert not psutil.wait_procs(asleep, timeout=30)[1]
+    assert second.poll() is None
+    rest, _ = second.communicate(timeout=TIMEOUT)
+    assert second.returncode == 0, seen + rest
+    assert weights(f"{url}/{NAME}") == expected
+    with cache(tmp_path / "second"):
+        contents = open_ledger(local_folder(f"{url}/{NAME}"))
+    assert not contents.damage
+    reports = [(e["trial"], e["epoch"]) for e in contents.events if e["event"] == "report"]
+    assert sorted(reports) == [
+        (trial, epoch) for trial in sorted(expected) for epoch in range(1, EPOCHS + 1)
+    ]

@@ -18,8 +18,8 @@ from study.cli import main
 from study.config import LimitsConfig
 from study.execution.control import FILE as CONTROL
 from study.execution.control import Control, Wish, ask, reached
-from study.ledger.log import Ledger, is_locked
-from study.ledger.state import FAILED, StudyState, fold
+from study.ledger.log import Ledger, is_locked, read_ledger
+from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.manage.export import export, write_csv
 from study.manage.rerun import differences
 from study.manage.studies import find_trial, read
@@ -168,6 +168,8 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (["extend", "there", "name=other"], "would be another study"),
         (["extend", "there", "trial.epoch=3"], "unknown key (did you mean 'trial.epochs'?)"),
         (["extend", "there", "model=mlp_128"], "set its keys instead"),
+        (["resume", "there", "seeds=[0,1]"], "to change it: `lns-study extend there 'seeds=[0,1]'"),
+        (["retry", "there", "trial.epochs=9"], "only address, insecure, cpus"),
         (["import", "there", "nowhere"], "no such study"),
         (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, parquet"),
         (["export", "there", "-o", "/nowhere/x.csv"], "cannot be written"),
@@ -206,9 +208,23 @@ def test_a_running_study_is_told_not_touched(
             {"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}
         ]
         assert main(["retry", "busy", *storage]) == 2
+        assert main(["resume", "busy", *storage, "address=null"]) == 2
+        assert capsys.readouterr().err.count("is running; wait for it, or stop it with") == 2
         assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
         assert "only limits can be changed" in capsys.readouterr().err
     assert (folder / CONTROL).exists()
+
+
+def test_a_study_of_a_cluster_goes_on_without_it(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("launched", "address=192.0.2.1:6379", "trial.epochs=1")
+    folder = write(study, made_up_events(study)[:1])
+    words = ["resume", "launched", "--plain", "--storage", study.storage]
+    assert main([*words, "address=null", "cpus=2"]) == 0, capsys.readouterr()
+    state = fold(read_ledger(folder))
+    assert [trial.status for trial in state.trials] == [FINISHED] * len(state.trials)
+    assert state.config.address is None
 
 
 def test_wishes_of_an_earlier_run_are_forgotten(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Hosts as namespaces of this machine, with a Slurm on them where one is wanted (``hosts.sh``,
+``slurm.sh``), and what a study on them must come to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study.ledger.log import FILE, read_ledger
+from study.ledger.state import FINISHED, fold
+from study.manage.rerun import differences
+from tests.study.conftest import TINY
+from trainers.checkpoint.manifest import STATE, read_state
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+NAMESPACES = (
+    *("unshare", "--pid", "--mount", "--net", "--uts"),
+    *("--fork", "--kill-child", "--mount-proc"),
+)
+SLURM = ("bash", str(HERE / "slurm.sh"))
+EPOCHS = "trial.epochs=40"
+GANG = "  - {label: gang, overrides: {precision.format: lns12, workers: 2}}\n"
+TWO_NODES = TINY.replace("seeds:", f"{GANG}seeds:")
+"""A study of which, with one CPU a host, the last trial spans two and the others fill them."""
+PROBE = "ip link add hosts type bridge && mount -t tmpfs tmpfs /mnt"
+
+
+@pytest.fixture
+def hosts() -> Iterator[Path]:
+    """The folder that all hosts see, of a short path, for sockets; commands run in its ``work``."""
+    allowed = subprocess.run([*NAMESPACES, "bash", "-c", PROBE], capture_output=True)
+    if allowed.returncode:
+        pytest.skip("a network namespace of our own is not permitted here")
+    found = Path(tempfile.mkdtemp(prefix="lns-hosts-", dir="/tmp"))
+    (found / "work").mkdir()
+    yield found
+    shutil.rmtree(found)
+
+
+@pytest.fixture
+def slurm(hosts: Path) -> Path:
+    """The same, on a machine that has Slurm's programs."""
+    if any(shutil.which(name) is None for name in ("slurmctld", "slurmd", "sbatch", "munged")):
+        pytest.skip("Slurm is not installed")
+    return hosts
+
+
+def run_on_hosts(
+    folder: Path, *words: str, count: int = 1, timeout: float | None = 500, **variables: str
+) -> str:
+    """Run a command on the first of ``count`` hosts, and return what it prints; on an error it
+    stays in a file beside ``folder``."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = {"PATH": path, "PYTHONPATH": str(ROOT), "HOSTS": str(count), **variables}
+    kept = folder.with_suffix(".log")
+    with kept.open("wb") as output:
+        code = subprocess.run(
+            [*NAMESPACES, "bash", str(HERE / "hosts.sh"), str(folder), *words],
+            env=os.environ | given,
+            stdout=output,
+            stderr=output,
+            timeout=timeout,
+        ).returncode
+    printed = kept.read_text(errors="replace")
+    assert code == 0, f"{printed[-10_000:]}\nsee {kept}"
+    kept.unlink()
+    return printed
+
+
+def undisturbed(work: Path, config: str, *overrides: str) -> Path:
+    """Run the study here, where nothing fails, and return its folder."""
+    work.mkdir(exist_ok=True)
+    (work / "study.yaml").write_text(config)
+    words = ["run", "study.yaml", "--plain", "tracking_uri=none", *overrides]
+    subprocess.run([sys.executable, "-m", "study", *words], cwd=work, check=True)
+    (ledger,) = work.glob(f"studies/*/{FILE}")
+    return ledger.parent
+
+
+def weights(study: Path) -> dict[str, list[int | str]]:
+    """Return the last epoch, and the SHA-256 of the tensors after it, of each trial."""
+    found = {}
+    for manifest in sorted(study.glob(f"checkpoints/*/*/{STATE}")):
+        state = read_state(manifest.parent)
+        found[manifest.parts[-3]] = [state["epoch"], state["sha256"]]
+    return found
+
+
+def assert_same_results(events: list[dict[str, Any]], wanted: Path) -> None:
+    """Assert that a ledger has the trials, epochs and figures of the study in ``wanted``, each
+    once."""
+    ours, theirs = (
+        {trial.id: trial for trial in fold(lines).trials} for lines in (events, read_ledger(wanted))
+    )
+    assert ours.keys() == theirs.keys()
+    for name, trial in ours.items():
+        assert trial.status == FINISHED
+        assert sorted(trial.reports) == sorted(theirs[name].reports)
+        assert differences(trial, theirs[name]) == []
+    finished = Counter(event["trial"] for event in events if event["event"] == "finished")
+    reported = Counter((e["trial"], e["epoch"]) for e in events if e["event"] == "report")
+    assert set(finished.values()) == set(reported.values()) == {1}

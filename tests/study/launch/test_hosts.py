@@ -1,0 +1,63 @@
+"""A study on a Ray cluster of three hosts of their own: one's link is slow, another's is cut for a
+while, be it shorter or longer than Ray waits for a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from study.ledger.log import read_ledger
+from tests.study.launch.hosts import (
+    EPOCHS,
+    TWO_NODES,
+    assert_same_results,
+    hosts,
+    run_on_hosts,
+    undisturbed,
+    weights,
+)
+
+__all__ = ["hosts"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+STEPS = f"""\
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
+(umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' >$RAY_AUTH_TOKEN_PATH)
+trap 'cat output >&2' ERR
+head=192.0.2.1:6379
+ray start --head --port=6379 --num-cpus=0 --node-ip-address=192.0.2.1 --include-dashboard=false
+keep() {{ while sleep 1; do ray start --block --num-cpus=1 "$@"; done; }}
+export -f keep
+for n in 2 3; do on $n bash -c "keep --address=$head --node-ip-address=192.0.2.$n" & done >rays 2>&1
+tc qdisc add dev link-2 root tbf rate 20mbit burst 32kbit latency 400ms
+python -m study run study.yaml --plain {EPOCHS} tracking_uri=none address=$head \\
+    storage=$PWD/studies >output 2>&1 & study=$!
+has() {{ grep -qs "$1" studies/tiny/ledger.jsonl; }}
+until has '"report"'; do sleep 0.1; kill -0 $study; done
+ip link set link-3 down
+sleep $CUT_SECONDS
+ip link set link-3 up
+wait $study
+"""
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "work", TWO_NODES, EPOCHS)
+
+
+@pytest.mark.parametrize("seconds", [8, 75])
+def test_a_host_that_is_cut_off_for_a_while_changes_nothing(
+    hosts: Path, wanted: Path, seconds: int
+) -> None:
+    work = hosts / "work"
+    (work / "study.yaml").write_text(TWO_NODES)
+    run_on_hosts(
+        hosts, "bash", "-eEc", STEPS, count=3, timeout=900, CUT_SECONDS=str(seconds)
+    )  # fmt: skip
+    events = read_ledger(work / "studies" / "tiny")
+    assert_same_results(events, wanted)
+    assert weights(work / "studies" / "tiny") == weights(wanted)
+    assert [event["outcome"] for event in events if event["event"] == "ended"] == ["finished"]
+    started = {event["host"] for event in events if event["event"] == "started" and "host" in event}
+    print(started)
