@@ -32,19 +32,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
+from functools import lru_cache
+from itertools import product as combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lns_ops.functional.accumulation import check_accumulation
 from lns_ops.functional.float32_convolution import Sums
 from lns_ops.functional.float32_convolution import convolution as float32_convolution
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
-from lns_ops.functional.reductions import matmul
-from lns_ops.functional.reductions import sum as lns_sum
+from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator, kernels_of
+from lns_ops.functional.reductions import product, reduced
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 
@@ -85,32 +84,41 @@ def sliding_windows(
     x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
     """Return a view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
-    n, c, *sizes = x_NCS.shape
-    dims = list(zip(x_NCS.stride()[2:], sizes, kernel, stride, dilation, strict=True))
+    given = (x_NCS.shape, x_NCS.stride(), tuple(kernel), tuple(stride), tuple(dilation))
+    try:
+        shape, strides = _cached_windows(*given)
+    except TypeError:  # symbolic sizes have no hash
+        shape, strides = _windows(*given)
+    return x_NCS.as_strided(shape, strides, x_NCS.storage_offset())
+
+
+def _windows(
+    sizes: tuple[int, ...], strides: tuple[int, ...], kernel: tuple[int, ...],
+    stride: tuple[int, ...], dilation: tuple[int, ...],
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Return shape and strides of :func:`sliding_windows`."""
+    dims = list(zip(strides[2:], sizes[2:], kernel, stride, dilation, strict=True))
     positions = [(size - d * (k - 1) - 1) // t + 1 for _, size, k, t, d in dims]
-    strides = [
-        *x_NCS.stride()[:2],
-        *(s * d for s, _, _, _, d in dims),
-        *(s * t for s, _, _, t, _ in dims),
-    ]
-    return x_NCS.as_strided((n, c, *kernel, *positions), strides, x_NCS.storage_offset())
+    steps = [*(s * d for s, _, _, _, d in dims), *(s * t for s, _, _, t, _ in dims)]
+    return [*sizes[:2], *kernel, *positions], [*strides[:2], *steps]
+
+
+_cached_windows = lru_cache(maxsize=4096)(_windows)
 
 
 def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    amounts = [
-        amount for pair in reversed(list(zip(before, after, strict=True))) for amount in pair
-    ]
-    return pad(x_NCS, amounts) if any(amounts) else x_NCS
+    if not (any(before) or any(after)):
+        return x_NCS
+    pairs = zip(reversed(before), reversed(after), strict=True)
+    return torch.constant_pad_nd(x_NCS, [amount for pair in pairs for amount in pair])
 
 
 def _matmul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
     """Return the product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
-    fmt = cached_format(bits, fraction_bits)
-    return (
-        matmul(x[0], y[0], fmt, accumulation="contract")[None]
-        if len(x) == 1
-        else matmul(x, y, fmt, accumulation="contract")
-    )
+    ops, fmt = kernels_of(x), cached_format(bits, fraction_bits)
+    if x.shape[0] == 1:
+        return product(ops, x[0], y[0], fmt)[None]
+    return product(ops, x, y, fmt)
 
 
 def _correlate(
@@ -152,30 +160,55 @@ def _forward(
 
 
 class _Phase(NamedTuple):
-    """The taps that reach the input positions ``first, first + stride, ...`` along one dimension.
+    """The gradient of every so manieth position of an input, which the same taps reach.
 
-    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th of these positions;
-    taps descend.
+    Attributes:
+        places: the positions, as an index of the input's gradient.
+        taps: the taps that reach them, as an index of the weight, ascending along each dimension.
+        before, after: the zeros that the output's gradient is padded with.
+        kernel, steps: the number of taps, and how far apart they meet the padded gradient.
     """
 
-    first: int
-    positions: int
-    taps: list[int]
-    start: int
-    step: int
+    places: tuple[slice, ...]
+    taps: tuple[slice, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    kernel: tuple[int, ...]
+    steps: tuple[int, ...]
 
 
-def _phases(size: int, k: int, stride: int, padding: int, dilation: int) -> list[_Phase]:
+def _phases_along(
+    size: int, length: int, k: int, stride: int, padding: int, dilation: int
+) -> list[tuple[Any, ...]]:
+    """Return the entries of :class:`_Phase` along one dimension of ``length`` outputs.
+
+    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th position; taps descend
+    so that what they meet ascends. Positions that no tap reaches are left out.
+    """
     phases = []
     for first in range(min(stride, size)):
         residue = (first + padding) % stride
         taps = [t for t in range(k) if (t * dilation - residue) % stride == 0][::-1]
+        if not taps:
+            continue
         meets = [(first + padding - t * dilation) // stride for t in taps]
-        step = meets[1] - meets[0] if len(taps) > 1 else 1
-        phases.append(
-            _Phase(first, -(-(size - first) // stride), taps, meets[0] if taps else 0, step)
-        )
+        distance, step = (taps[0] - taps[1], meets[1] - meets[0]) if len(taps) > 1 else (1, 1)
+        positions, start = -(-(size - first) // stride), meets[0]
+        after = start + positions + step * (len(taps) - 1) - length
+        chosen = slice(taps[-1], taps[0] + 1, distance)
+        phases.append((slice(first, None, stride), chosen, -start, after, len(taps), step))
     return phases
+
+
+@lru_cache(maxsize=1024)
+def _phases(
+    size: tuple[int, ...], length: tuple[int, ...], kernel: tuple[int, ...],
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
+) -> list[_Phase]:  # fmt: skip
+    """Return the phases of an input of that size: one for each residue of the stride."""
+    geometry = zip(size, length, kernel, stride, padding, dilation, strict=True)
+    along = [_phases_along(*each) for each in geometry]
+    return [_Phase(*zip(*each, strict=True)) for each in combinations(*along)]
 
 
 def _input_gradient(
@@ -187,33 +220,23 @@ def _input_gradient(
         shape = (grad.shape[0], groups * C, *size)
         wanted = Sums("input gradient", grad, weight, shape, stride, padding, dilation, groups)
         return float32_convolution(wanted, bits, fraction_bits)
+    phases = _phases(
+        tuple(size), grad.shape[2:], weight.shape[2:], tuple(stride), tuple(padding),
+        tuple(dilation),
+    )  # fmt: skip
     w_GCO = weight.reshape(groups, outputs // groups, C, *weight.shape[2:]).transpose(1, 2)
+    every, spatial = (slice(None),) * 3, [3 + d for d in range(dims)]
+
+    def sums(phase: _Phase) -> Tensor:
+        w = w_GCO[every + phase.taps].flip(spatial).reshape(groups, C, -1)
+        padded = zero_padded(grad, phase.before, phase.after).contiguous()
+        return _correlate(padded, w, phase.kernel, (1,) * dims, phase.steps, bits, fraction_bits)
+
+    if max(stride) == 1 and len(phases) == 1:
+        return sums(phases[0])
     out = grad.new_zeros((grad.shape[0], groups * C, *size))
-    every = [
-        _phases(*each)
-        for each in zip(size, weight.shape[2:], stride, padding, dilation, strict=True)
-    ]
-    for phases in product(*every):
-        if not all(p.taps for p in phases):
-            continue
-        w = w_GCO
-        for d, phase in enumerate(phases):
-            distance = phase.taps[0] - phase.taps[1] if len(phase.taps) > 1 else 1
-            w = w[
-                (slice(None),) * (3 + d) + (slice(phase.taps[-1], phase.taps[0] + 1, distance),)
-            ].flip(3 + d)
-        before = [-p.start for p in phases]
-        after = [
-            p.start + p.positions + p.step * (len(p.taps) - 1) - length
-            for p, length in zip(phases, grad.shape[2:], strict=True)
-        ]
-        padded = zero_padded(grad, before, after).contiguous()
-        steps, kernel = [p.step for p in phases], [len(p.taps) for p in phases]
-        sums = _correlate(
-            padded, w.reshape(groups, C, -1), kernel, [1] * dims, steps, bits, fraction_bits
-        )
-        places = tuple(slice(p.first, None, s) for p, s in zip(phases, stride, strict=True))
-        out[(slice(None), slice(None), *places)] = sums
+    for phase in phases:
+        out[every[:2] + phase.places] = sums(phase)
     return out
 
 
@@ -248,11 +271,10 @@ def _weight_gradient(
             .reshape(groups, outputs, -1)
         )
         pieces.append(_matmul(rows, columns, bits, fraction_bits))
-    total = (
-        lns_sum(torch.stack(pieces), [0], cached_format(bits, fraction_bits))
-        if len(pieces) > 1
-        else pieces[0]
-    )
+    total = pieces[0]
+    if len(pieces) > 1:
+        stacked, fmt = torch.stack(pieces), cached_format(bits, fraction_bits)
+        total = reduced(kernels_of(grad), stacked, None, [0], "plain", fmt, False, False)
     return total.reshape(groups * outputs, *kernel, C).movedim(-1, 1).contiguous()
 
 

@@ -236,12 +236,16 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
         )
     if check_accumulation(accumulation) != "contract":
         return OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return product(OPS, x, y, fmt)
+
+
+def product(ops: Any, x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return :func:`matmul` by ``ops``, torch's operators or the kernels of a device."""
     if x.shape[-1] <= LONG_SUM:
-        return OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+        return ops.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
-    return sum(
-        torch.stack([OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt
-    )
+    pieces = torch.stack([ops.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts])
+    return reduced(ops, pieces, None, [0], "plain", fmt, False, False)
 
 
 def linear(

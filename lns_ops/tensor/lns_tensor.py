@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,6 +25,7 @@ from lns_ops._compat import (
     tree_map,
     written_arguments,
 )
+from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import collectives, fallback, integers, promotion
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
@@ -214,6 +216,10 @@ def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and _is_plain(x) and x.requires_grad
+
+
 def _is_complex(x: Any) -> bool:
     if isinstance(x, Tensor):
         return not isinstance(x, LNSTensor) and x.dtype.is_complex
@@ -262,10 +268,12 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     The others are left to the dispatch of operators.
     """
+    if not promotion.any_leaf(_wants_gradient, (*args, *kwargs.values())):
+        return args, kwargs
     fmt = _format_of(args, kwargs)
 
     def encoded(leaf: Any) -> Any:
-        if fmt is None or not _is_plain(leaf) or not leaf.requires_grad:
+        if fmt is None or not _wants_gradient(leaf):
             return leaf
         if leaf.layout is not torch.strided:
             return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
@@ -305,6 +313,14 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
     return made
 
 
+@cache
+def _parts_of(func: Any) -> tuple[str, str, Any]:
+    """Return an operator's name and overload, and of one in place the form out of place."""
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return name, overload, getattr(packet, overload or "default", None)
+
+
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator without a handler of its own.
 
@@ -317,11 +333,9 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)  # shape and strides of the wrapper
         return args[0]
-    name, _, overload = func.name().removeprefix("aten::").partition(".")
-    if name.endswith("_") and hasattr(aten, name[:-1]):
-        out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
-        if out_of_place in HANDLERS:
-            return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
+    name, overload, out_of_place = _parts_of(func)
+    if out_of_place in HANDLERS:
+        return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
@@ -435,7 +449,7 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
     ``x`` is a float tensor or an LNSTensor of any format.
     """
-    fmt = LNSFormat(bits, fraction_bits)
+    fmt = cached_format(bits, fraction_bits)
     if isinstance(x, LNSTensor):
         return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
     return LNSTensor.from_float(x, fmt)
@@ -494,6 +508,7 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     return codes[0], codes[1], fmt
 
 
+promotion.WITHOUT.add(LNSTensor)
 # Files name these by where they are public, not by the file that defines them.
 LNSTensor.__module__ = _rebuilt.__module__ = "lns_ops.tensor"
 torch.serialization.add_safe_globals([LNSTensor, LNSFormat, _rebuilt])

@@ -69,11 +69,11 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
 def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
     """Return whether a leaf of arguments, or of sequences among them, has a property.
 
-    Numbers, names and the like have none.
+    Numbers, names, LNSTensors and the like have none.
     """
     for a in args:
         kind = type(a)
-        if kind in _WITHOUT:
+        if kind in WITHOUT:
             continue
         if isinstance(a, (list, tuple)):
             if any_leaf(holds, a):
@@ -83,7 +83,8 @@ def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
     return False
 
 
-_WITHOUT = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
+WITHOUT: set[type] = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
+"""The types of arguments that are no floats to encode, the most frequent ones."""
 
 
 def writes(name: str) -> bool:
