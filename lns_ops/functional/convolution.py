@@ -113,14 +113,6 @@ def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> T
     return torch.constant_pad_nd(x_NCS, [amount for pair in pairs for amount in pair])
 
 
-def _matmul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return the product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
-    ops, fmt = kernels_of(x), cached_format(bits, fraction_bits)
-    if x.shape[0] == 1:
-        return product(ops, x[0], y[0], fmt)[None]
-    return product(ops, x, y, fmt)
-
-
 def _correlate(
     x_NCS: Tensor, w_GOK: Tensor, kernel: Sequence[int], stride: Sequence[int],
     dilation: Sequence[int], bits: int, fraction_bits: int,
@@ -135,14 +127,19 @@ def _correlate(
         windows.shape[2 + len(kernel) :],
         w_GOK.shape,
     )
-    P = math.prod(positions)
-    out = x_NCS.new_empty((n, groups, outputs, P))
-    step = max(1, _COLUMNS[x_NCS.device.type] // max(1, channels * math.prod(kernel) * P))
-    for first in range(0, n, step):
-        some = windows[first : first + step]
+    P, ops, fmt = math.prod(positions), kernels_of(x_NCS), cached_format(bits, fraction_bits)
+
+    def sums(some: Tensor) -> Tensor:
         columns = some.movedim(0, 1 + len(kernel)).reshape(groups, K, -1)
-        sums = _matmul(w_GOK, columns, bits, fraction_bits)
-        out[first : first + step] = sums.reshape(groups, outputs, -1, P).permute(2, 0, 1, 3)
+        made = product(ops, w_GOK, columns, fmt)
+        return made.reshape(groups, outputs, -1, P).permute(2, 0, 1, 3)
+
+    step = max(1, _COLUMNS[x_NCS.device.type] // max(1, channels * math.prod(kernel) * P))
+    if step >= n:
+        return sums(windows).reshape(n, groups * outputs, *positions).contiguous()
+    out = x_NCS.new_empty((n, groups, outputs, P))
+    for first in range(0, n, step):
+        out[first : first + step] = sums(windows[first : first + step])
     return out.reshape(n, groups * outputs, *positions)
 
 
@@ -248,33 +245,37 @@ def _weight_gradient(
     outputs, C, dims = grad.shape[1] // groups, channels // groups, len(kernel)
     if accumulation == "float32":
         shape = (grad.shape[1], C, *kernel)
-        sums = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
-        return float32_convolution(sums, bits, fraction_bits)
+        wanted = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
+        return float32_convolution(wanted, bits, fraction_bits)
     # Channels last, so that the windows of a position are long runs of memory.
     last = zero_padded(x, padding, padding).movedim(1, -1).contiguous()
     windows = sliding_windows(last.movedim(-1, 1), kernel, stride, dilation)
-    windows = windows[tuple(slice(size) for size in (*windows.shape[:2], *kernel, *grad.shape[2:]))]
-    step, pieces = max(1, LONG_SUM // max(1, P)), []
-    for first in range(0, n, step):
-        some = windows[first : first + step]
-        order = [0, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims), 1]
-        columns = (
-            some.permute(order)
-            .reshape(some.shape[0] * P, -1, groups, C)
-            .permute(2, 0, 1, 3)
-            .reshape(groups, some.shape[0] * P, -1)
-        )
-        rows = (
-            grad[first : first + step]
-            .reshape(-1, groups, outputs, P)
-            .permute(1, 2, 0, 3)
-            .reshape(groups, outputs, -1)
-        )
-        pieces.append(_matmul(rows, columns, bits, fraction_bits))
-    total = pieces[0]
-    if len(pieces) > 1:
-        stacked, fmt = torch.stack(pieces), cached_format(bits, fraction_bits)
-        total = reduced(kernels_of(grad), stacked, None, [0], "plain", fmt, False, False)
+    if windows.shape[2 + dims :] != grad.shape[2:]:
+        reached = tuple(slice(size) for size in grad.shape[2:])
+        windows = windows[(slice(None),) * (2 + dims) + reached]
+    order = [0, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims), 1]
+    taps, ops, fmt = math.prod(kernel), kernels_of(grad), cached_format(bits, fraction_bits)
+
+    def sums(first: int, number: int, images: int) -> Tensor:
+        """Return a number of pieces, each of so many images: ``[number, G, O, taps C]``."""
+        some = slice(first, first + number * images)
+        columns = windows[some].permute(order).reshape(number, images * P, taps, groups, C)
+        columns = columns.permute(0, 3, 1, 2, 4).reshape(number * groups, images * P, taps * C)
+        rows = grad[some].reshape(number, images, groups, outputs, P).permute(0, 2, 3, 1, 4)
+        rows = rows.reshape(number * groups, outputs, images * P)
+        return product(ops, rows, columns, fmt).reshape(number, groups, outputs, -1)
+
+    images = max(1, LONG_SUM // max(1, P))
+    number = max(1, _COLUMNS[x.device.type] // max(1, images * P * taps * channels))
+    pieces = [
+        sums(first * images, min(number, n // images - first), images)
+        for first in range(0, n // images, number)
+    ]
+    if n % images:
+        pieces.append(sums(n - n % images, 1, n % images))
+    total = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if total.shape[0] > 1:
+        total = reduced(ops, total, None, [0], "plain", fmt, False, False)
     return total.reshape(groups * outputs, *kernel, C).movedim(-1, 1).contiguous()
 
 
