@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
@@ -30,7 +29,7 @@ from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import collectives, fallback, integers, promotion
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
-from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
+from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
 
 _READS = {
     Tensor.dim,
@@ -157,7 +156,7 @@ class LNSTensor(torch.Tensor):
                 return func(*args)
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
-            return _written_to(func, args, kwargs)
+            return promotion.written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
         name = getattr(func, "__name__", "")
         if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
@@ -188,15 +187,6 @@ class LNSTensor(torch.Tensor):
         if handler is None:
             return _unhandled(func, args, kwargs)
         return handler(func, *args, **kwargs)
-
-
-def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
-    out = kwargs["out"]
-    results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-    for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
-        destination.copy_(result)
-    return out
 
 
 def _is_plain(x: Any) -> bool:
@@ -245,8 +235,7 @@ def _whole_value(x: Any) -> Any:
 
 def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
     """Return the format of the first LNSTensor among arguments; None if there is none."""
-    leaves = tree_leaves((args, kwargs))
-    return next((leaf.fmt for leaf in leaves if isinstance(leaf, LNSTensor)), None)
+    return next((x.fmt for x in tree_leaves((args, kwargs)) if isinstance(x, LNSTensor)), None)
 
 
 def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -313,14 +302,6 @@ def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str,
     return made
 
 
-@cache
-def _parts_of(func: Any) -> tuple[str, str, Any]:
-    """Return an operator's name and overload, and of one in place the form out of place."""
-    name, _, overload = func.name().removeprefix("aten::").partition(".")
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
-    return name, overload, getattr(packet, overload or "default", None)
-
-
 def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator without a handler of its own.
 
@@ -333,7 +314,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)  # shape and strides of the wrapper
         return args[0]
-    name, overload, out_of_place = _parts_of(func)
+    name, overload, out_of_place = parts_of(func)
     if out_of_place in HANDLERS:
         return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
