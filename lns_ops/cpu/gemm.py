@@ -78,6 +78,8 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
             f"matmul_batched of shapes {x_BMK.shape} and {y_BKN.shape}: needs (B, M, K) and (B, K,"
             " N) with the same B and K"
         )
+    if len(x_BMK) == 1:
+        return matmul(x_BMK[0], y_BKN[0], fmt)[None]
     out = np.empty((x_BMK.shape[0], x_BMK.shape[1], y_BKN.shape[2]), np.int16)
     for b in range(len(out)):
         out[b] = matmul(x_BMK[b], y_BKN[b], fmt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+import math
 from functools import lru_cache
 
 import torch
@@ -97,12 +97,13 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
 atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
 
 
-def repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
-    """Return ``(div, mod)`` by which contiguous ``y`` repeats in ``shape``; None if it does not so.
+@lru_cache(maxsize=4096)
+def repetition(own: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return ``(div, mod)`` by which a contiguous tensor of shape ``own`` repeats in ``shape``.
 
-    Element i of ``shape`` meets element ``i // div % mod`` of ``y``.
+    Element i of ``shape`` meets its element ``i // div % mod``; None if it does not repeat so.
     """
-    sizes = [1] * (len(shape) - y.dim()) + list(y.shape)
+    sizes = [1] * (len(shape) - len(own)) + list(own)
     full = [d for d, size in enumerate(shape) if size != 1]
     kept = [d for d in full if sizes[d] != 1]
     if not kept:
@@ -114,7 +115,7 @@ def repetition(y: Tensor, shape: Sequence[int]) -> tuple[int, int] | None:
     for d in full:
         if d > kept[-1]:
             div *= shape[d]
-    return div, y.numel()
+    return div, math.prod(own)
 
 
 def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -129,7 +130,7 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
     if not y.is_cuda:
         code, mod = int(y), 0
     else:
-        found = repetition(y, shape) if y.shape != shape else None
+        found = repetition(y.shape, shape) if y.shape != shape else None
         if found is None:
             y = y.expand(shape).contiguous()
         else:
@@ -139,10 +140,11 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
             device_tables(fraction_bits, device),
             elementwise_kernel(name, bits, fraction_bits, device),
         )
+        a, b, c = x.data_ptr(), y.data_ptr() if mod else 0, z.data_ptr()
         kernel(
-            grid_of(x.numel(), device, kernel=kernel), THREADS, device, x.data_ptr(), y.data_ptr(),
-            z.data_ptr(), x.numel(), div, mod, code, alignment_flag(x, y if mod else None, z),
-            tables.signed.data_ptr(), tables.gauss.data_ptr(), fault_counts(device).data_ptr(),
+            grid_of(x.numel(), device, kernel=kernel), THREADS, device, a, b, c, x.numel(), div,
+            mod, code, alignment_flag(a, b, c), tables.signed.data_ptr(), tables.gauss.data_ptr(),
+            fault_counts(device).data_ptr(),
         )  # fmt: skip
     return z
 
@@ -190,7 +192,7 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
             x.data_ptr(),
             z.data_ptr(),
             x.numel(),
-            alignment_flag(x, z),
+            alignment_flag(x.data_ptr(), z.data_ptr()),
             fault_counts(device).data_ptr(),
         )
     return z
@@ -226,7 +228,8 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
         else:
             kernel(
                 grid, THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(),
-                alignment_flag(x, out), tables.cells.data_ptr(), fault_counts(device).data_ptr(),
+                alignment_flag(x.data_ptr(), out.data_ptr()), tables.cells.data_ptr(),
+                fault_counts(device).data_ptr(),
             )  # fmt: skip
     return out
 
@@ -250,7 +253,8 @@ def decode(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> 
         )
         kernel(
             grid_of(codes.numel(), device, per_thread=4, kernel=kernel), THREADS, device,
-            codes.data_ptr(), out.data_ptr(), codes.numel(), alignment_flag(codes, out),
+            codes.data_ptr(), out.data_ptr(), codes.numel(),
+            alignment_flag(codes.data_ptr(), out.data_ptr()),
             (tables.significands_double if double else tables.significands).data_ptr(),
         )  # fmt: skip
     return out.to(dtype)

@@ -111,7 +111,8 @@ def decoded_operands(
             runtime.grid_of(x.numel() + y.numel(), device, kernel=kernel), runtime.THREADS, device,
             x.data_ptr(), left.data_ptr(), x.numel(), y.data_ptr(), right.data_ptr(), y.numel(),
             _mantissas(fraction_bits, _MANTISSAS[kind], device).data_ptr(),
-            runtime.alignment_flag(x, left), runtime.alignment_flag(y, right),
+            runtime.alignment_flag(x.data_ptr(), left.data_ptr()),
+            runtime.alignment_flag(y.data_ptr(), right.data_ptr()),
         )  # fmt: skip
     return left.mT if x_turned else left, right.mT if y_turned else right
 

@@ -54,10 +54,11 @@ def lookup(
     if x.numel():
         kernel = _kernel("lookup", bits, fraction_bits, device)
         fault = runtime.fault_counts(device).data_ptr() + 4 * _DOMAIN_FAULT
+        source, target = x.data_ptr(), out.data_ptr()
         kernel(
             runtime.grid_of(x.numel(), device, kernel=kernel), runtime.THREADS, device,
-            x.data_ptr(), out.data_ptr(), x.numel(), runtime.alignment_flag(x, out),
-            results.data_ptr(), fault,
+            source, target, x.numel(), runtime.alignment_flag(source, target), results.data_ptr(),
+            fault,
         )  # fmt: skip
     return out
 

@@ -111,7 +111,27 @@ def kernel_source(name: str) -> str:
     )
 
 
-_thread = threading.local()
+class _Arguments(threading.local):
+    """A thread's memory for the arguments of a launch, which the driver copies as it launches.
+
+    Attributes:
+        ready: whether the thread has met the runtime.
+    """
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.values = ctypes.create_string_buffer(_MOST_BYTES)
+        self.size = ctypes.c_size_t()
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE, ..._END
+        self._extra = (ctypes.c_void_p * 5)(
+            1, ctypes.addressof(self.values), 2, ctypes.addressof(self.size), 0
+        )
+        self.address = ctypes.addressof(self._extra)
+
+
+_MOST_BYTES = 4096
+"""What CUDA takes of arguments."""
+_arguments = _Arguments()
 
 
 class CudaKernel:
@@ -122,7 +142,8 @@ class CudaKernel:
             function.max_dynamic_shared_size_bytes = shared
         self._pointer = function.kernel.ptr
         self._function = function  # keeps the module loaded
-        self._arguments = struct.Struct("@" + layout)
+        arguments = struct.Struct("@" + layout)
+        self._pack, self._size = arguments.pack_into, arguments.size
         self._shared = shared
         self._launch = _driver().launchKernel
         self._resident: dict[int, int] = {}
@@ -130,24 +151,22 @@ class CudaKernel:
     def __call__(
         self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float
     ) -> None:
-        values = ctypes.create_string_buffer(self._arguments.size)
-        self._arguments.pack_into(values, 0, *arguments)
-        size = ctypes.c_size_t(self._arguments.size)
-        # CU_LAUNCH_PARAM_BUFFER_POINTER, ..._BUFFER_SIZE, ..._END
-        extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0)
         if current_device() != device:
             with torch.cuda.device(device):
                 self(grid, threads, device, *arguments)
             return
-        if not getattr(_thread, "ready", False):
+        own = _arguments
+        if not own.ready:
             # A thread of torch's, such as autograd's, may not have met the runtime yet and have no
             # context.
             _cupy().cuda.Device(device).use()
-            _thread.ready = True
-        stream = current_stream(device)
+            own.ready = True
+        self._pack(own.values, 0, *arguments)
+        own.size.value = self._size
         self._launch(
-            self._pointer, *grid, threads, 1, 1, self._shared, stream, 0, ctypes.addressof(extra)
-        )
+            self._pointer, *grid, threads, 1, 1, self._shared, current_stream(device), 0,
+            own.address,
+        )  # fmt: skip
 
     def resident(self, device: int) -> int:
         """Return how many thread blocks of ``_THREADS`` the device holds at once."""
@@ -355,9 +374,12 @@ def grid_of(
     )
 
 
-def alignment_flag(*tensors: Tensor | None) -> int:
-    """Return 1 if all tensors begin at multiples of 16 bytes, as wide loads need, else 0."""
-    return int(all(t is None or t.data_ptr() % 16 == 0 for t in tensors))
+def alignment_flag(*addresses: int) -> int:
+    """Return 1 if all addresses are multiples of 16, as wide loads need, else 0; 0 is absent."""
+    together = 0
+    for address in addresses:
+        together |= address
+    return int(together % 16 == 0)
 
 
 def pointer_of(tensor: Tensor | None) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +31,64 @@ _LONGEST = 1 << 32
 """Terms of two strides are numbered in 32 bits."""
 
 
-def _levels(x: Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
+class _Plan(NamedTuple):
+    """How the kernel sums tensors of one shape and strides.
+
+    Attributes:
+        shape: the result's.
+        terms, sums: the number of terms of a sum, and of sums of a piece.
+        places: size and stride of what is summed, the stride around it; the same of what is kept.
+        repeated: how what is subtracted before squaring repeats.
+        columns: the number of sums that a thread block takes at a time.
+        wide: whether vectors of 8 terms are aligned where the tensor is.
+    """
+
+    shape: tuple[int, ...]
+    terms: int
+    sums: int
+    places: tuple[int, ...]
+    repeated: tuple[int, int]
+    columns: int
+    wide: bool
+
+
+def _levels(
+    shape: Sequence[int], strides: Sequence[int], dims: Sequence[int]
+) -> list[tuple[int, int]]:
     """Return sizes and strides of ``dims``, merged where one goes on from the other."""
     levels: list[tuple[int, int]] = []
-    for size, stride in ((x.shape[d], x.stride(d)) for d in dims if x.shape[d] != 1):
+    for size, stride in ((shape[d], strides[d]) for d in dims if shape[d] != 1):
         if levels and levels[-1][1] == size * stride:
             levels[-1] = (levels[-1][0] * size, stride)
         else:
             levels.append((size, stride))
     return levels or [(1, 0)]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], about: tuple[int, ...] | None,
+    dims: tuple[int, ...], device: int,
+) -> _Plan | None:  # fmt: skip
+    """Return the plan of a sum over ``dims``; None if the kernel cannot read its terms.
+
+    ``about`` is the shape of what is subtracted before squaring.
+    """
+    kept = [d for d in range(len(shape)) if d not in dims]
+    terms = math.prod(shape[d] for d in dims)
+    summed, rest = _levels(shape, strides, dims), _levels(shape, strides, kept)
+    repeated = (1, 1) if about is None else repetition(about, shape)
+    if max(len(summed), len(rest)) > 2 or (len(summed) == 2 and terms >= _LONGEST) or not repeated:
+        return None
+    sizes = [shape[d] for d in kept]
+    pieces, sums = max(1, -(-terms // LONG_SUM)), math.prod(sizes)
+    places = (*_strides(summed), *_strides(rest))
+    _, stride, outer, _, *kept_strides = places
+    wide = stride == 1 and not any(n % 8 for n in (outer, *kept_strides))
+    if len(summed) == 2:
+        wide = wide and summed[-1][0] % 8 == 0
+    columns = _columns(terms, pieces * sums, stride, device) if terms and sums else 1
+    return _Plan((pieces, *sizes), terms, sums, places, repeated, columns, wide)
 
 
 def _columns(terms: int, sums: int, stride: int, device: int) -> int:
@@ -70,37 +121,30 @@ def sum(
     ``kind`` is one of :data:`KINDS`: terms are elements of x, products with y, or squares of what
     x is more than y. ``shift`` ulps are added to a sum's logarithm before it is stored.
     """
-    kept, fmt = [d for d in range(x.dim()) if d not in dims], (bits, fraction_bits)
-    terms = math.prod(x.shape[d] for d in dims)
-    repeated: tuple[int, int] | None = (1, 1)
+    fmt = (bits, fraction_bits)
     if y is not None:
         x, y = x.contiguous(), y.contiguous()
-        repeated = repetition(y, x.shape) if kind == "squares" else repeated
-    summed, rest = _levels(x, dims), _levels(x, kept)
-    if max(len(summed), len(rest)) > 2 or (len(summed) == 2 and terms >= _LONGEST) or not repeated:
+    device = x.get_device()
+    about = y.shape if kind == "squares" and y is not None else None
+    plan = _plan(x.shape, x.stride(), about, tuple(dims), device)
+    if plan is None:
         if y is None:
+            kept = [d for d in range(x.dim()) if d not in dims]
             x = x.permute(*dims, *kept).contiguous()
             return sum(x, None, range(len(dims)), "plain", *fmt, shift)
         x = mul(x, y, *fmt) if kind == "products" else sub(x, y, *fmt)  # the terms by themselves
         x = mul(x, x, *fmt) if kind == "squares" else x
         return sum(x, None, dims, "plain", *fmt, shift)
-    shape = [max(1, -(-terms // LONG_SUM)), *(x.shape[d] for d in kept)]
-    if terms == 0 or 0 in shape:
-        return x.new_zeros(shape)
-    out = torch.empty(shape, dtype=torch.int16, device=x.device)
-    places = (*_strides(summed), *_strides(rest))
-    _, stride, outer, _, *kept_strides = places
-    wide = stride == 1 and not any(n % 8 for n in (outer, *kept_strides))
-    if len(summed) == 2:
-        wide = wide and summed[-1][0] % 8 == 0
-    columns, device = _columns(terms, out.numel(), stride, x.get_device()), x.get_device()
-    tables = device_tables(fraction_bits, device)
-    kernel = elementwise_kernel("sum", *fmt, device)
+    if plan.terms == 0 or plan.sums == 0:
+        return x.new_zeros(plan.shape)
+    out = torch.empty(plan.shape, dtype=torch.int16, device=x.device)
+    tables, kernel = device_tables(fraction_bits, device), elementwise_kernel("sum", *fmt, device)
+    groups = -(-plan.shape[0] * plan.sums // plan.columns)
+    a, b = x.data_ptr(), pointer_of(y)
     kernel(
-        (min(-(-out.numel() // columns), 8 * kernel.resident(device)), 1, 1), THREADS, device,
-        x.data_ptr(), pointer_of(y), out.data_ptr(), terms, out[0].numel(), *places, *repeated,
-        KINDS.index(kind), columns, shift,
-        wide and alignment_flag(x, y if kind == "products" else None),
+        (min(groups, 8 * kernel.resident(device)), 1, 1), THREADS, device, a, b, out.data_ptr(),
+        plan.terms, plan.sums, *plan.places, *plan.repeated, KINDS.index(kind), plan.columns,
+        shift, plan.wide and alignment_flag(a, b if kind == "products" else 0),
         tables.signed.data_ptr(), tables.gauss.data_ptr(),
     )  # fmt: skip
     return out
@@ -116,7 +160,7 @@ def _repeated(codes: Tensor | None, like: Tensor) -> tuple[tuple[int, int, int],
     if codes is None:
         return (0, 1, 1), None
     codes = codes.contiguous()
-    found = repetition(codes, like.shape)
+    found = repetition(codes.shape, like.shape)
     if found is None:
         codes = codes.expand(like.shape).contiguous()
         found = 1, codes.numel()
@@ -173,9 +217,9 @@ def _launch(
         device_tables(fraction_bits, device),
         elementwise_kernel(name, bits, fraction_bits, device),
     )
+    pointers = [pointer_of(array) for array in arrays]
     kernel(
-        grid_of(x.numel(), device, kernel=kernel), THREADS, device,
-        *map(pointer_of, arrays), x.numel(),
-        *(value for triple, _ in operands for value in triple),
-        alignment_flag(*arrays), tables.signed.data_ptr(), tables.gauss.data_ptr(),
+        grid_of(x.numel(), device, kernel=kernel), THREADS, device, *pointers, x.numel(),
+        *(value for triple, _ in operands for value in triple), alignment_flag(*pointers),
+        tables.signed.data_ptr(), tables.gauss.data_ptr(),
     )  # fmt: skip

@@ -134,12 +134,11 @@ def sgd_update_float32_(
     if weight.numel():
         name = f"sgd_float32{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}"
         kernel = _float32_update(name, bits, fraction_bits, device)
+        arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer),
-            pointer_of(compensation), pointer_of(step), weight.numel(), key or 0, -lr,
-            momentum or 0.0, alignment_flag(weight, grad, buffer, compensation),
-            *_codec(fraction_bits, device),
+            *arrays, pointer_of(step), weight.numel(), key or 0, -lr, momentum or 0.0,
+            alignment_flag(*arrays), *_codec(fraction_bits, device),
         )  # fmt: skip
 
 
@@ -162,14 +161,17 @@ def adam_update_float32_(
         kernel = _float32_update(
             f"adam_float32{form}{_rounding(key, compensation)}", bits, fraction_bits, device
         )
+        arrays = _pointers(weight, grad, exp_avg, root, residue, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(),
-            pointer_of(residue), pointer_of(compensation), step.data_ptr(), scalars.data_ptr(),
-            len(scalars), weight.numel(), key or 0, -lr, beta1, 1 - beta1, beta2, 1 - beta2,
-            weight_decay or 0.0, alignment_flag(weight, grad, exp_avg, root, residue, compensation),
+            *arrays, step.data_ptr(), scalars.data_ptr(), len(scalars), weight.numel(), key or 0,
+            -lr, beta1, 1 - beta1, beta2, 1 - beta2, weight_decay or 0.0, alignment_flag(*arrays),
             *_codec(fraction_bits, device),
         )  # fmt: skip
+
+
+def _pointers(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _rounding(key: int | None, compensation: Tensor | None) -> str:
@@ -192,12 +194,12 @@ def sgd_update_(
         fine = _fine_table(fraction_bits, device) if key is not None else None
         name = f"sgd{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}"
         kernel = elementwise_kernel(name, bits, fraction_bits, device)
+        arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), pointer_of(None if momentum is None else buffer),
-            pointer_of(compensation), pointer_of(step), weight.numel(), key or 0, negative_lr,
-            momentum or 0, alignment_flag(weight, grad, buffer, compensation),
-            tables.signed.data_ptr(), tables.gauss.data_ptr(), pointer_of(fine),
+            *arrays, pointer_of(step), weight.numel(), key or 0, negative_lr, momentum or 0,
+            alignment_flag(*arrays), tables.signed.data_ptr(), tables.gauss.data_ptr(),
+            pointer_of(fine),
         )  # fmt: skip
 
 
@@ -227,13 +229,13 @@ def adam_update_(
         kernel = elementwise_kernel(
             f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device
         )
+        arrays = _pointers(weight, grad, exp_avg, root, residue, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            weight.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), root.data_ptr(),
-            pointer_of(residue), pointer_of(compensation), step.data_ptr(), correction.data_ptr(),
-            eps_hat.data_ptr(), len(codes.correction), weight.numel(), key or 0, negative_lr,
-            codes.beta1, codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(), decay.first,
+            *arrays, step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(),
+            len(codes.correction), weight.numel(), key or 0, negative_lr, codes.beta1,
+            codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(), decay.first,
             decay.first + len(decay.table) - 1, decay.keep, decay.take,
-            alignment_flag(weight, grad, exp_avg, root, residue, compensation),
-            tables.signed.data_ptr(), tables.gauss.data_ptr(), pointer_of(fine),
+            alignment_flag(*arrays), tables.signed.data_ptr(), tables.gauss.data_ptr(),
+            pointer_of(fine),
         )  # fmt: skip

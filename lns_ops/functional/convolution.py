@@ -32,19 +32,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import product
+from functools import lru_cache
+from itertools import product as combinations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lns_ops.functional.accumulation import check_accumulation
 from lns_ops.functional.float32_convolution import Sums
 from lns_ops.functional.float32_convolution import convolution as float32_convolution
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
-from lns_ops.functional.reductions import matmul
-from lns_ops.functional.reductions import sum as lns_sum
+from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator, kernels_of
+from lns_ops.functional.reductions import product, reduced
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 
@@ -85,32 +84,33 @@ def sliding_windows(
     x_NCS: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
     """Return a view ``[N, C, *kernel, *positions]`` of what each tap meets at each position."""
-    n, c, *sizes = x_NCS.shape
-    dims = list(zip(x_NCS.stride()[2:], sizes, kernel, stride, dilation, strict=True))
+    given = (x_NCS.shape, x_NCS.stride(), tuple(kernel), tuple(stride), tuple(dilation))
+    try:
+        shape, strides = _cached_windows(*given)
+    except TypeError:  # symbolic sizes have no hash
+        shape, strides = _windows(*given)
+    return x_NCS.as_strided(shape, strides, x_NCS.storage_offset())
+
+
+def _windows(
+    sizes: tuple[int, ...], strides: tuple[int, ...], kernel: tuple[int, ...],
+    stride: tuple[int, ...], dilation: tuple[int, ...],
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Return shape and strides of :func:`sliding_windows`."""
+    dims = list(zip(strides[2:], sizes[2:], kernel, stride, dilation, strict=True))
     positions = [(size - d * (k - 1) - 1) // t + 1 for _, size, k, t, d in dims]
-    strides = [
-        *x_NCS.stride()[:2],
-        *(s * d for s, _, _, _, d in dims),
-        *(s * t for s, _, _, t, _ in dims),
-    ]
-    return x_NCS.as_strided((n, c, *kernel, *positions), strides, x_NCS.storage_offset())
+    steps = [*(s * d for s, _, _, _, d in dims), *(s * t for s, _, _, t, _ in dims)]
+    return [*sizes[:2], *kernel, *positions], [*strides[:2], *steps]
+
+
+_cached_windows = lru_cache(maxsize=4096)(_windows)
 
 
 def zero_padded(x_NCS: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    amounts = [
-        amount for pair in reversed(list(zip(before, after, strict=True))) for amount in pair
-    ]
-    return pad(x_NCS, amounts) if any(amounts) else x_NCS
-
-
-def _matmul(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
-    """Return the product of matrices ``[G, M, K]`` and ``[G, K, N]``."""
-    fmt = cached_format(bits, fraction_bits)
-    return (
-        matmul(x[0], y[0], fmt, accumulation="contract")[None]
-        if len(x) == 1
-        else matmul(x, y, fmt, accumulation="contract")
-    )
+    if not (any(before) or any(after)):
+        return x_NCS
+    pairs = zip(reversed(before), reversed(after), strict=True)
+    return torch.constant_pad_nd(x_NCS, [amount for pair in pairs for amount in pair])
 
 
 def _correlate(
@@ -127,14 +127,19 @@ def _correlate(
         windows.shape[2 + len(kernel) :],
         w_GOK.shape,
     )
-    P = math.prod(positions)
-    out = x_NCS.new_empty((n, groups, outputs, P))
-    step = max(1, _COLUMNS[x_NCS.device.type] // max(1, channels * math.prod(kernel) * P))
-    for first in range(0, n, step):
-        some = windows[first : first + step]
+    P, ops, fmt = math.prod(positions), kernels_of(x_NCS), cached_format(bits, fraction_bits)
+
+    def sums(some: Tensor) -> Tensor:
         columns = some.movedim(0, 1 + len(kernel)).reshape(groups, K, -1)
-        sums = _matmul(w_GOK, columns, bits, fraction_bits)
-        out[first : first + step] = sums.reshape(groups, outputs, -1, P).permute(2, 0, 1, 3)
+        made = product(ops, w_GOK, columns, fmt)
+        return made.reshape(groups, outputs, -1, P).permute(2, 0, 1, 3)
+
+    step = max(1, _COLUMNS[x_NCS.device.type] // max(1, channels * math.prod(kernel) * P))
+    if step >= n:
+        return sums(windows).reshape(n, groups * outputs, *positions).contiguous()
+    out = x_NCS.new_empty((n, groups, outputs, P))
+    for first in range(0, n, step):
+        out[first : first + step] = sums(windows[first : first + step])
     return out.reshape(n, groups * outputs, *positions)
 
 
@@ -152,30 +157,55 @@ def _forward(
 
 
 class _Phase(NamedTuple):
-    """The taps that reach the input positions ``first, first + stride, ...`` along one dimension.
+    """The gradient of every so manieth position of an input, which the same taps reach.
 
-    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th of these positions;
-    taps descend.
+    Attributes:
+        places: the positions, as an index of the input's gradient.
+        taps: the taps that reach them, as an index of the weight, ascending along each dimension.
+        before, after: the zeros that the output's gradient is padded with.
+        kernel, steps: the number of taps, and how far apart they meet the padded gradient.
     """
 
-    first: int
-    positions: int
-    taps: list[int]
-    start: int
-    step: int
+    places: tuple[slice, ...]
+    taps: tuple[slice, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    kernel: tuple[int, ...]
+    steps: tuple[int, ...]
 
 
-def _phases(size: int, k: int, stride: int, padding: int, dilation: int) -> list[_Phase]:
+def _phases_along(
+    size: int, length: int, k: int, stride: int, padding: int, dilation: int
+) -> list[tuple[Any, ...]]:
+    """Return the entries of :class:`_Phase` along one dimension of ``length`` outputs.
+
+    Tap ``taps[n]`` meets the gradient at ``start + j + step n`` for the j-th position; taps descend
+    so that what they meet ascends. Positions that no tap reaches are left out.
+    """
     phases = []
     for first in range(min(stride, size)):
         residue = (first + padding) % stride
         taps = [t for t in range(k) if (t * dilation - residue) % stride == 0][::-1]
+        if not taps:
+            continue
         meets = [(first + padding - t * dilation) // stride for t in taps]
-        step = meets[1] - meets[0] if len(taps) > 1 else 1
-        phases.append(
-            _Phase(first, -(-(size - first) // stride), taps, meets[0] if taps else 0, step)
-        )
+        distance, step = (taps[0] - taps[1], meets[1] - meets[0]) if len(taps) > 1 else (1, 1)
+        positions, start = -(-(size - first) // stride), meets[0]
+        after = start + positions + step * (len(taps) - 1) - length
+        chosen = slice(taps[-1], taps[0] + 1, distance)
+        phases.append((slice(first, None, stride), chosen, -start, after, len(taps), step))
     return phases
+
+
+@lru_cache(maxsize=1024)
+def _phases(
+    size: tuple[int, ...], length: tuple[int, ...], kernel: tuple[int, ...],
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
+) -> list[_Phase]:  # fmt: skip
+    """Return the phases of an input of that size: one for each residue of the stride."""
+    geometry = zip(size, length, kernel, stride, padding, dilation, strict=True)
+    along = [_phases_along(*each) for each in geometry]
+    return [_Phase(*zip(*each, strict=True)) for each in combinations(*along)]
 
 
 def _input_gradient(
@@ -187,33 +217,23 @@ def _input_gradient(
         shape = (grad.shape[0], groups * C, *size)
         wanted = Sums("input gradient", grad, weight, shape, stride, padding, dilation, groups)
         return float32_convolution(wanted, bits, fraction_bits)
+    phases = _phases(
+        tuple(size), grad.shape[2:], weight.shape[2:], tuple(stride), tuple(padding),
+        tuple(dilation),
+    )  # fmt: skip
     w_GCO = weight.reshape(groups, outputs // groups, C, *weight.shape[2:]).transpose(1, 2)
+    every, spatial = (slice(None),) * 3, [3 + d for d in range(dims)]
+
+    def sums(phase: _Phase) -> Tensor:
+        w = w_GCO[every + phase.taps].flip(spatial).reshape(groups, C, -1)
+        padded = zero_padded(grad, phase.before, phase.after).contiguous()
+        return _correlate(padded, w, phase.kernel, (1,) * dims, phase.steps, bits, fraction_bits)
+
+    if max(stride) == 1 and len(phases) == 1:
+        return sums(phases[0])
     out = grad.new_zeros((grad.shape[0], groups * C, *size))
-    every = [
-        _phases(*each)
-        for each in zip(size, weight.shape[2:], stride, padding, dilation, strict=True)
-    ]
-    for phases in product(*every):
-        if not all(p.taps for p in phases):
-            continue
-        w = w_GCO
-        for d, phase in enumerate(phases):
-            distance = phase.taps[0] - phase.taps[1] if len(phase.taps) > 1 else 1
-            w = w[
-                (slice(None),) * (3 + d) + (slice(phase.taps[-1], phase.taps[0] + 1, distance),)
-            ].flip(3 + d)
-        before = [-p.start for p in phases]
-        after = [
-            p.start + p.positions + p.step * (len(p.taps) - 1) - length
-            for p, length in zip(phases, grad.shape[2:], strict=True)
-        ]
-        padded = zero_padded(grad, before, after).contiguous()
-        steps, kernel = [p.step for p in phases], [len(p.taps) for p in phases]
-        sums = _correlate(
-            padded, w.reshape(groups, C, -1), kernel, [1] * dims, steps, bits, fraction_bits
-        )
-        places = tuple(slice(p.first, None, s) for p, s in zip(phases, stride, strict=True))
-        out[(slice(None), slice(None), *places)] = sums
+    for phase in phases:
+        out[every[:2] + phase.places] = sums(phase)
     return out
 
 
@@ -225,34 +245,37 @@ def _weight_gradient(
     outputs, C, dims = grad.shape[1] // groups, channels // groups, len(kernel)
     if accumulation == "float32":
         shape = (grad.shape[1], C, *kernel)
-        sums = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
-        return float32_convolution(sums, bits, fraction_bits)
+        wanted = Sums("weight gradient", grad, x, shape, stride, padding, dilation, groups)
+        return float32_convolution(wanted, bits, fraction_bits)
     # Channels last, so that the windows of a position are long runs of memory.
     last = zero_padded(x, padding, padding).movedim(1, -1).contiguous()
     windows = sliding_windows(last.movedim(-1, 1), kernel, stride, dilation)
-    windows = windows[tuple(slice(size) for size in (*windows.shape[:2], *kernel, *grad.shape[2:]))]
-    step, pieces = max(1, LONG_SUM // max(1, P)), []
-    for first in range(0, n, step):
-        some = windows[first : first + step]
-        order = [0, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims), 1]
-        columns = (
-            some.permute(order)
-            .reshape(some.shape[0] * P, -1, groups, C)
-            .permute(2, 0, 1, 3)
-            .reshape(groups, some.shape[0] * P, -1)
-        )
-        rows = (
-            grad[first : first + step]
-            .reshape(-1, groups, outputs, P)
-            .permute(1, 2, 0, 3)
-            .reshape(groups, outputs, -1)
-        )
-        pieces.append(_matmul(rows, columns, bits, fraction_bits))
-    total = (
-        lns_sum(torch.stack(pieces), [0], cached_format(bits, fraction_bits))
-        if len(pieces) > 1
-        else pieces[0]
-    )
+    if windows.shape[2 + dims :] != grad.shape[2:]:
+        reached = tuple(slice(size) for size in grad.shape[2:])
+        windows = windows[(slice(None),) * (2 + dims) + reached]
+    order = [0, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims), 1]
+    taps, ops, fmt = math.prod(kernel), kernels_of(grad), cached_format(bits, fraction_bits)
+
+    def sums(first: int, number: int, images: int) -> Tensor:
+        """Return a number of pieces, each of so many images: ``[number, G, O, taps C]``."""
+        some = slice(first, first + number * images)
+        columns = windows[some].permute(order).reshape(number, images * P, taps, groups, C)
+        columns = columns.permute(0, 3, 1, 2, 4).reshape(number * groups, images * P, taps * C)
+        rows = grad[some].reshape(number, images, groups, outputs, P).permute(0, 2, 3, 1, 4)
+        rows = rows.reshape(number * groups, outputs, images * P)
+        return product(ops, rows, columns, fmt).reshape(number, groups, outputs, -1)
+
+    images = max(1, LONG_SUM // max(1, P))
+    number = max(1, _COLUMNS[x.device.type] // max(1, images * P * taps * channels))
+    pieces = [
+        sums(first * images, min(number, n // images - first), images)
+        for first in range(0, n // images, number)
+    ]
+    if n % images:
+        pieces.append(sums(n - n % images, 1, n % images))
+    total = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if total.shape[0] > 1:
+        total = reduced(ops, total, None, [0], "plain", fmt, False, False)
     return total.reshape(groups * outputs, *kernel, C).movedim(-1, 1).contiguous()
 
 

@@ -6,10 +6,13 @@ An operator has a schema, a kernel per device, and a fake kernel.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lns_ops import cuda
 from lns_ops.spec.format import LNSFormat
@@ -19,6 +22,7 @@ FORMAT = "int bits, int fraction_bits"
 """The parameters of every operator's schema that give the format."""
 cached_format = lru_cache(LNSFormat)
 OPS = torch.ops.lns_ops
+_CPU, _CUDA = SimpleNamespace(), SimpleNamespace()
 
 
 def define_operator(
@@ -29,9 +33,25 @@ def define_operator(
     The GPU kernel is that of the name in :mod:`lns_ops.cuda` unless given.
     """
     LIBRARY.define(f"{name}{signature}")
-    LIBRARY.impl(name, kernel, "CPU")
-    LIBRARY.impl(name, cuda_kernel or getattr(cuda, name), "CUDA")
+    define_kernels(name, kernel, cuda_kernel or getattr(cuda, name))
+    LIBRARY.impl(name, getattr(_CPU, name), "CPU")
+    LIBRARY.impl(name, getattr(_CUDA, name), "CUDA")
     torch.library.register_fake(f"lns_ops::{name}", fake, lib=LIBRARY)
+
+
+def define_kernels(name: str, kernel: Callable[..., Any], cuda_kernel: Callable[..., Any]) -> None:
+    """Define what kernels call ``name``, on a CPU and on a GPU, without an operator of torch."""
+    setattr(_CPU, name, kernel)
+    setattr(_CUDA, name, cuda_kernel)
+
+
+def kernels_of(x: Tensor) -> Any:
+    """Return the kernels of the device of ``x``, by the names and signatures of operators.
+
+    An operator that is made of others calls their kernels, since torch's dispatch of an operator
+    takes as long as several kernels' own code.
+    """
+    return _CUDA if x.is_cuda else _CPU
 
 
 def is_distributed(x: object) -> bool:

@@ -1,81 +1,211 @@
-"""The elementwise part of normalizations and of their gradients: one kernel each on a GPU.
+"""Normalizations and their gradients, each one operator; the equations, over ``n`` values::
 
-:mod:`lns_ops.tensor.ops.normalization` has the equations. Every step rounds to the format, as the
-operations of :mod:`lns_ops.functional` that they are made of.
+    d = x - sum(x) / n        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
+    dx = s (g - sum(g) / n - y sum(g y) / n)          g = grad weight
+
+(without ``d`` and the first means where it is not centred). ``y weight + bias`` lies behind it.
+Every step rounds to the format, as the operations of :mod:`lns_ops.functional` that it is made of;
+``eps`` is at least the format's smallest magnitude. The elementwise parts are one kernel each on a
+GPU.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lns_ops.functional.elementwise import add, mul, sub
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops import cuda
+from lns_ops.functional import indexed  # noqa: F401 (defines the kernels of powers)
+from lns_ops.functional.elementwise import encode_number
+from lns_ops.functional.library import (
+    FORMAT,
+    OPS,
+    cached_format,
+    define_kernels,
+    define_operator,
+    kernels_of,
+)
+from lns_ops.functional.reductions import reduced
 from lns_ops.spec.format import LNSFormat
 
 
-def _normalize(
+def _elementwise(
     x: Tensor, mean: Tensor | None, scale: Tensor, weight: Tensor | None, bias: Tensor | None,
-    bits: int, fraction_bits: int,
+    *fmt: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    fmt = cached_format(bits, fraction_bits)
-    y = mul(x if mean is None else sub(x, mean, fmt), scale, fmt)
+    """Return ``y = (x - mean) scale`` and ``y weight + bias``; the latter empty without either."""
+    ops = kernels_of(x)
+    y = ops.mul(x if mean is None else ops.sub(x, mean, *fmt), scale, *fmt)
     if weight is None and bias is None:
         return y, x.new_empty(0)
-    out = y if weight is None else mul(y, weight, fmt)
-    return y, out if bias is None else add(out, bias, fmt)
+    out = y if weight is None else ops.mul(y, weight, *fmt)
+    return y, out if bias is None else ops.add(out, bias, *fmt)
 
 
-def _backward(
-    grad: Tensor, y: Tensor, mean: Tensor | None, along: Tensor, scale: Tensor,
-    bits: int, fraction_bits: int,
-) -> Tensor:  # fmt: skip
-    fmt = cached_format(bits, fraction_bits)
-    rest = grad if mean is None else sub(grad, mean, fmt)
-    return mul(sub(rest, mul(y, along, fmt), fmt), scale, fmt)
-
-
-def _shapes(x: Tensor, mean: Any, scale: Any, weight: Any, bias: Any, *fmt: int) -> Any:
-    affine = weight is not None or bias is not None
-    return x.new_empty(x.shape), x.new_empty(x.shape if affine else 0)
-
-
-define_operator(
-    "normalize",
-    "(Tensor x, Tensor? mean, Tensor scale, Tensor? weight, Tensor? bias,"
-    f" {FORMAT}) -> (Tensor, Tensor)",
-    _normalize,
-    _shapes,
-)
-define_operator(
-    "normalize_backward",
-    f"(Tensor grad, Tensor y, Tensor? mean, Tensor along, Tensor scale, {FORMAT}) -> Tensor",
-    _backward,
-    lambda grad, *rest: grad.new_empty(grad.shape),
-)
-
-
-def normalize(
-    x: Tensor,
-    mean: Tensor | None,
-    scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    fmt: LNSFormat,
-) -> tuple[Tensor, Tensor]:
-    """Return ``y = (x - mean) scale`` and ``y weight + bias``.
-
-    All but ``x`` and ``scale`` may be absent; what there is broadcasts to the shape of ``x``.
-    """
-    y, out = OPS.normalize(x, mean, scale, weight, bias, fmt.bits, fmt.fraction_bits)
-    return y, y if weight is None and bias is None else out
-
-
-def normalize_backward(
-    grad: Tensor, y: Tensor, mean: Tensor | None, along: Tensor, scale: Tensor, fmt: LNSFormat
+def _elementwise_backward(
+    grad: Tensor, y: Tensor, mean: Tensor | None, along: Tensor, scale: Tensor, *fmt: int
 ) -> Tensor:
     """Return ``((grad - mean) - y along) scale``; ``mean`` may be absent."""
-    return OPS.normalize_backward(  # type: ignore[no-any-return]
-        grad, y, mean, along, scale, fmt.bits, fmt.fraction_bits
+    ops = kernels_of(grad)
+    rest = grad if mean is None else ops.sub(grad, mean, *fmt)
+    return ops.mul(ops.sub(rest, ops.mul(y, along, *fmt), *fmt), scale, *fmt)  # type: ignore[no-any-return]
+
+
+define_kernels("normalize", _elementwise, cuda.normalize)
+define_kernels("normalize_backward", _elementwise_backward, cuda.normalize_backward)
+
+
+@lru_cache(maxsize=256)
+def _stages(dims: tuple[int, ...], rank: int) -> list[list[int]]:
+    """Return what is averaged over in turn: the last dimensions first, then the others."""
+    trailing = [d for d in dims if set(range(d, rank)) <= set(dims)]
+    rest = [d for d in dims if d not in trailing]
+    return [stage for stage in (trailing, rest) if stage]
+
+
+def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSFormat) -> Tensor:
+    """Return means over the last dimensions first, then over the others.
+
+    They are means of means of equal numbers of values, without moving any. ``y`` and ``kind`` are
+    those of :func:`lns_ops.functional.reductions.reduced`.
+    """
+    ops = kernels_of(x)
+    for stage in _stages(tuple(dims), x.dim()):
+        x = reduced(ops, x, y, stage, kind, fmt, True, True)
+        y, kind = None, "plain"
+    return x
+
+
+def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
+    """Return ``(variance + eps)^(-1/2)`` by ``ops``, torch's operators or the kernels of a device.
+
+    ``eps`` is at least the format's smallest magnitude.
+    """
+    least = encode_number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt)
+    total = ops.add(variance, least, fmt.bits, fmt.fraction_bits)
+    return ops.lookup(total, "power", [-0.5], fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+
+
+def _normalization(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int],
+    dims: Sequence[int], eps: float, centred: bool, bits: int, fraction_bits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ops, fmt = kernels_of(x), cached_format(bits, fraction_bits)
+    mean = _mean(x, None, "plain", dims, fmt) if centred else None
+    about, kind = (x, "products") if mean is None else (mean, "squares")
+    variance = _mean(x, about, kind, dims, fmt)
+    scale = inverse_root(ops, variance, eps, fmt)
+    w, b = (None if p is None else p.reshape(shape) for p in (weight, bias))
+    y, out = ops.normalize(x, mean, scale, w, b, bits, fraction_bits)
+    return y, out, x.new_empty(0) if mean is None else mean, variance, scale
+
+
+def _normalization_backward(
+    grad: Tensor, y: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None,
+    shape: Sequence[int], dims: Sequence[int], centred: bool, wanted: Sequence[bool], bits: int,
+    fraction_bits: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ops, fmt = kernels_of(grad), cached_format(bits, fraction_bits)
+    dx, dw, db = (grad.new_empty(0) for _ in range(3))  # results must not share memory
+    if wanted[1] and weight is not None:
+        dw = _summed(grad, y, "products", weight, shape, fmt)
+    if wanted[2] and bias is not None:
+        db = _summed(grad, None, "plain", bias, shape, fmt)
+    if wanted[0]:
+        if weight is not None:
+            grad = ops.mul(grad, weight.reshape(shape), bits, fraction_bits)
+        mean = _mean(grad, None, "plain", dims, fmt) if centred else None
+        along = _mean(grad, y, "products", dims, fmt)
+        dx = ops.normalize_backward(grad, y, mean, along, scale, bits, fraction_bits)
+    return dx, dw, db
+
+
+def _summed(
+    x: Tensor, y: Tensor | None, kind: str, parameter: Tensor, shape: Sequence[int], fmt: LNSFormat
+) -> Tensor:
+    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    seen = parameter.reshape(shape).shape
+    new = x.dim() - len(seen)
+    dims = [d for d in range(x.dim()) if d < new or seen[d - new] == 1 != x.shape[d]]
+    return reduced(kernels_of(x), x, y, dims, kind, fmt, True, False).reshape(parameter.shape)
+
+
+def _shapes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Any, dims: Sequence[int],
+    eps: float, centred: bool, *fmt: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    kept = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    affine = weight is not None or bias is not None
+    sizes = (x.shape, x.shape if affine else 0, kept if centred else 0, kept, kept)
+    return tuple(x.new_empty(size) for size in sizes)
+
+
+def _backward_shapes(
+    grad: Tensor, y: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Any,
+    dims: Any, centred: bool, wanted: Sequence[bool], *fmt: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    made = (grad.shape, *(0 if p is None else p.shape for p in (weight, bias)))
+    return tuple(grad.new_empty(s if want else 0) for s, want in zip(made, wanted, strict=True))
+
+
+define_operator(
+    "normalization",
+    "(Tensor x, Tensor? weight, Tensor? bias, int[] shape, int[] dims, float eps, bool centred,"
+    f" {FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _normalization,
+    _shapes,
+    _normalization,
+)
+define_operator(
+    "normalization_backward",
+    "(Tensor grad, Tensor y, Tensor scale, Tensor? weight, Tensor? bias, int[] shape, int[] dims,"
+    f" bool centred, bool[] wanted, {FORMAT}) -> (Tensor, Tensor, Tensor)",
+    _normalization_backward,
+    _backward_shapes,
+    _normalization_backward,
+)
+
+
+class Normalized(NamedTuple):
+    """What a normalization makes: ``y``, ``y weight + bias``, the statistics and ``s``.
+
+    The mean is empty where it is not centred.
+    """
+
+    y: Tensor
+    out: Tensor
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor
+
+
+def normalization(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int],
+    dims: Sequence[int], eps: float, centred: bool, fmt: LNSFormat,
+) -> Normalized:  # fmt: skip
+    """Normalize int16 codes ``x`` over ``dims``; statistics keep these dimensions, of size 1.
+
+    Args:
+        weight, bias: of one shape, or absent; they meet ``x`` seen as ``shape``.
+    """
+    made = Normalized(
+        *OPS.normalization(x, weight, bias, shape, dims, eps, centred, fmt.bits, fmt.fraction_bits)
+    )
+    return made._replace(out=made.y) if weight is None and bias is None else made
+
+
+def normalization_backward(
+    grad: Tensor, y: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None,
+    shape: Sequence[int], dims: Sequence[int], centred: bool, wanted: Sequence[bool],
+    fmt: LNSFormat,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of ``x``, weight and bias; those that are not ``wanted`` are empty.
+
+    ``y`` and ``scale`` are those of :func:`normalization`, as are the other arguments.
+    """
+    return OPS.normalization_backward(  # type: ignore[no-any-return]
+        grad, y, scale, weight, bias, shape, dims, centred, wanted, fmt.bits, fmt.fraction_bits
     )

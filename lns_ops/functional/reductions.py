@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +122,8 @@ def sum(
     Args:
         times: sum the products with this tensor of the same shape, codes of the format, instead.
     """
-    return _reduced(x, times, dims, "plain" if times is None else "products", fmt, keepdim, False)
+    kind = "plain" if times is None else "products"
+    return reduced(OPS, x, times, dims, kind, fmt, keepdim, False)
 
 
 def mean(
@@ -147,28 +148,66 @@ def mean(
     """
     y = times if about is None else about
     kind = "squares" if about is not None else "plain" if times is None else "products"
-    return _reduced(x, y, dims, kind, fmt, keepdim, True)
+    return reduced(OPS, x, y, dims, kind, fmt, keepdim, True)
 
 
-def _reduced(
-    x: Tensor, y: Tensor | None, dims: Sequence[int], kind: str, fmt: LNSFormat, keepdim: bool,
-    average: bool,
-) -> Tensor:  # fmt: skip
-    reduced = sorted({d % x.dim() for d in dims}) if x.dim() else []
-    shape = [1 if d in reduced else n for d, n in enumerate(x.shape) if keepdim or d not in reduced]
-    if not reduced:
-        return _terms(x, y, kind, fmt).clone()
-    terms = left = math.prod(x.shape[d] for d in reduced)
-    if average and terms == 0:
+class _Reduction(NamedTuple):
+    """How a sum or mean is taken.
+
+    Attributes:
+        dims: what is summed over, ascending.
+        shape: the result's.
+        shifts: ulps added to the logarithms of the sums of each pass; all but the last sum pieces.
+    """
+
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    shifts: tuple[int, ...]
+
+
+def _reduction(
+    sizes: Sequence[int], dims: Sequence[int], keepdim: bool, average: bool, fraction_bits: int
+) -> _Reduction:
+    rank = len(sizes)
+    reduced = tuple(sorted({d % rank for d in dims})) if rank else ()
+    shape = tuple(
+        1 if d in reduced else n for d, n in enumerate(sizes) if keepdim or d not in reduced
+    )
+    terms = left = math.prod(sizes[d] for d in reduced)
+    if average and reduced and terms == 0:
         raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
-    scale = 1
+    scale, shifts = 1, []
     while left > LONG_SUM:  # every piece of a mean is divided by 4096, exactly
-        shift = -_LONG_SUM_OCTAVES << fmt.fraction_bits if average else 0
-        x = OPS.sum(x, y, reduced, kind, fmt.bits, fmt.fraction_bits, shift)
-        left, scale = x.shape[0], scale * LONG_SUM
-        y, reduced, kind = None, [0], "plain"
-    shift = -logarithm(terms / scale, fmt.fraction_bits) if average else 0
-    return OPS.sum(x, y, reduced, kind, fmt.bits, fmt.fraction_bits, shift).reshape(shape)  # type: ignore[no-any-return]
+        shifts.append(-_LONG_SUM_OCTAVES << fraction_bits if average else 0)
+        left, scale = -(-left // LONG_SUM), scale * LONG_SUM
+    shifts.append(-logarithm(terms / scale, fraction_bits) if average and reduced else 0)
+    return _Reduction(reduced, shape, tuple(shifts))
+
+
+_cached_reduction = lru_cache(maxsize=4096)(_reduction)
+
+
+def reduced(
+    ops: Any, x: Tensor, y: Tensor | None, dims: Sequence[int], kind: str, fmt: LNSFormat,
+    keepdim: bool, average: bool,
+) -> Tensor:  # fmt: skip
+    """Return a sum or mean by ``ops``, torch's operators or the kernels of a device.
+
+    ``kind`` says which terms: ``plain``, ``products`` with y, or ``squares`` of what x is more than
+    y.
+    """
+    key = (x.shape, tuple(dims), keepdim, average, fmt.fraction_bits)
+    try:
+        plan = _cached_reduction(*key)
+    except TypeError:  # symbolic sizes have no hash
+        plan = _reduction(*key)
+    if not plan.dims:
+        return _terms(x, y, kind, fmt).clone()
+    over: Sequence[int] = plan.dims
+    for shift in plan.shifts:
+        x = ops.sum(x, y, over, kind, fmt.bits, fmt.fraction_bits, shift)
+        y, over, kind = None, (0,), "plain"
+    return x.reshape(plan.shape)
 
 
 def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contract") -> Tensor:
@@ -197,12 +236,16 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
         )
     if check_accumulation(accumulation) != "contract":
         return OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return product(OPS, x, y, fmt)
+
+
+def product(ops: Any, x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return :func:`matmul` by ``ops``, torch's operators or the kernels of a device."""
     if x.shape[-1] <= LONG_SUM:
-        return OPS.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+        return ops.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
-    return sum(
-        torch.stack([OPS.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts]), [0], fmt
-    )
+    pieces = torch.stack([ops.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts])
+    return reduced(ops, pieces, None, [0], "plain", fmt, False, False)
 
 
 def linear(

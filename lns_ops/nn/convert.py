@@ -97,12 +97,22 @@ class _Encode:
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
+            return None
         named = {
             name: value if "mask" in name else tree_map(self._encoded, value)
             for name, value in kwargs.items()
         }
         return tree_map(self._encoded, args), named
+
+    def _is_kept(self, x: Any) -> bool:
+        """Return whether ``x`` is in the format, in the usual case: no precision is mixed."""
+        return (
+            type(x) is LNSTensor
+            and x.fmt == self.fmt
+            and not torch.is_autocast_enabled(x.codes.device.type)
+        )
 
     def _encoded(self, x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point:

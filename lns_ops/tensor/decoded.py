@@ -16,6 +16,8 @@ A result that is infinite or NaN raises, as in the rest of LNS.
 
 from __future__ import annotations
 
+from functools import cache
+
 _TEXT = """
 sin cos tan asin acos atan arcsin arccos arctan sinh cosh asinh acosh atanh arcsinh arccosh arctanh
 atan2 arctan2 sinc erf erfc erfinv lgamma digamma polygamma mvlgamma logit deg2rad rad2deg hypot
@@ -52,6 +54,7 @@ _FAMILIES = (
 )  # fmt: skip
 
 
+@cache
 def is_decoded(name: str) -> bool:
     """Return whether a function of this name is computed in float32."""
     return (

@@ -24,11 +24,12 @@ from lns_ops._compat import (
     tree_map,
     written_arguments,
 )
+from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import collectives, fallback, integers, promotion
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
-from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten
+from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
 
 _READS = {
     Tensor.dim,
@@ -155,7 +156,7 @@ class LNSTensor(torch.Tensor):
                 return func(*args)
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
-            return _written_to(func, args, kwargs)
+            return promotion.written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
         name = getattr(func, "__name__", "")
         if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
@@ -188,15 +189,6 @@ class LNSTensor(torch.Tensor):
         return handler(func, *args, **kwargs)
 
 
-def _written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
-    out = kwargs["out"]
-    results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-    for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
-        destination.copy_(result)
-    return out
-
-
 def _is_plain(x: Any) -> bool:
     """Return whether ``x`` is a float or complex tensor, and no LNSTensor, or a complex number."""
     return (
@@ -212,6 +204,10 @@ def _meets_floats(args: Any, kwargs: dict[str, Any]) -> bool:
     return promotion.any_leaf(_is_plain, args) or (
         bool(kwargs) and promotion.any_leaf(_is_plain, kwargs.values())
     )
+
+
+def _wants_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and _is_plain(x) and x.requires_grad
 
 
 def _is_complex(x: Any) -> bool:
@@ -239,8 +235,7 @@ def _whole_value(x: Any) -> Any:
 
 def _format_of(args: Any, kwargs: Any) -> LNSFormat | None:
     """Return the format of the first LNSTensor among arguments; None if there is none."""
-    leaves = tree_leaves((args, kwargs))
-    return next((leaf.fmt for leaf in leaves if isinstance(leaf, LNSTensor)), None)
+    return next((x.fmt for x in tree_leaves((args, kwargs)) if isinstance(x, LNSTensor)), None)
 
 
 def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -262,10 +257,12 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     The others are left to the dispatch of operators.
     """
+    if not promotion.any_leaf(_wants_gradient, (*args, *kwargs.values())):
+        return args, kwargs
     fmt = _format_of(args, kwargs)
 
     def encoded(leaf: Any) -> Any:
-        if fmt is None or not _is_plain(leaf) or not leaf.requires_grad:
+        if fmt is None or not _wants_gradient(leaf):
             return leaf
         if leaf.layout is not torch.strided:
             return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
@@ -317,11 +314,9 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with no_dispatch():
             func(*args, **kwargs)  # shape and strides of the wrapper
         return args[0]
-    name, _, overload = func.name().removeprefix("aten::").partition(".")
-    if name.endswith("_") and hasattr(aten, name[:-1]):
-        out_of_place = getattr(getattr(aten, name[:-1]), overload or "default", None)
-        if out_of_place in HANDLERS:
-            return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
+    name, overload, out_of_place = parts_of(func)
+    if out_of_place in HANDLERS:
+        return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
@@ -435,7 +430,7 @@ def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
     ``x`` is a float tensor or an LNSTensor of any format.
     """
-    fmt = LNSFormat(bits, fraction_bits)
+    fmt = cached_format(bits, fraction_bits)
     if isinstance(x, LNSTensor):
         return x if x.fmt == fmt else LNSTensor.from_float(x.to_float(), fmt)
     return LNSTensor.from_float(x, fmt)
@@ -494,6 +489,7 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
     return codes[0], codes[1], fmt
 
 
+promotion.WITHOUT.add(LNSTensor)
 # Files name these by where they are public, not by the file that defines them.
 LNSTensor.__module__ = _rebuilt.__module__ = "lns_ops.tensor"
 torch.serialization.add_safe_globals([LNSTensor, LNSFormat, _rebuilt])

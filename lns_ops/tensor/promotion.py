@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import is_transformed, tree_map
+from lns_ops._compat import is_transformed, tree_leaves, tree_map
 from lns_ops.spec.format import LNSFormat
 
 encoded_by: Counter[str] = Counter()
@@ -69,11 +69,11 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
 def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
     """Return whether a leaf of arguments, or of sequences among them, has a property.
 
-    Numbers, names and the like have none.
+    Numbers, names, LNSTensors and the like have none.
     """
     for a in args:
         kind = type(a)
-        if kind in _WITHOUT:
+        if kind in WITHOUT:
             continue
         if isinstance(a, (list, tuple)):
             if any_leaf(holds, a):
@@ -83,7 +83,8 @@ def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:
     return False
 
 
-_WITHOUT = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
+WITHOUT: set[type] = {int, float, bool, NoneType, str, torch.dtype, torch.device, torch.Size}
+"""The types of arguments that are no floats to encode, the most frequent ones."""
 
 
 def writes(name: str) -> bool:
@@ -108,6 +109,15 @@ def lines() -> list[str]:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in encoded_by.most_common())
     return [f"float tensors encoded where they met LNS, in this process: {counts}"]
+
+
+def written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Copy a function's results into what ``out=`` names, in its kind, and return it."""
+    out = kwargs["out"]
+    results = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    for destination, result in zip(tree_leaves(out), tree_leaves(results), strict=True):
+        destination.copy_(result)
+    return out
 
 
 def mapped(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

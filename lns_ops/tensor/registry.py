@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -58,3 +59,11 @@ def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
         return replacement
 
     return register
+
+
+@cache
+def parts_of(func: Any) -> tuple[str, str, Any]:
+    """Return an operator's name and overload, and of one in place the form out of place."""
+    name, _, overload = func.name().removeprefix("aten::").partition(".")
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return name, overload, getattr(packet, overload or "default", None)

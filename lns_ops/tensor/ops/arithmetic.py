@@ -109,6 +109,12 @@ def _relu(func: Any, x: LNSTensor) -> LNSTensor:
     return LNSTensor(lns.relu(x.codes), x.fmt)
 
 
+@handles(aten.relu_.default)
+def _relu_(func: Any, x: LNSTensor) -> LNSTensor:
+    x.codes.clamp_min_(0)
+    return x
+
+
 @handles(aten.addcmul.default)
 def _addcmul(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNSTensor:
     return binary(aten.add.Tensor, x, binary(aten.mul.Tensor, y, z), value)

@@ -42,7 +42,7 @@ def _convolution(
 ) -> LNSTensor:
     x_codes, w_codes, fmt = operands("convolution", x, weight)
     geometry, accumulation = (
-        conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups),
+        conv.Geometry.of(x_codes.dim() - 2, stride, padding, dilation, groups),
         get_matmul_accumulation(),
     )
     if transposed:
@@ -52,7 +52,7 @@ def _convolution(
         out = conv.convolution(x_codes, w_codes, geometry, fmt, accumulation=accumulation)
     if bias is not None:
         bias_codes, _, _ = operands("convolution", bias, weight)
-        out = lns.add(out, bias_codes.reshape(-1, *[1] * (x.dim() - 2)), fmt)
+        out = lns.add(out, bias_codes.reshape(-1, *[1] * (x_codes.dim() - 2)), fmt)
     return LNSTensor(out, fmt)
 
 
@@ -64,20 +64,21 @@ def _convolution_backward(
     x_codes, w_codes, fmt = operands("convolution", x, weight)
     grad_codes, _, _ = operands("convolution_backward", grad, weight)
     geometry, options = (
-        conv.Geometry.of(x.dim() - 2, stride, padding, dilation, groups),
+        conv.Geometry.of(x_codes.dim() - 2, stride, padding, dilation, groups),
         {"accumulation": get_matmul_accumulation()},
     )
     grads: list[Tensor | None] = [None, None, None]
     if output_mask[0] and transposed:
         grads[0] = conv.convolution(grad_codes, w_codes, geometry, fmt, **options)
     elif output_mask[0]:
-        grads[0] = conv.input_gradient(grad_codes, w_codes, x.shape[2:], geometry, fmt, **options)
+        size = x_codes.shape[2:]
+        grads[0] = conv.input_gradient(grad_codes, w_codes, size, geometry, fmt, **options)
     if output_mask[1]:
         small, large = (x_codes, grad_codes) if transposed else (grad_codes, x_codes)
-        grads[1] = conv.weight_gradient(small, large, weight.shape[2:], geometry, fmt, **options)
+        grads[1] = conv.weight_gradient(small, large, w_codes.shape[2:], geometry, fmt, **options)
     if output_mask[2]:
         # positions, then images
-        grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad.dim()), fmt), [0], fmt)
+        grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad_codes.dim()), fmt), [0], fmt)
     first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
     return first, second, third
 

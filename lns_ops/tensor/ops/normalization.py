@@ -1,14 +1,8 @@
 """Batch, layer, group, instance and root-mean-square normalization, in LNS, with one gradient.
 
-Over the dimensions that are averaged, ``n`` values (the last dimensions first, so for images:
-positions, then examples)::
-
-    d = x - sum(x) / n        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
-    dx = s (g - sum(g) / n - y sum(g y) / n)
-
-(without ``d`` and the first mean for RMSNorm), sums in the contract's order, the root a power of
-one rounding. ``eps`` is at least the format's smallest magnitude. Weight and bias are an LNS
-product and an LNS sum behind it.
+:mod:`lns_ops.functional.normalization` has the equations. Over the dimensions that are averaged the
+last ones go first, so for images: positions, then examples; sums go in the contract's order, the
+root is a power of one rounding. Weight and bias are an LNS product and an LNS sum behind it.
 
 Running statistics of BatchNorm stay float32 buffers: they are averages over steps with a factor of
 0.1, which an LNS update would stop following within some per cent, and nothing of the gradient
@@ -30,104 +24,58 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
-from lns_ops.functional.indexed import power
-from lns_ops.functional.normalization import normalize, normalize_backward
+from lns_ops.functional.library import OPS
+from lns_ops.functional.normalization import inverse_root, normalization, normalization_backward
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient
 from lns_ops.tensor.registry import replaces
 
 
-def _mean(x: Tensor, dims: Sequence[int], fmt: LNSFormat, **terms: Tensor) -> Tensor:
-    """Return means over the last dimensions first, then over the others.
-
-    They are means of means of equal numbers of values, without moving any. ``terms`` are those of
-    :func:`lns_ops.functional.mean`.
-    """
-    trailing = [d for d in dims if set(range(d, x.dim())) <= set(dims)]
-    rest = [d for d in dims if d not in trailing]
-    if not rest or not trailing:
-        return lns.mean(x, dims, fmt, keepdim=True, **terms)
-    return lns.mean(lns.mean(x, trailing, fmt, keepdim=True, **terms), rest, fmt, keepdim=True)
-
-
-def _inverse_root(variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
-    return power(
-        lns.add(variance, lns.encode_number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt), fmt),
-        -0.5,
-        fmt,
-    )
-
-
 class _Normalize(torch.autograd.Function):
-    """The normalization ``y`` of the head of this file, ``y weight + bias``, and their gradients.
+    """The normalization of :mod:`lns_ops.functional.normalization` and its gradients.
 
-    ``shape`` is that in which weight and bias meet ``x``. It also returns the mean (None for
-    RMSNorm) and the variance, without gradients. Its gradient has no gradient: asking for one
-    raises.
+    ``shape`` is that in which weight and bias meet ``x``. It also returns the codes of the mean
+    (empty for RMSNorm) and of the variance. Its gradient has no gradient: asking for one raises.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: LNSTensor, weight: LNSTensor | None, bias: LNSTensor | None,
         shape: list[int], dims: list[int], eps: float, centred: bool,
-    ) -> tuple[LNSTensor, LNSTensor | None, LNSTensor]:  # fmt: skip
-        fmt, codes = x.fmt, x.codes
-        mean = _mean(codes, dims, fmt) if centred else None
-        squares = {"times": codes} if mean is None else {"about": mean}
-        variance = _mean(codes, dims, fmt, **squares)
-        scale = _inverse_root(variance, eps, fmt)
-        w, b = (None if p is None else p.codes.reshape(shape) for p in (weight, bias))
-        y, out = normalize(codes, mean, scale, w, b, fmt)
-        ctx.save_for_backward(LNSTensor(y, fmt), LNSTensor(scale, fmt), weight, bias)
-        ctx.dims, ctx.centred, ctx.shape = dims, centred, shape
-        results = (
-            LNSTensor(out, fmt),
-            None if mean is None else LNSTensor(mean, fmt),
-            LNSTensor(variance, fmt),
-        )
-        ctx.mark_non_differentiable(*(r for r in results[1:] if r is not None))
-        return results
+    ) -> tuple[LNSTensor, Tensor, Tensor]:  # fmt: skip
+        w, b = (None if p is None else p.codes for p in (weight, bias))
+        made = normalization(x.codes, w, b, shape, dims, eps, centred, x.fmt)
+        ctx.save_for_backward(made.y, made.scale, weight, bias)
+        ctx.fmt, ctx.dims, ctx.centred, ctx.shape = x.fmt, dims, centred, shape
+        ctx.mark_non_differentiable(made.mean, made.variance)
+        return LNSTensor(made.out, x.fmt), made.mean, made.variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        normal, scale, weight, bias = ctx.saved_tensors
-        grad = gradient(grad, normal.fmt)
-        fmt, g, y = grad.fmt, grad.codes, normal.codes
-        wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad[:3]
-        dw = _summed(g, weight, ctx.shape, times=y) if wanted_weight else None
-        db = _summed(g, bias, ctx.shape) if wanted_bias else None
-        dx = None
-        if wanted_x:
-            if weight is not None:
-                g = lns.mul(g, weight.codes.reshape(ctx.shape), fmt)
-            mean = _mean(g, ctx.dims, fmt) if ctx.centred else None
-            along = _mean(g, ctx.dims, fmt, times=y)
-            dx = LNSTensor(normalize_backward(g, y, mean, along, scale.codes, fmt), fmt)
-        return dx, dw, db, None, None, None, None
-
-
-def _summed(
-    codes: Tensor, parameter: LNSTensor, shape: Sequence[int], **terms: Tensor
-) -> LNSTensor:
-    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
-    seen, fmt = parameter.codes.reshape(shape), parameter.fmt
-    new = codes.dim() - seen.dim()
-    dims = [d for d in range(codes.dim()) if d < new or seen.shape[d - new] == 1 != codes.shape[d]]
-    sums = lns.sum(codes, dims, fmt, keepdim=True, **terms)
-    return LNSTensor(sums.reshape(parameter.codes.shape), fmt)
+        y, scale, weight, bias = ctx.saved_tensors
+        w, b = (None if p is None else p.codes for p in (weight, bias))
+        wanted = ctx.needs_input_grad[:3]
+        codes = normalization_backward(
+            gradient(grad, ctx.fmt).codes, y, scale, w, b, ctx.shape, ctx.dims, ctx.centred, wanted,
+            ctx.fmt,
+        )  # fmt: skip
+        grads = (
+            LNSTensor(c, ctx.fmt) if want else None for c, want in zip(codes, wanted, strict=True)
+        )
+        return *grads, None, None, None, None
 
 
 def _normalized(
     x: LNSTensor, dims: Sequence[int], eps: float, weight: Tensor | None = None,
     bias: Tensor | None = None, shape: Sequence[int] = (), *, centred: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, the mean, and the variance.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and mean and variance in codes.
 
-    The mean is subtracted only if ``centred``; the first is multiplied by ``weight`` and has
-    ``bias`` added, as they are in ``shape``.
+    The mean is subtracted only if ``centred``, else it is empty; the first is multiplied by
+    ``weight`` and has ``bias`` added, as they are in ``shape``.
     """
-    if not x.numel():
+    if not x.codes.numel():
         raise ValueError(
             f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
             " it out"
@@ -190,10 +138,10 @@ def group_norm(
 
 
 @torch.no_grad()
-def _track(running: Tensor | None, batch: Any, factor: float) -> None:
-    """Update ``running = (1 - factor) running + factor batch`` in float32."""
+def _track(running: Tensor | None, batch: Tensor, fmt: LNSFormat, factor: float) -> None:
+    """Update ``running = (1 - factor) running + factor batch`` in float32, ``batch`` in codes."""
     if running is not None:
-        running.mul_(1 - factor).add_(lns.decode(batch.codes, batch.fmt).reshape(-1), alpha=factor)
+        running.mul_(1 - factor).add_(lns.decode(batch, fmt).reshape(-1), alpha=factor)
 
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
@@ -201,25 +149,27 @@ def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -
     encoded = [
         LNSTensor.from_float(v.detach(), x.fmt).codes.reshape(shape) for v in (mean, variance)
     ]
-    scale = LNSTensor(_inverse_root(encoded[1], eps, x.fmt), x.fmt)
+    scale = LNSTensor(inverse_root(OPS, encoded[1], eps, x.fmt), x.fmt)
     return (x - LNSTensor(encoded[0], x.fmt)) * scale
 
 
 def _batch(
     x: LNSTensor, mean: Any, variance: Any, weight: Any, bias: Any, factor: float, eps: float
 ) -> Tensor:
-    dims = [0, *range(2, x.dim())]
-    count = x.numel() // x.shape[1]
+    codes, fmt = x.codes, x.fmt
+    dims = [0, *range(2, codes.dim())]
+    count = codes.numel() // codes.shape[1]
     if count < 2:
         raise ValueError(
             f"batch norm of {count} value per channel in training: needs more than one; use a"
             " larger batch or eval()"
         )
-    shape = [-1, *[1] * (x.dim() - 2)]
+    shape = [-1, *[1] * (codes.dim() - 2)]
     y, batch_mean, batch_variance = _normalized(x, dims, eps, weight, bias, shape)
-    assert batch_mean is not None
-    _track(mean, batch_mean, factor)
-    _track(variance, batch_variance * (count / (count - 1)), factor)
+    _track(mean, batch_mean, fmt, factor)
+    if variance is not None:
+        unbiased = lns.encode_number(count / (count - 1), fmt)
+        _track(variance, lns.mul(batch_variance, unbiased, fmt), fmt, factor)
     return y
 
 
@@ -268,8 +218,8 @@ def instance_norm(
     if not use_input_stats:
         return _affine(_with_statistics(input, running_mean, running_var, eps), weight, bias, shape)
     y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
-    assert mean is not None
-    count = math.prod(input.shape[2:])
-    _track(running_mean, mean.mean(0), momentum)
-    _track(running_var, variance.mean(0) * (count / max(1, count - 1)), momentum)
+    count, fmt = math.prod(input.shape[2:]), input.fmt
+    unbiased = lns.encode_number(count / max(1, count - 1), fmt)
+    _track(running_mean, lns.mean(mean, [0], fmt), fmt, momentum)
+    _track(running_var, lns.mul(lns.mean(variance, [0], fmt), unbiased, fmt), fmt, momentum)
     return y

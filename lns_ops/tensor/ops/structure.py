@@ -34,7 +34,7 @@ takes_floats(
 
 @handles(
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default,
-    aten._unsafe_view.default, aten.expand.default, aten.detach.default, aten.alias.default,
+    aten._unsafe_view.default, aten.expand.default, aten.alias.default,
     aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.index.Tensor,
     aten.index_select.default, aten.as_strided.default, aten.lift_fresh.default,
@@ -53,6 +53,12 @@ takes_floats(
 )  # fmt: skip
 def _structural(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
     return LNSTensor(func(x.codes, *args, **kwargs), x.fmt)
+
+
+@handles(aten.detach.default)
+def _detach(func: Any, x: LNSTensor) -> LNSTensor:
+    """Detach, as every gradient of a parameter is: the method takes a third of the operator."""
+    return LNSTensor(x.codes.detach(), x.fmt)
 
 
 @handles(

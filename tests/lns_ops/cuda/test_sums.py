@@ -3,15 +3,17 @@ of normalizations give the same bits on a GPU as on the CPU, wherever the terms 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from lns_ops import LNSFormat, cuda
 from lns_ops import functional as lns
-from lns_ops.functional.normalization import normalize, normalize_backward
+from lns_ops.functional.library import kernels_of
 from tests.lns_ops.cuda.codes import FORMATS, assert_same, random_codes
-from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS
+from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS, WHOLE_NORMALIZATIONS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,14 +79,40 @@ def test_normalizations(
     x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
     mean, scale, along = (codes(kept, fmt, seed, 0.1) for seed in (4, 5, 6))
     weight, bias = (codes(affine, fmt, seed, 0.1) for seed in (7, 8))
+    numbers = (fmt.bits, fmt.fraction_bits)
     for m in (mean, None):
         for w, b in ((weight, bias), (weight, None), (None, bias), (None, None)):
-            wanted = normalize(x, m, scale, w, b, fmt)
-            given = (None if v is None else v.cuda() for v in (x, m, scale, w, b))
-            for got, each in zip(normalize(*given, fmt), wanted, strict=True):
-                assert_same(got, each.numpy())
-        given = (None if v is None else v.cuda() for v in (grad, y, m, along, scale))
-        assert_same(
-            normalize_backward(*given, fmt),
-            normalize_backward(grad, y, m, along, scale, fmt).numpy(),
-        )
+            assert_same_kernels("normalize", (x, m, scale, w, b), numbers)
+        assert_same_kernels("normalize_backward", (grad, y, m, along, scale), numbers)
+
+
+def assert_same_kernels(
+    name: str, given: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
+) -> None:
+    """Call a kernel of both devices, and compare results."""
+    copies = [None if v is None else v.cuda() for v in given]
+    on_gpu, on_cpu = (
+        getattr(kernels_of(v[0]), name)(*v, *numbers)  # type: ignore[arg-type]
+        for v in (copies, given)
+    )
+    if isinstance(on_cpu, Tensor):
+        on_gpu, on_cpu = (on_gpu,), (on_cpu,)
+    for got, wanted in zip(on_gpu, on_cpu, strict=True):
+        assert_same(got, wanted.numpy())
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(("shape", "dims"), WHOLE_NORMALIZATIONS, ids=str)
+def test_normalizations_with_their_statistics_and_gradients(
+    shape: tuple[int, ...], dims: list[int], fmt: LNSFormat
+) -> None:
+    x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
+    scale = codes(tuple(1 if d in dims else n for d, n in enumerate(shape)), fmt, 4, 0.1)
+    weight, bias = (codes((shape[1],), fmt, seed, 0.1) for seed in (5, 6))
+    seen, numbers = [shape[1], *[1] * (len(shape) - 2)], (fmt.bits, fmt.fraction_bits)
+    for w, b, centred in ((weight, bias, True), (None, bias, True), (None, None, False)):
+        options = (seen, dims, 1e-5, centred, *numbers)
+        assert_same_kernels("normalization", (x, w, b), options)
+        for wanted in ([True, w is not None, b is not None], [False] * 3):
+            options = (seen, dims, centred, wanted, *numbers)
+            assert_same_kernels("normalization_backward", (grad, y, scale, w, b), options)

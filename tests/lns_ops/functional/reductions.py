@@ -33,3 +33,12 @@ NORMALIZATIONS = [
     ((2, 3, 4, 5), (2, 1, 4, 1), (3, 1, 5)),
 ]
 """Shapes of what is normalized, of its statistics, and of weight and bias."""
+
+WHOLE_NORMALIZATIONS = [
+    ((4, 6, 8, 8), [0, 2, 3]),
+    ((70, 5, 9), [0, 2]),
+    ((3, 4, 5000), [2]),
+    ((200, 6), [0]),
+    ((4, 6, 8, 8), [1, 2, 3]),
+]
+"""Shapes of what is normalized, and over which dimensions."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lns_ops import LNSFormat, lns12, lns16, reference
 from lns_ops import functional as lns
-from lns_ops.functional.normalization import normalize, normalize_backward
+from lns_ops.functional.library import kernels_of
 from tests.lns_ops.cuda.codes import random_codes
 from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS
 
@@ -55,14 +55,16 @@ def test_normalizations_are_four_operations(
     weight, bias = (codes(affine, lns12, seed) for seed in (7, 8))
     normal = lns.mul(lns.sub(x, mean, lns12), scale, lns12)
     out = lns.add(lns.mul(normal, weight, lns12), bias, lns12)
-    got = normalize(x, mean, scale, weight, bias, lns12)
+    ops, fmt = kernels_of(x), (12, 6)
+    got = ops.normalize(x, mean, scale, weight, bias, *fmt)
     assert torch.equal(got[0], normal)
     assert torch.equal(got[1], out)
-    plain = normalize(x, None, scale, None, None, lns12)
-    assert all(torch.equal(each, lns.mul(x, scale, lns12)) for each in plain)
+    plain, affine = ops.normalize(x, None, scale, None, None, *fmt)
+    assert torch.equal(plain, lns.mul(x, scale, lns12))
+    assert affine.numel() == 0
     rest = lns.sub(lns.sub(grad, mean, lns12), lns.mul(y, along, lns12), lns12)
     assert torch.equal(
-        normalize_backward(grad, y, mean, along, scale, lns12), lns.mul(rest, scale, lns12)
+        ops.normalize_backward(grad, y, mean, along, scale, *fmt), lns.mul(rest, scale, lns12)
     )
 
 
@@ -73,6 +75,9 @@ def test_the_operators_pass_torchs_check() -> None:
     check(ops.sum.default, (x, None, [0, 2], "plain", *fmt))
     check(ops.sum.default, (x, y, [2], "products", *fmt, -64))
     check(ops.sum.default, (x, mean, [0, 2], "squares", *fmt))
-    check(ops.normalize.default, (x, mean, mean, weight, weight, *fmt))
-    check(ops.normalize.default, (x, None, mean, None, None, *fmt))
-    check(ops.normalize_backward.default, (x, y, mean, mean, mean, *fmt))
+    for w, b, centred in ((weight, weight, True), (None, weight, True), (None, None, False)):
+        affine, dims, wanted = (w, b, [3, 1]), [0, 2], [True, w is not None, b is not None]
+        check(ops.normalization.default, (x, *affine, dims, 1e-5, centred, *fmt))
+        saved = (x, y, mean, *affine)
+        check(ops.normalization_backward.default, (*saved, dims, centred, wanted, *fmt))
+        check(ops.normalization_backward.default, (*saved, dims, centred, [False] * 3, *fmt))
