@@ -40,7 +40,7 @@ ORDER = {
 only pass names on."""
 PARSERS = {
     f"study.cli.{name}"
-    for name in ("data", "launch", "manage", "reproduce", "run", "serve", "tracking")
+    for name in ("data", "doctor", "launch", "manage", "reproduce", "run", "serve", "tracking")
 }
 """Modules whose commands import what they need when they are called, as completion and ``--help``
 wait for the others: 0.1 s of CPU time."""

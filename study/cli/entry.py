@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from study.cli.data import add_data
+from study.cli.doctor import add_doctor
 from study.cli.launch import add_launch
-from study.cli.manage import add_commands, add_doctor
+from study.cli.manage import add_commands
 from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui

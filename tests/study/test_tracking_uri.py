@@ -12,7 +12,7 @@ import pytest
 
 from study import tracking_uri as module
 from study.cli import main
-from study.cli.doctor import _passwords, _tracking
+from study.cli.examine import _passwords, _tracking
 from study.config import StudyConfig
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
