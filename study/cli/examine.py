@@ -1,5 +1,5 @@
-"""Checks of this machine, or of a study's ledger and checkpoints, each with a remedy, for ``lns-study
-doctor``."""
+"""Checks of this machine, or of a study's ledger and checkpoints, each with a remedy: what the
+command ``doctor`` does."""
 
 from __future__ import annotations
 
