@@ -106,7 +106,7 @@ def reports(said: list[Message]) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in repeatable(message.payload).items()
-            if name != "checkpoint_path"
+            if name not in ("checkpoint_path", "seconds")
         }
         for message in said
         if message.kind == REPORT
