@@ -22,6 +22,7 @@ from lns_ops.functional.elementwise import (
     from_key,
     mul,
     neg,
+    number_code,
     order_key,
     relu,
     select,
@@ -39,7 +40,7 @@ from lns_ops.functional.updates import (
 
 __all__ = [
     "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode",
-    "encode_number", "from_key", "linear", "matmul", "mean", "mul", "neg", "norm",
+    "encode_number", "from_key", "linear", "matmul", "mean", "mul", "neg", "norm", "number_code",
     "order_key", "relu", "select", "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub",
     "sum",
 ]  # fmt: skip

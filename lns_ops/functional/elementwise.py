@@ -146,7 +146,12 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _code_of(value: float, fmt: LNSFormat) -> int:
+def number_code(value: float, fmt: LNSFormat) -> int:
+    """Return the code of a Python number.
+
+    Raises:
+        ValueError: a NaN or an infinity (``NonFiniteError``).
+    """
     return int(cpu.encode(np.array(value, np.float64), fmt))
 
 
@@ -156,7 +161,7 @@ def encode_number(value: float, fmt: LNSFormat) -> Tensor:
     Raises:
         ValueError: a NaN or an infinity (``NonFiniteError``).
     """
-    return torch.tensor(_code_of(value, fmt), dtype=torch.int16)
+    return torch.tensor(number_code(value, fmt), dtype=torch.int16)
 
 
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lns_ops import cuda
@@ -133,6 +134,16 @@ def _summed(
     return reduced(kernels_of(x), x, y, dims, kind, fmt, True, False).reshape(parameter.shape)
 
 
+def _running_statistics(
+    mean: Tensor, variance: Tensor, factor: float, bits: int, fraction_bits: int
+) -> tuple[Tensor, Tensor]:
+    ops, dtype = kernels_of(mean), torch.float32
+    by = encode_number(factor, cached_format(bits, fraction_bits))
+    unbiased = ops.mul(variance, by, bits, fraction_bits)
+    first, second = (ops.decode(c, bits, fraction_bits, dtype) for c in (mean, unbiased))
+    return first.reshape(-1), second.reshape(-1)
+
+
 def _shapes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Any, dims: Sequence[int],
     eps: float, centred: bool, *fmt: int,
@@ -166,6 +177,17 @@ define_operator(
     _normalization_backward,
     _backward_shapes,
     _normalization_backward,
+)
+
+
+define_operator(
+    "running_statistics",
+    f"(Tensor mean, Tensor variance, float factor, {FORMAT}) -> (Tensor, Tensor)",
+    _running_statistics,
+    lambda *codes_and_numbers: tuple(
+        c.new_empty(c.numel(), dtype=torch.float32) for c in codes_and_numbers[:2]
+    ),
+    _running_statistics,
 )
 
 
@@ -209,3 +231,10 @@ def normalization_backward(
     return OPS.normalization_backward(  # type: ignore[no-any-return]
         grad, y, scale, weight, bias, shape, dims, centred, wanted, fmt.bits, fmt.fraction_bits
     )
+
+
+def running_statistics(
+    mean: Tensor, variance: Tensor, factor: float, fmt: LNSFormat
+) -> tuple[Tensor, Tensor]:
+    """Return the values of ``mean`` and of ``variance factor``, flat float32."""
+    return OPS.running_statistics(mean, variance, factor, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import without_compiler
+from lns_ops._compat import DisableTorchFunction, without_compiler
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import ARITHMETICS
 from lns_ops.tensor import LNSTensor
@@ -66,7 +66,7 @@ def check_range(name: str, value: float, low: float, high: float, example: str) 
 
 def scalar_code(name: str, value: float, fmt: LNSFormat) -> int:
     """Return the code of a hyperparameter, which must not vanish in the format."""
-    code = int(lns.encode_number(value, fmt))
+    code = lns.number_code(value, fmt)
     if code == 0 and value != 0:
         raise ValueError(
             f"{name}={abs(value):g}: underflows to zero in {fmt}, whose smallest magnitude is"
@@ -82,7 +82,7 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
     It is 0, with a warning, where a schedule has taken the rate below the format's smallest
     magnitude.
     """
-    code = int(lns.encode_number(rate, fmt))
+    code = lns.number_code(rate, fmt)
     if code == 0 and rate != 0:
         warnings.warn(
             f"a learning rate below {fmt.smallest:.3g}, the smallest magnitude of {fmt},"
@@ -95,7 +95,9 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
 
 def gradient(parameter: LNSTensor) -> Tensor:
     """Return the codes of a parameter's gradient, encoded if somebody made a float32 one."""
-    grad, fmt = parameter.grad, parameter.fmt
+    fmt = parameter.fmt
+    with DisableTorchFunction():
+        grad = parameter.grad
     if isinstance(grad, LNSTensor) and grad.fmt == fmt:
         return grad.codes
     if type(grad) is Tensor and grad.dtype in (torch.float32, torch.float64) and not grad.is_sparse:
@@ -152,7 +154,8 @@ class LNSOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, without loading torch's compiler."""
-        without_compiler(super().zero_grad)(set_to_none)
+        with DisableTorchFunction():  # a gradient is an attribute, whatever its type
+            without_compiler(super().zero_grad)(set_to_none)
 
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         """Refuse hyperparameters that cannot be used in ``fmt``."""

@@ -25,7 +25,12 @@ from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.library import OPS
-from lns_ops.functional.normalization import inverse_root, normalization, normalization_backward
+from lns_ops.functional.normalization import (
+    inverse_root,
+    normalization,
+    normalization_backward,
+    running_statistics,
+)
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient
 from lns_ops.tensor.registry import replaces
@@ -138,10 +143,20 @@ def group_norm(
 
 
 @torch.no_grad()
-def _track(running: Tensor | None, batch: Tensor, fmt: LNSFormat, factor: float) -> None:
-    """Update ``running = (1 - factor) running + factor batch`` in float32, ``batch`` in codes."""
-    if running is not None:
-        running.mul_(1 - factor).add_(lns.decode(batch, fmt).reshape(-1), alpha=factor)
+def _track(
+    running: Sequence[Tensor | None], mean: Tensor, variance: Tensor, fmt: LNSFormat,
+    terms: int, factor: float,
+) -> None:  # fmt: skip
+    """Update ``running = (1 - factor) running + factor batch`` in float32.
+
+    The batch's mean and variance are codes, the latter of so many terms.
+    """
+    if all(average is None for average in running):
+        return
+    batch = running_statistics(mean, variance, terms / max(1, terms - 1), fmt)
+    for average, values in zip(running, batch, strict=True):
+        if average is not None:
+            average.mul_(1 - factor).add_(values, alpha=factor)
 
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
@@ -166,10 +181,7 @@ def _batch(
         )
     shape = [-1, *[1] * (codes.dim() - 2)]
     y, batch_mean, batch_variance = _normalized(x, dims, eps, weight, bias, shape)
-    _track(mean, batch_mean, fmt, factor)
-    if variance is not None:
-        unbiased = lns.encode_number(count / (count - 1), fmt)
-        _track(variance, lns.mul(batch_variance, unbiased, fmt), fmt, factor)
+    _track((mean, variance), batch_mean, batch_variance, fmt, count, factor)
     return y
 
 
@@ -218,8 +230,8 @@ def instance_norm(
     if not use_input_stats:
         return _affine(_with_statistics(input, running_mean, running_var, eps), weight, bias, shape)
     y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
-    count, fmt = math.prod(input.shape[2:]), input.fmt
-    unbiased = lns.encode_number(count / max(1, count - 1), fmt)
-    _track(running_mean, lns.mean(mean, [0], fmt), fmt, momentum)
-    _track(running_var, lns.mul(lns.mean(variance, [0], fmt), unbiased, fmt), fmt, momentum)
+    count, averages = math.prod(input.shape[2:]), (running_mean, running_var)
+    if any(average is not None for average in averages):
+        mean, variance = (lns.mean(v, [0], input.fmt) for v in (mean, variance))
+        _track(averages, mean, variance, input.fmt, count, momentum)
     return y

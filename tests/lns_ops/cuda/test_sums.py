@@ -109,6 +109,7 @@ def test_normalizations_with_their_statistics_and_gradients(
     x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
     scale = codes(tuple(1 if d in dims else n for d, n in enumerate(shape)), fmt, 4, 0.1)
     weight, bias = (codes((shape[1],), fmt, seed, 0.1) for seed in (5, 6))
+    assert_same_kernels("running_statistics", (scale, scale), (1.01, fmt.bits, fmt.fraction_bits))
     seen, numbers = [shape[1], *[1] * (len(shape) - 2)], (fmt.bits, fmt.fraction_bits)
     for w, b, centred in ((weight, bias, True), (None, bias, True), (None, None, False)):
         options = (seen, dims, 1e-5, centred, *numbers)
