@@ -20,6 +20,8 @@ plan, ledger (fsynced), processes, MLflow.
     raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000
                 trials that sleep 5 s, from the first start to the last end
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
+    driver      CPU time of the driver's process for a trial that does nothing (its start, its one
+                report, its end), and for a second in which 2 and 100 trials run and none reports
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
 
@@ -110,7 +112,11 @@ class SleepTwoSeconds(Sleep):
 
 
 class View:
-    """A view that sees events go by and shows nothing."""
+    """A view that sees events go by and shows nothing.
+
+    Attributes:
+        events: when trials started and finished, with the CPU seconds of this process till then.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -121,7 +127,7 @@ class View:
     def listen(self, event: Event) -> None:
         """Keep those that tell times."""
         if event["event"] in ("started", "finished"):
-            self.events.append(event)
+            self.events.append({**event, "cpu": time.process_time()})
 
     def stop(self) -> None:
         """Do nothing: there is nothing to clear."""
@@ -297,6 +303,18 @@ def rate(trials: int) -> None:
         )
 
 
+def driver(trials: int) -> None:
+    _, view = run(1000, "Noop", tracked=False)
+    used = view.events[-1]["cpu"] - view.events[0]["cpu"]
+    report("CPU time of the driver for a no-op trial", used, "ms", "of 1,000")
+    for count in (2, 100):
+        _, view = run(count, "TwentySeconds", tracked=False, cpus=count)
+        began, ended = view.events[count - 1], view.events[count]
+        assert (began["event"], ended["event"]) == ("started", "finished")
+        used = (ended["cpu"] - began["cpu"]) / (ended["time"] - began["time"])
+        report(f"the same for a second in which {count} trials run", 1e3 * used, "ms")
+
+
 def noop(trials: int) -> None:
     report(
         f"{trials} no-op trials, engine", trials / run(trials, "Noop", tracked=False)[0], "trials/s"
@@ -416,7 +434,9 @@ def main() -> None:
     )
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument(
-        "--only", nargs="+", help="of: slots noop tracked metrics gang memory rate house raylets"
+        "--only",
+        nargs="+",
+        help="of: slots noop tracked metrics gang memory rate driver house raylets",
     )
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -426,7 +446,8 @@ def main() -> None:
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
     parts: dict[str, Callable[[int], None]] = {
         "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang,
-        "memory": memory, "rate": rate, "house": house, "raylets": raylets,
+        "memory": memory, "rate": rate, "driver": driver, "house": house,
+        "raylets": raylets,
     }  # fmt: skip
     for name, part in parts.items():
         if name in (options.only or [name for name in parts if name not in ("house", "raylets")]):

@@ -332,6 +332,13 @@ def _watch_writer(seconds: list[float], ended: threading.Event) -> None:
                     seconds[0] = max(seconds[0], times.user + times.system)
 
 
+TABLE_DRAWN = (
+    "[...document.querySelectorAll('a')].some((link) => / seed [0-9]/.test(link.innerText))"
+)
+CHARTS_DRAWN = "document.querySelectorAll('.scatterlayer .point').length >= 100"
+"""What is true in a page once it is drawn, in JavaScript."""
+
+
 def bench_view() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -357,34 +364,25 @@ def bench_view() -> None:
             browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
             link = f"http://127.0.0.1:{port}/{page(opened[0]['experiment'], opened[0]['view'])}"
             for what, address, drawn in (
-                (
-                    "table",
-                    link,
-                    (
-                        "[...document.querySelectorAll('a')].some((link) => / seed"
-                        " [0-9]/.test(link.innerText))"
-                    ),
-                ),
-                (
-                    "charts",
-                    f"{link}&compareRunsMode=CHART",
-                    "document.querySelectorAll('.scatterlayer .point').length >= 100",
-                ),
+                ("table", link, TABLE_DRAWN),
+                ("charts", f"{link}&compareRunsMode=CHART", CHARTS_DRAWN),
             ):
-                context = browser.new_context(viewport={"width": 1280, "height": 900})
-                for which in ("nothing cached", "second time"):
-                    tab = context.new_page()
-                    start = time.perf_counter()
-                    tab.goto(address)
-                    tab.wait_for_function(drawn, timeout=120_000)
-                    report(
-                        f"prepared view of {VIEWED} runs, {what}, {which}",
-                        time.perf_counter() - start,
-                        "s",
-                    )
-                    tab.close()
-                context.close()
+                _time_page(browser, what, address, drawn)
             browser.close()
+
+
+def _time_page(browser: Any, what: str, address: str, drawn: str) -> None:
+    """Report after how long a page is drawn: at first, and with what a browser has cached."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    for which in ("nothing cached", "second time"):
+        tab = context.new_page()
+        start = time.perf_counter()
+        tab.goto(address)
+        tab.wait_for_function(drawn, timeout=120_000)
+        took = time.perf_counter() - start
+        report(f"prepared view of {VIEWED} runs, {what}, {which}", took, "s")
+        tab.close()
+    context.close()
 
 
 def bench_report() -> None:

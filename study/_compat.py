@@ -78,3 +78,34 @@ def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
         for tree in forest._trees
         if tree.variance > 0
     ]
+
+
+def ray_head(address: str) -> str:
+    """Return host and port of the head of a Ray cluster, for ``auto`` too, as ``ray.init`` does.
+
+    Ray tells it in public only after it has joined (Ray 2.60).
+    """
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+
+    return str(canonicalize_bootstrap_address_or_die(address))
+
+
+def ray_certificates() -> tuple[bytes, bytes, bytes]:
+    """Return chain, key and authority of Ray's TLS, as bytes of the files that its variables name.
+
+    Ray documents the variables, and has no public function that checks and reads them (Ray 2.60).
+    """
+    from ray._common.tls_utils import load_certs_from_env
+
+    chain, key, authority = load_certs_from_env()
+    return chain, key, authority
+
+
+def ray_token_loader() -> Any:
+    """Return what finds this process's token for Ray, in the order of places that Ray has.
+
+    ``ray get-auth-token`` prints the token, which then every reader of its output has (Ray 2.60).
+    """
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    return AuthenticationTokenLoader.instance()

@@ -57,9 +57,9 @@ def _program() -> str:
 
 
 def module_command(module: str) -> list[str]:
-    """Return the words that run a module of ours in a process of its own.
+    """Return the words that run a module, ours or a library's, in a process of its own.
 
-    No file of the current folder is imported in our place, unless that folder is our checkout,
+    No file of the current folder is imported in its place, unless that folder is our checkout,
     which need not be installed.
     """
     checkout = Path(__file__).resolve().parents[1] == Path.cwd().resolve()

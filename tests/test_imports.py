@@ -4,6 +4,7 @@ each big library in one package."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -121,6 +122,63 @@ def test_study_leaves_train_to_trainers(path: Path) -> None:
     assert not any(name.startswith("ray.train.torch") for name in imports_of(path))
 
 
+def is_private(name: str) -> bool:
+    """Whether a name, or a part of a dotted one, begins with one underscore."""
+    return any(part[:1] == "_" and part[:2] != "__" for part in name.split("."))
+
+
+def private_names(source: str) -> set[str]:
+    """Other projects' private names that a module imports, or reaches from what it imports."""
+    others: set[str] = set()
+    found: set[str] = set()
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, module = node.names, ""
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names, module = node.names, f"{node.module}."
+        else:
+            continue
+        for alias in names:
+            name = module + alias.name
+            if name.split(".")[0] in {*MAY_IMPORT, *sys.stdlib_module_names}:
+                continue
+            others.add(alias.asname or alias.name.split(".")[0])
+            if is_private(name):
+                found.add(name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            root, _, rest = name.partition(".")
+            if re.fullmatch(r"[\w.]+", name) and root in others and is_private(rest):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for _, path in SOURCES if path.name != "_compat.py"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_private_names_of_others_are_in_one_room(path: Path) -> None:
+    """Those of ``_compat.py`` have a reason, a version and a test that says what broke."""
+    assert private_names(path.read_text()) == set()
+
+
+def test_private_names_are_found() -> None:
+    source = (
+        "import torch, os\nimport numpy as np\nfrom ray._private import services\n"
+        "from ray import _raylet\nfrom study._compat import x\ntorch._C.f()\nnp.core._ufunc\n"
+        "os._exit\ntorch.__version__\nself._own"
+    )
+    assert private_names(source) >= {
+        "ray._private.services", "ray._raylet", "torch._C", "torch._C.f", "np.core._ufunc"
+    }  # fmt: skip
+    assert not any(
+        "study" in name or "os." in name or "__" in name for name in private_names(source)
+    )
+
+
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for _, path in SOURCES
@@ -216,7 +274,7 @@ def test_files_functions_and_folders_are_small() -> None:
     assert [str(folder) for folder, count in folders.items() if count > FOLDER] == []
     long = {
         f"{path.relative_to(ROOT)}:{node.name}"
-        for path in FILES.values()
+        for path in (*FILES.values(), *(ROOT / "scripts").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION
     }

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import distributed_c10d
+from torch.utils import _python_dispatch
 
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
 set_timeout = distributed_c10d._set_pg_timeout
 """Sets how long a group's collectives wait; the public ``timeout`` of a group that is being made
 covers its making too, and ``ProcessGroup.set_timeout`` was never tried with NCCL (torch 2.13)."""
+
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Base class of what sees every operator that is called, of backward too; torch's notes on
+extending it derive from it, nothing public names it (torch 2.13)."""
 
 
 def clear_tensor_caches() -> None:

@@ -50,6 +50,20 @@ def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         axes.annotate(label, (x, y), (0.8, 0.22 * 1.28**row), **place)
 
 
+def _points(results: dict[str, Any], fmt: str) -> dict[str, tuple[float, float]]:
+    """Return additions a byte and a second of each kernel in a format, by name or shape."""
+    points: dict[str, tuple[float, float]] = {}
+    for name, value in results.items():
+        words = name.split()
+        if words[0] == "gemm" and words[1] == fmt:
+            M, K, N = map(int, words[-1].split("x"))
+            points[words[-1]] = M * K * N / (2 * (M * K + K * N + M * N)), value["rate"]
+        elif words[-1] == fmt and (label := name.removesuffix(f" {fmt}")) in ADDITIONS:
+            additions, bytes_ = ADDITIONS[label]
+            points[label] = additions / bytes_, value["rate"] * additions / bytes_
+    return points
+
+
 def draw(figures: Path, picture: Path) -> None:
     """Draw the roofline: LNS additions a second over additions a byte.
 
@@ -79,18 +93,7 @@ def draw(figures: Path, picture: Path) -> None:
         color="0.3",
     )
     for fmt, colour, marker in ((lns16, "#0072B2", "o"), (lns12, "#D55E00", "s")):
-        points: dict[str, tuple[float, float]] = {}
-        for name, value in data["results"].items():
-            words = name.split()
-            if words[0] == "gemm" and words[1] == str(fmt):
-                M, K, N = map(int, words[-1].split("x"))
-                points["x".join(map(str, (M, K, N)))] = (
-                    M * K * N / (2 * (M * K + K * N + M * N)),
-                    value["rate"],
-                )
-            elif words[-1] == str(fmt) and (label := name.removesuffix(f" {fmt}")) in ADDITIONS:
-                additions, bytes_ = ADDITIONS[label]
-                points[label] = (additions / bytes_, value["rate"] * additions / bytes_)
+        points = _points(data["results"], str(fmt))
         axes.plot(
             *zip(*((x, y / 1e12) for x, y in points.values()), strict=True),
             marker,

@@ -101,24 +101,11 @@ def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
         storage=str(folder.parent),
     )
     plan = make_plan(settings)
-    data = [
-        {
-            "name": "digits",
-            "source": "made up",
-            "digest": "d" * 64,
-            "root": None,
-            "train": 1,
-            "validation": 1,
-            "test": 1,
-        }
-    ]
+    sizes = dict.fromkeys(("train", "validation", "test"), 1)
+    data = [{"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, **sizes}]
     provenance = {
-        "commit": "c0ffee",
-        "dirty": False,
-        "versions": {},
-        "python": "3",
-        "platform": "Linux",
-    }
+        "commit": "c0ffee", "dirty": False, "versions": {}, "python": "3", "platform": "Linux"
+    }  # fmt: skip
     now = time.time()
     events: list[dict[str, Any]] = [
         {

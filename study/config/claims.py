@@ -94,12 +94,8 @@ class AmendmentConfig:
                 f"amendments: date={self.date!r}: must be a day as YYYY-MM-DD; use for example"
                 " date: '2026-11-24'"
             )
-        for key in ("change", "reason"):
-            if not getattr(self, key).strip():
-                raise ValueError(
-                    f"amendment of {self.date}: {key} is empty: an amendment says what was changed"
-                    f" and why; add `{key}: ...`"
-                )
+        where, rule = f"amendment of {self.date}", "an amendment says what was changed and why"
+        _refuse_empty(where, rule, change=self.change, reason=self.reason)
 
     @property
     def sentence(self) -> str:
@@ -151,12 +147,8 @@ class ClaimConfig:
                 f"claims: name={self.name!r}: must be an identifier; use for example"
                 " name: kahan_wins_back"
             )
-        for key in ("claim", "source"):
-            if not getattr(self, key).strip():
-                raise ValueError(
-                    f"claim {self.name}: {key} is empty: a claim needs a sentence and its source;"
-                    f" add `{key}: ...`"
-                )
+        rule = "a claim needs a sentence and its source"
+        _refuse_empty(f"claim {self.name}", rule, claim=self.claim, source=self.source)
         finite(f"claim {self.name}: published", self.published, -math.inf, "leave it out for none")
         given = [kind for kind in (*KINDS, "check") if getattr(self, kind)]
         if len(given) != 1:
@@ -312,6 +304,17 @@ def _sparse(value: Any) -> Any:
         found = {key: _sparse(entry) for key, entry in value.items()}
         return {key: entry for key, entry in found.items() if not _empty(entry)}
     return [_sparse(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _refuse_empty(where: str, rule: str, **sentences: str) -> None:
+    """Refuse a sentence that says nothing.
+
+    Raises:
+        ValueError: with its key and the rule.
+    """
+    for key, sentence in sentences.items():
+        if not sentence.strip():
+            raise ValueError(f"{where}: {key} is empty: {rule}; add `{key}: ...`")
 
 
 def _empty(value: Any) -> bool:

@@ -33,10 +33,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from study import _compat
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
+from study.program import module_command
 from trainers.workers.fork_server import PR_SET_PDEATHSIG
 
 ENVIRONMENT = {
@@ -162,10 +164,7 @@ class OwnRay(Session):
         # Ray lets everybody write into its own folder; nobody else gets through the one around it
         folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
         start = [
-            sys.executable,
-            "-P",  # no file of the current folder in Ray's place
-            "-m",
-            "ray.scripts.scripts",
+            *module_command("ray.scripts.scripts"),
             "start",
             "--head",
             "--block",
@@ -383,9 +382,7 @@ def _channel(address: str) -> Any:
     options = [("grpc.enable_http_proxy", 0)]
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options)
-    from ray._common.tls_utils import load_certs_from_env
-
-    chain, key, authority = load_certs_from_env()
+    chain, key, authority = _compat.ray_certificates()
     return grpc.secure_channel(
         address, grpc.ssl_channel_credentials(authority, key, chain), options
     )
@@ -398,9 +395,7 @@ def _check_token(address: str, insecure: bool) -> None:
         ConnectionError: no cluster answers there.
         UserError: it is refused.
     """
-    from ray._private.services import canonicalize_bootstrap_address_or_die
-
-    place = canonicalize_bootstrap_address_or_die(address)
+    place = _compat.ray_head(address)
     mode = os.environ.get(TOKEN[0])
     if asks_nobody(place):
         if not insecure:
@@ -425,10 +420,9 @@ def _login(unasked: bool) -> dict[str, str]:
     Args:
         unasked: whether to take one although RAY_AUTH_MODE does not say so.
     """
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
     from ray.exceptions import AuthenticationError
 
-    loader = AuthenticationTokenLoader.instance()
+    loader = _compat.ray_token_loader()
     with contextlib.suppress(AuthenticationError):
         if loader.has_token(ignore_auth_mode=unasked):
             return dict(loader.get_token_for_http_header(ignore_auth_mode=unasked))

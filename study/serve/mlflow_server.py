@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES
+from study.program import module_command
 from study.serve.team_guard import refuse_places
 from study.tracking.sqlite import use_write_ahead_log, write_statistics
 
@@ -65,7 +66,7 @@ def mlflow_command(
         hosts,
     ]
     return [
-        *(sys.executable, "-P", "-m", "mlflow", "server", *listening, *more),
+        *(*module_command("mlflow"), "server", *listening, *more),
         *("--artifacts-destination", artifacts, "--uvicorn-opts", options),
     ]
 

@@ -93,3 +93,21 @@ def test_optuna_encodes_params_and_splits_variance() -> None:
     assert shares == pytest.approx([1.0] * 4), (
         "Optuna: two params that are all explain less than all of the variance"
     )
+
+
+def test_ray_finds_a_head_certificates_and_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _compat.ray_head("192.0.2.1:6379") == "192.0.2.1:6379", "Ray: heads are named otherwise"
+    for name in ("SERVER_CERT", "SERVER_KEY", "CA_CERT"):
+        (tmp_path / name).write_text(f"made up {name}")
+        monkeypatch.setenv(f"RAY_TLS_{name}", str(tmp_path / name))
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    assert _compat.ray_certificates() == (
+        b"made up SERVER_CERT", b"made up SERVER_KEY", b"made up CA_CERT"
+    ), "Ray: certificates are read otherwise"  # fmt: skip
+    loader = _compat.ray_token_loader()
+    found = loader.has_token(ignore_auth_mode=True)
+    header = loader.get_token_for_http_header(ignore_auth_mode=True) if found else {}
+    assert isinstance(found, bool), "Ray: whether there is a token is told otherwise"
+    assert isinstance(header, dict), "Ray: a token is given otherwise"

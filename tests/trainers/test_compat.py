@@ -152,3 +152,20 @@ def test_google_storage_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         server.shutdown()
         server.server_close()
     assert len(requests) == 1, "gcsfs: requests are sent again elsewhere than around _request"
+
+
+def test_torch_shows_every_operator_to_a_mode() -> None:
+    class Seen(_compat.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    with Seen():
+        (x * x).sum().backward()
+    assert seen.count(torch.ops.aten.mul.Tensor) == 3, (
+        "torch: TorchDispatchMode misses operators, or those of backward"
+    )

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lns_ops.tensor import storage_of
+from trainers._compat import TorchDispatchMode
 
 
 class TensorBytes(TorchDispatchMode):
