@@ -88,15 +88,10 @@ def _add_runs(commands: Commands, run: Run) -> None:
         )
         return parser
 
-    for name, text, only in (
-        (
-            "resume",
-            "go on with a study: a paused one, or what an interrupted one has left",
-            "unfinished",
-        ),
-        ("retry", "run the failed trials of a study again, and nothing else", "failed"),
-    ):
-        command(name, text, only).add_argument(
+    resume = "go on with a study: a paused one, or what an interrupted one has left"
+    retry = "run the failed trials of a study again, and nothing else"
+    for parser in (command("resume", resume, "unfinished"), command("retry", retry, "failed")):
+        parser.add_argument(
             "overrides",
             metavar="key=value",
             nargs="*",

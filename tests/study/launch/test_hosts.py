@@ -34,9 +34,11 @@ python -m study run study.yaml --plain {EPOCHS} tracking_uri=none address=$head 
     storage=$PWD/studies >output 2>&1 & study=$!
 has() {{ grep -qs "$1" studies/tiny/ledger.jsonl; }}
 until has '"report"'; do sleep 0.1; kill -0 $study; done
+date +%s.%N >cut
 ip link set link-3 down
 sleep $CUT_SECONDS
 ip link set link-3 up
+date +%s.%N >>cut
 wait $study
 """
 
@@ -59,5 +61,11 @@ def test_a_host_that_is_cut_off_for_a_while_changes_nothing(
     assert_same_results(events, wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)
     assert [event["outcome"] for event in events if event["event"] == "ended"] == ["finished"]
-    started = {event["host"] for event in events if event["event"] == "started" and "host" in event}
-    print(started)
+    used = {host for event in events if event["event"] == "started" for host in event["hosts"]}
+    assert used == {"host-2", "host-3"}
+    # the cut came while a trial was on the host
+    begun, over = map(float, (work / "cut").read_text().split())
+    assert any(begun < event["time"] for event in events if event["event"] == "report")
+    if seconds > 60:  # Ray has given the host up, and it came back
+        assert any(begun < event["time"] for event in events if event["event"] == "restarted")
+        assert events[-1]["time"] > over

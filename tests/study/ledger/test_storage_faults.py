@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -291,8 +293,21 @@ def test_a_store_that_refuses_is_told_to_the_user(
                 is_locked_remotely(folder)
 
 
+@contextmanager
+def ended_here(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the block, with all that it has started."""
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            family = psutil.Process(process.pid)
+            for each in (*family.children(recursive=True), family):
+                each.kill()
+            process.wait()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
     url: str,  # noqa: F811
     tmp_path: Path,
@@ -304,26 +319,26 @@ def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
     expected = {path.parts[-3]: path.name.removeprefix("tensors-") for path in tensors}
     assert len(expected) == 2
 
-    first = start(tmp_path / "study", url, tmp_path / "first")
-    await_epoch(first, 3)
-    driver = psutil.Process(first.pid)
-    asleep = [driver, *driver.children(recursive=True)]
-    for process in asleep:
-        process.suspend()
-    second = start(tmp_path / "study", url, tmp_path / "second")
-    seen = await_epoch(second, 1)
-    assert f"Process {first.pid} on" in seen
-    assert "continue from their last checkpoint" in seen
-    for process in reversed(asleep):
-        process.resume()
-    output, _ = first.communicate(timeout=TIMEOUT)
-    assert first.returncode not in (0, -signal.SIGKILL), output
-    assert "another driver" in output
-    assert "Traceback" not in output
-    assert not psutil.wait_procs(asleep, timeout=30)[1]
-    assert second.poll() is None
-    rest, _ = second.communicate(timeout=TIMEOUT)
-    assert second.returncode == 0, seen + rest
+    with ended_here(start(tmp_path / "study", url, tmp_path / "first")) as first:
+        await_epoch(first, 3)
+        driver = psutil.Process(first.pid)
+        asleep = [driver, *driver.children(recursive=True)]
+        for process in asleep:
+            process.suspend()
+        with ended_here(start(tmp_path / "study", url, tmp_path / "second")) as second:
+            seen = await_epoch(second, 1)
+            assert f"Process {first.pid} on" in seen
+            assert "continue from their last checkpoint" in seen
+            for process in reversed(asleep):
+                process.resume()
+            output, _ = first.communicate(timeout=TIMEOUT)
+            assert first.returncode not in (0, -signal.SIGKILL), output
+            assert "another driver" in output
+            assert "Traceback" not in output
+            assert not psutil.wait_procs(asleep, timeout=30)[1]
+            assert second.poll() is None
+            rest, _ = second.communicate(timeout=2 * TIMEOUT)
+            assert second.returncode == 0, seen + rest
     assert weights(f"{url}/{NAME}") == expected
     with cache(tmp_path / "second"):
         contents = open_ledger(local_folder(f"{url}/{NAME}"))
