@@ -50,6 +50,7 @@ def test_a_shares_turn_is_the_number_of_commits(checkout: Path, tmp_path: Path) 
     assert turn_of(tmp_path) - today in (0, 1)
 
 
+@pytest.mark.slow
 def test_every_commit_has_another_share_and_all_shares_make_the_whole(checkout: Path) -> None:
     ran = []
     for n in range(4):
@@ -63,7 +64,7 @@ def test_every_commit_has_another_share_and_all_shares_make_the_whole(checkout: 
 def test_a_test_is_left_out_for_a_listed_reason_alone(checkout: Path) -> None:
     (checkout / "tests" / "test_skips.py").write_text(
         "import pytest\n\ndef test_listed():\n    pytest.skip('torchao is not installed')\n\n"
-        "@pytest.mark.skip(reason='I am lazy')\ndef test_unlisted():\n    pass\n"
+        "def test_unlisted():\n    pytest.skip('I am lazy')\n"
     )
     (checkout / "tests" / "test_file.py").write_text(
         "import pytest\npytest.skip('not today', allow_module_level=True)\n"
