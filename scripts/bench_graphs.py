@@ -45,7 +45,7 @@ def resnet(lns: bool) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, T
 def wide(lns: bool) -> tuple[nn.Module, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     """Return net, optimizer and a batch."""
     torch.manual_seed(0)
-    return images(cifar(ResNet18()), lns)
+    return images(cifar(ResNet18(), 64), lns)
 
 
 def images(
