@@ -264,8 +264,9 @@ def test_the_batch_script_is_shell_without_fault() -> None:
 
     known = {option for each in start.params for option in (*each.opts, *each.secondary_opts)}
     words = re.findall(
-        r"(--[a-z-]+)", text.partition("    ray symmetric-run")[2].partition("-- bash")[0]
+        r"(--[a-z-]+)", text.partition("run_ray --address")[2].partition("-- bash")[0]
     )
+    assert len(words) >= 12
     assert set(words) - known - {"--min-nodes"} == set()
 
 
@@ -359,9 +360,12 @@ def test_compose_reads_its_file_and_refuses_any_misspelled_key(tmp_path: Path) -
         (path, key)
         for path, mapping in nodes(document)
         for key in mapping
-        if path != ("services",) and path[-1:] != ("environment",)  # names of ours, of variables
+        if path not in (("services",), ("secrets",))  # names of ours
+        and path[-1:] != ("environment",)
     ]
     assert len(keys) >= 30
+    named = {name for each in document["services"].values() for name in each.get("secrets", [])}
+    assert named == set(document["secrets"])
     unnoticed = [
         (path, key) for path, key in keys if not refused(renamed(document, path, key, f"{key}z"))
     ]

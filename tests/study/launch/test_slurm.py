@@ -48,9 +48,10 @@ DISTURBANCES = {
     "notice": 'scancel --batch --signal=USR1 "$(job %i)"; requeued',
     "requeue": 'scontrol requeue "$(job %i)"; requeued',
     "preemption": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
+    "ended": "python -m study cancel tiny --storage studies; wait $launched; launch & launched=$!",
     "cancelled": 'scancel "$(job %i)"; wait $launched && exit 1; launch & launched=$!',
 }
-IN_ORDER = {"notice", "cancelled"}
+IN_ORDER = {"notice", "ended"}
 """What leaves the study time to end."""
 
 
