@@ -108,7 +108,7 @@ def _make(fault: str, chance: random.Random, line: Line) -> bool:
 
 
 def _is_driver(words: list[str]) -> bool:
-    return words[1:4] == ["-m", "study", "run"]
+    return words[1:5] == ["-P", "-m", "study", "run"]
 
 
 def _is_trial(words: list[str]) -> bool:
