@@ -358,7 +358,9 @@ def test_a_node_with_another_version_is_refused_before_it_computes(tmp_path: Pat
     python = other_installation(tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     asked = "from importlib import metadata; print(metadata.version('lns-study'))"
-    found = subprocess.run([python, "-c", asked], env=env, capture_output=True, text=True)
+    found = subprocess.run(
+        [python, "-c", asked], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert "+code." in found.stdout, found.stderr
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
