@@ -183,7 +183,7 @@ def compute_repeatably() -> None:
     float32 network that was interrupted would go on with other bits (torch's notes on
     reproducibility).
     """
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True, _fp32_precision=None)
 
 
 def _check_made_alike(

@@ -107,7 +107,9 @@ two seconds, to be told of some."""
 
 def _choose_cudnn(deterministic: bool, benchmark: bool) -> None:
     """Set how cuDNN chooses its algorithms: whether among deterministic ones, and by timing."""
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
+    torch.backends.cudnn.set_flags(
+        _benchmark=benchmark, _deterministic=deterministic, _fp32_precision=None
+    )
 
 
 def _named(device: torch.device) -> torch.device | None:

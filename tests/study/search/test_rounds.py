@@ -192,7 +192,12 @@ DOMAINS = [
 
 def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make) -> None:
     """Nine configurations, then three, then one; of 1,200 images 133, 400 and 1,200."""
-    study = bred("search.scheduler=halving", "search.num_samples=9", "seeds=[0,1]")
+    study = bred(
+        "search.scheduler=halving",
+        "search.num_samples=9",
+        "seeds=[0,1]",
+        "search.perturbation_interval=4",
+    )
     plan = make_plan(study)
     assert plan.size == 26
     pretend = Pretend(plan, errors_of)
