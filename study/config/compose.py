@@ -190,7 +190,9 @@ def _with_data(
     if auto:
         data = resolve(data, download=download, say=say)
     if data.name == "digits" and study.digits:
-        merged = _merge(merged, {"trial": undot(study.digits, "digits")}, "digits", inside="trial.")
+        merged = _merge(
+            merged, {"trial": undot(study.digits, "digits")}, "digits", inside="trial."
+        )
         for source, values in swapped:
             merged = _merge(merged, values, source)
     return (
