@@ -29,13 +29,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from study.config.explain import check_lists, explain, first_line, known_keys, schema, unknown_key
-from study.config.keys import locate, spell_out
+from study.config.keys import leaves, locate, spell_out
 from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
-from study.config.unused import check_unused
-from study.config.yaml_loader import as_text, check_references, overridden, parse, undot
+from study.config.yaml_loader import as_text, check_references, parse
 from study.program import lns_study
 from study.text import nearest
 from study.tracking_uri import refuse_passwords
@@ -87,7 +86,6 @@ def load(
     ]
     composed = _with_keys(_with_data(merged, swapped, keys, say, download), keys)
     study = check_new(_check_trial_keys(_finish(composed)))
-    _check_use(study, say)
     if not small and study.small:  # what cannot be made would be found when somebody wants it
         groups, keys = _split_overrides(as_overrides(study.small))
         try:
@@ -95,15 +93,6 @@ def load(
         except ValueError as error:
             raise ValueError(f"small: {error}") from None
     return study
-
-
-def _check_use(study: StudyConfig, say: Callable[[str], None]) -> None:
-    own = {row.label: row.overrides for row in study.rows}
-
-    def trial_of(label: str) -> TrialConfig:
-        return TrialConfig.from_dict(override_trial(study.trial.to_dict(), own[label]))
-
-    check_unused(study, {label: overridden(keys) for label, keys in own.items()}, trial_of, say)
 
 
 def _merge_layers(config: str | StudyConfig, path: Path, groups: dict[str, str]) -> DictConfig:
@@ -191,7 +180,7 @@ def _with_data(
         data = resolve(data, download=download, say=say)
     if data.name == "digits" and study.digits:
         merged = _merge(
-            merged, {"trial": undot(study.digits, "digits")}, "digits", inside="trial."
+            merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial."
         )
         for source, values in swapped:
             merged = _merge(merged, values, source)
@@ -256,9 +245,14 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
     """
     wrapped = _merge(schema(), {"trial": as_text(base)}, "trial")
     if overrides is not None:
-        wrapped = _merge(wrapped, {"trial": undot(overrides, name)}, name, inside="trial.")
+        wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
     trial: dict[str, Any] = _plain(wrapped)["trial"]
     return trial
+
+
+def overridden(overrides: Any) -> set[str]:
+    """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
+    return set() if overrides is None else leaves(_undot(overrides, "overrides"))
 
 
 def group_options(group: str) -> list[str]:
@@ -468,6 +462,25 @@ def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = 
         raise explain(error, values, source, inside) from None
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _undot(overrides: Any, name: str) -> dict[str, Any]:
+    """Return a study's overrides, in whichever form, as one nested dict.
+
+    Their references are resolved already; ``name`` is their key in errors.
+    """
+    if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
+        listed = OmegaConf.from_dotlist([str(item) for item in overrides])
+        return as_text(OmegaConf.to_container(listed))  # type: ignore[no-any-return]
+    if not isinstance(overrides, dict):
+        raise ValueError(
+            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
+            " {precision.scope: matmul} or [precision.scope=matmul]"
+        )
+    nested = OmegaConf.create({})
+    for key, value in overrides.items():
+        OmegaConf.update(nested, str(key), as_text(value), merge=True)
+    return OmegaConf.to_container(nested)  # type: ignore[return-value]
 
 
 def _finish(merged: DictConfig) -> StudyConfig:

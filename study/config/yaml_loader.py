@@ -14,9 +14,6 @@ import re
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-
-from study.config.keys import leaves
 
 MOST_VALUES = 100_000
 """Largest number of values that a file may have once its aliases are written out."""
@@ -134,27 +131,3 @@ def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
         known[id(value)] = 1 + sum(_size(part, known, open_) for part in parts)
         open_.remove(id(value))
     return known[id(value)]
-
-
-def undot(overrides: Any, name: str) -> dict[str, Any]:
-    """Return a study's overrides, in whichever form, as one nested dict.
-
-    Their references are resolved already; ``name`` is their key in errors.
-    """
-    if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        listed = OmegaConf.from_dotlist([str(item) for item in overrides])
-        return as_text(OmegaConf.to_container(listed))  # type: ignore[no-any-return]
-    if not isinstance(overrides, dict):
-        raise ValueError(
-            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
-            " {precision.scope: matmul} or [precision.scope=matmul]"
-        )
-    nested = OmegaConf.create({})
-    for key, value in overrides.items():
-        OmegaConf.update(nested, str(key), as_text(value), merge=True)
-    return OmegaConf.to_container(nested)  # type: ignore[return-value]
-
-
-def overridden(overrides: Any) -> set[str]:
-    """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
-    return set() if overrides is None else leaves(undot(overrides, "overrides"))

@@ -203,7 +203,8 @@ def _examine(plan: Plan, node: Node | None) -> tuple[list[DatasetInfo], list[str
     """
     configs = [trial.config for trial in plan.trials or plan.first]
     if node is not None and configs:
-        node.start(CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1)
+        own = any(config.own_code for config in configs)  # which may compute on a GPU
+        node.start(CHECKING, {} if own else {"CUDA_VISIBLE_DEVICES": ""}, 1)
         node.send(CHECKING, pickle.dumps(Message(CHECK, payload=configs)))
         message = Message("")
         while message.kind not in (CHECKED, DIED):

@@ -159,7 +159,7 @@ def draw(
         base: common part of the row's trials.
         make: gives a configuration's trials, of its sampled values and its number.
         points: points to try, in order.
-        seen: work of the first trials of configurations that are known; takes that of those found.
+        seen: ids of the first trials of configurations that are known; takes those found.
         wanted: configurations; None for as many as there are.
         before: configurations of the row that have numbers already.
 
@@ -181,8 +181,8 @@ def draw(
         except ValueError as error:
             refused.setdefault(canonical(params), base.exclude(params, error))
             continue
-        if trials[0].work not in seen:
-            seen.add(trials[0].work)
+        if trials[0].id not in seen:
+            seen.add(trials[0].id)
             found.append(trials)
     if wanted is not None and 0 < len(found) < wanted:
         refuse_scarcity(base.row, len(found), wanted, tried, list(refused.values()))

@@ -1,18 +1,16 @@
 """Identity of trials: keys that equivalent trials share, made from their configs.
 
-Five equivalences, from the finest: the same trial (:func:`trial_id`), the same work
-(:func:`work_id`), the same results (:func:`results_key`), the same first epochs
-(:func:`beginning_key`), the same seconds per epoch (:func:`pace_key`).
+Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results
+(:func:`results_key`), the same first epochs (:func:`beginning_key`), the same seconds per epoch
+(:func:`pace_key`).
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from typing import Any
 
 from study.config.keys import OUTSIDE, sha256_of, without
-from study.config.unused import effective
 from trainers.config import TrialConfig
 from trainers.user_code import without_folder
 
@@ -27,25 +25,11 @@ def trial_id(config: TrialConfig) -> str:
 
     Keys that change no result are left out.
     """
-    return _id_of(config.to_dict())
-
-
-def work_id(config: TrialConfig) -> str:
-    """Return the id that a trial would have without the keys that mean nothing to it.
-
-    Trials that share it do the same work. Ids in ledgers are made of all keys, and stay so.
-    """
-    return _id_of(effective(config))
-
-
-def _id_of(config: dict[str, Any]) -> str:
-    return digest(_departures(_deciding(config), TrialConfig().to_dict()))
+    return digest(_departures(_deciding(config.to_dict()), TrialConfig().to_dict()))
 
 
 def results_key(config: dict[str, Any]) -> str:
     """Return the key that trials share if their results have the same bits."""
-    with suppress(ValueError, TypeError):  # an earlier version took keys that are refused today
-        config = effective(TrialConfig.from_dict(config))
     return json.dumps(_deciding(config), sort_keys=True)
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
+from study.config.compose import overridden
 from study.config.space import Params, Space
-from study.config.yaml_loader import overridden
 from study.plan.candidates import (
     bind_space,
     candidates,
@@ -125,9 +125,9 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     if space:
         return _plan_search(study, space, download)
     bases = [Base(study, row, download) for row in rows_of(study)]
-    trials = tuple(base.trial(seed) for seed in study.seeds for base in bases)
-    refuse_twins(trials, {}, by_work=True)
-    return Plan(study=study, trials=trials)
+    return Plan(
+        study=study, trials=tuple(base.trial(seed) for seed in study.seeds for base in bases)
+    )
 
 
 def _check_count(study: StudyConfig, space: Space) -> None:
@@ -172,8 +172,8 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
         trials += found
         excluded += left_out
     first: list[PlannedTrial] = []
-    refuse_twins(trials, {}, by_work=True)
     if study.search.adaptive:
+        refuse_twins(trials, {})
         trials, first = [], trials
     order = {seed: place for place, seed in enumerate(study.seeds)}
     # seeds slowest, then configurations, then rows: every row has its first trials early

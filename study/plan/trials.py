@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
-from study.config.compose import override_trial
+from study.config.compose import overridden, override_trial
 from study.config.keys import apply
 from study.config.space import Params, describe
-from study.config.unused import unused
-from study.config.yaml_loader import overridden
-from study.plan.identity import NAMED, trial_id, work_id
+from study.plan.identity import NAMED, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
 from trainers.data import resolve
@@ -45,11 +42,6 @@ class PlannedTrial:
     number: int | None = None
     params: Params = dataclasses.field(default_factory=dict)
     asked: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @cached_property
-    def work(self) -> str:
-        """Hash of what the config does, which trials share that differ in unused keys alone."""
-        return work_id(self.config)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values."""
@@ -251,9 +243,7 @@ def refuse_seed(key: str, value: int) -> None:
         )
 
 
-def refuse_twins(
-    trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial], *, by_work: bool = False
-) -> None:
+def refuse_twins(trials: Iterable[PlannedTrial], entered: dict[str, PlannedTrial]) -> None:
     """Refuse trials with equal ids.
 
     Equal ids are equal work: it would be trained twice into one folder and counted as two trials.
@@ -261,21 +251,14 @@ def refuse_twins(
     Args:
         trials: trials to enter.
         entered: trials entered before, by id; ``trials`` are added to it.
-        by_work: whether trials that differ in keys without a use alone are the same, too, as in
-            everything but what earlier versions planned.
 
     Raises:
         ValueError: a trial has been entered before.
     """
     for trial in trials:
-        twin = entered.setdefault(trial.work if by_work else trial.id, trial)
+        twin = entered.setdefault(trial.id, trial)
         if twin is not trial:
-            idle = {each.key: each for one in (twin, trial) for each in unused(one.config)}
-            why = "".join(
-                f"; {key} means nothing to them, as {each.because}" for key, each in idle.items()
-            )
             raise ValueError(
                 f"rows {twin.row!r} and {trial.row!r} with seed {trial.seed}: both are the same"
-                f" trial{why if twin.id != trial.id else ''}; change the overrides of one or drop"
-                " it"
+                " trial; change the overrides of one or drop it"
             )

@@ -100,11 +100,10 @@ class Proposer:
                 self._refused.setdefault(canonical(params), self._base.exclude(params, error))
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 continue
-            if {trials[0].id, trials[0].work} & self._known:
+            if trials[0].id in self._known:
                 self._study.tell(asked, state=optuna.trial.TrialState.FAIL)
                 continue
             self._numbers.next()
-            self._known.add(trials[0].work)
             self._enter(asked.number, trials[0].id, [trial.id for trial in trials])
             noted = dict(self._storage.get_trial(self._id(asked.number)).system_attrs)
             return [dataclasses.replace(trial, asked=noted) for trial in trials]
@@ -136,8 +135,6 @@ class Proposer:
                 continue
             self._study.add_trial(self._again(of_seeds[0]))
             told = len(self._study.get_trials(deepcopy=False)) - 1
-            planned = self._base.trial(of_seeds[0].seed, number, of_seeds[0].params)
-            self._known.add(planned.work)
             self._enter(told, of_seeds[0].id, [trial.id for trial in of_seeds])
             self.learn(state)
 
@@ -184,8 +181,7 @@ class Proposer:
 
     def _is_new(self, params: Params) -> bool:
         try:
-            trial = self._base.trial(self._seeds[0], None, params)
-            return not {trial.id, trial.work} & self._known
+            return self._base.trial(self._seeds[0], None, params).id not in self._known
         except ValueError as error:
             self._refused.setdefault(canonical(params), self._base.exclude(params, error))
             return False
