@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -44,22 +45,33 @@ class _Follower(MetaPathFinder):
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader)
+            self._follow(spec.loader, may_fail=fullname == "torch")
         return spec
 
-    def _follow(self, loader: object) -> None:
+    def _follow(self, loader: object, may_fail: bool) -> None:
         """Wrap a loader's ``exec_module``. What it imports in turn is followed no more, as it would
-        find this package half loaded."""
+        find this package half loaded.
+
+        An import of torch never fails for this package's sake (a library that is missing, another
+        thread that imports it at the same time): the first name asked of it loads it again, and
+        raises what is wrong.
+        """
         execute = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # type: ignore[attr-defined]
             first = self in sys.meta_path
-            if first:
+            with suppress(ValueError):  # another thread was first
                 sys.meta_path.remove(self)
-            execute(module)
+            try:
+                execute(module)
+            except BaseException:
+                if first:
+                    sys.meta_path.insert(0, self)
+                raise
             if first:
-                self._load()
+                with suppress(Exception) if may_fail else nullcontext():
+                    self._load()
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]
 

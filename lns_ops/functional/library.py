@@ -57,7 +57,8 @@ def kernels_of(x: Tensor) -> Any:
 def is_distributed(x: object) -> bool:
     """Return whether ``x`` is a DTensor; in a process without DTensors nothing is loaded."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    kind = getattr(module, "DTensor", None)  # another thread may be importing the module
+    return kind is not None and isinstance(x, kind)
 
 
 def refuse_distributed(x: object) -> None:

@@ -69,6 +69,17 @@ def test_formats_and_the_specification_need_no_torch() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_torch_is_there_whatever_this_package_lacks() -> None:
+    """A second import of torch in a process would hide what the first lacked."""
+    code = (
+        "import sys, lns_ops; sys.modules['numba'] = None; import torch; print(torch.ones(1))"
+        "\ntry: lns_ops.convert_\nexcept ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "tensor([1.])"
+    assert "numba" in done.stdout.splitlines()[1]
+
+
 def test_no_names_but_the_public_ones() -> None:
     with pytest.raises(AttributeError, match="module 'lns_ops' has no attribute 'nonsense'"):
         lns_ops.nonsense  # type: ignore[attr-defined]  # noqa: B018
