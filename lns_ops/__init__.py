@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if importlib.util.find_spec(f"{__name__}.{name}"):
+        if "." not in name and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         if name == "__all__" or not name.startswith("_"):
             _load()

@@ -83,6 +83,7 @@ def test_torch_is_there_whatever_this_package_lacks() -> None:
 def test_no_names_but_the_public_ones() -> None:
     with pytest.raises(AttributeError, match="module 'lns_ops' has no attribute 'nonsense'"):
         lns_ops.nonsense  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(lns_ops, "no.module")
     code = "import sys, lns_ops; hasattr(lns_ops, '__wrapped__'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
