@@ -38,6 +38,7 @@ class Known:
         times: time of each epoch's report in seconds since 1970, as far as known.
         end: event of the trial's end, without trial and time; None if unknown.
         ended: time of the end; None if unknown.
+        seconds: seconds of training up to the end; None if unknown.
         paths: its checkpoints, by epoch.
         origin: origin that its checkpoints carry.
         config: config that its checkpoints carry.
@@ -48,6 +49,7 @@ class Known:
     times: dict[int, float] = field(default_factory=dict)
     end: Event | None = None
     ended: float | None = None
+    seconds: float | None = None
     paths: dict[int, Path] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +147,7 @@ def _known_to_run(client: Any, run: Any, names: Names) -> Known:
         own_epochs = max(found.epochs, default=0) if run.data.params.get(LOOP) else 0
         found.end = _end(status, last, run.data.tags, own_epochs)
         found.ended = (run.info.end_time + 0.5) / 1000
+        found.seconds = ended.value if ended else None
     return found
 
 
@@ -208,4 +211,5 @@ def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int)
 def _merge(entry: Known, other: Known) -> None:
     """Add to ``entry`` what it lacks; figures of a checkpoint take precedence over MLflow's."""
     entry.epochs = other.epochs | entry.epochs
-    entry.times, entry.ended, entry.end = other.times, other.ended, entry.end or other.end
+    entry.times, entry.ended, entry.seconds = other.times, other.ended, other.seconds
+    entry.end = entry.end or other.end

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from study.ledger.lines import Event
 from study.ledger.log import FILE
 from study.plan.plan import make_plan
 from study.tracking.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
+from study.tracking.writer import connect
 from tests.study.servers import Server, postgres_cluster, postgres_programs
 
 TINY = """
@@ -48,11 +51,18 @@ def ray_session(_environment: None, ray_cluster: None) -> None:
     """The session's Ray, started with the environment that a study gives it."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One storage folder, so that the MLflow database is made once; tests use studies of their own
-    names in it."""
+    """A file's storage folder; its tests use studies of their own names in it."""
     return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database, to be copied: MLflow takes seconds to make one."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    connect(f"sqlite:///{path}")
+    return path
 
 
 @pytest.fixture
@@ -67,8 +77,13 @@ def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
 
 
 @pytest.fixture
-def tracked(tiny: Callable[..., StudyConfig]) -> Callable[..., StudyConfig]:
+def tracked(
+    tiny: Callable[..., StudyConfig], storage: Path, database: Path
+) -> Callable[..., StudyConfig]:
     """The same with the storage's MLflow database, or a store that the overrides name."""
+    if not (own := storage / database.name).exists():
+        with closing(sqlite3.connect(database)) as empty, closing(sqlite3.connect(own)) as copy:
+            empty.backup(copy)
     return lambda name, *overrides: tiny(name, "tracking_uri=null", *overrides)
 
 

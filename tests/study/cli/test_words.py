@@ -39,12 +39,15 @@ def test_a_slip_of_the_command_line_is_told_its_remedy(
     assert said in capsys.readouterr().err
 
 
-def test_a_checkout_runs_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_is_not_installed_tells_its_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
+    installed = metadata.version("lns-study")
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(SystemExit) as ended, redirect_stdout(io.StringIO()) as printed:
         main(["--version"])
     assert ended.value.code == 0
-    assert printed.getvalue() == "lns-study not installed\n"
+    assert printed.getvalue() == f"lns-study {installed}\n"
