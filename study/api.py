@@ -147,7 +147,7 @@ def _opened(
     with refusals():
         check_storage(study.storage)
         plan = make_plan(study)
-        plan, data = preflight(plan, node)
+        plan, data = preflight(plan, node, say)
     if data:
         say(f"Data: {'; '.join(entry['source'] for entry in data)}")
     with refusals():

@@ -271,7 +271,7 @@ def _weight_gradient(
         sums(first * images, min(number, n // images - first), images)
         for first in range(0, n // images, number)
     ]
-    if n % images:
+    if n % images or n == 0:
         pieces.append(sums(n - n % images, 1, n % images))
     total = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if total.shape[0] > 1:

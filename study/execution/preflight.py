@@ -11,6 +11,7 @@ import dataclasses
 import pickle
 import shlex
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from study.config import StudyConfig
@@ -31,11 +32,15 @@ from trainers.workers.node import Node
 from trainers.workers.resources import MOST, cpus_of
 
 CONNECT_SECONDS = 5.0
+SLOW_SECONDS = 10.0
+"""Seconds of a check after which it is told that one runs."""
 CHECKING = 0
 """Number of the process that checks trials; the other processes of its node count from 1."""
 
 
-def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str, Any]]]:
+def preflight(
+    plan: Plan, node: Node | None = None, say: Callable[[str], None] = lambda line: None
+) -> tuple[Plan, list[dict[str, Any]]]:
     """Run every check; return the plan of trials that can run, and the data sets that they use.
 
     Sampled configurations that the data or the format forbid are left out of the plan.
@@ -57,7 +62,7 @@ def preflight(plan: Plan, node: Node | None = None) -> tuple[Plan, list[dict[str
     check_address(plan.study.address)
     check_user_files(plan.study)
     check_sinks(plan.study)
-    data, reasons = _examine(plan, node)
+    data, reasons = _examine(plan, node, say)
     plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
@@ -79,7 +84,7 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
     if any(trial.config.own_code or trial.config.own_loop for trial in checked):
         return plan, "your own code, which a plan does not run"
     try:
-        reasons = _examine(plan, None)[1]
+        reasons = _examine(plan, None, lambda line: None)[1]
     except ValueError as error:
         return plan, f"what the data allow: {error}"
     return _without_forbidden(plan, reasons), ""
@@ -192,30 +197,41 @@ def check_address(address: str | None) -> None:
         ) from None
 
 
-def _examine(plan: Plan, node: Node | None) -> tuple[list[DatasetInfo], list[str | None]]:
+def _examine(
+    plan: Plan, node: Node | None, say: Callable[[str], None]
+) -> tuple[list[DatasetInfo], list[str | None]]:
     """Describe the data sets of a plan's trials, and say why each trial could only fail, or None.
 
     Of a search that has no trials yet these are the first of its rows. If there is a node, one of
-    its processes answers, since it has loaded what that takes.
+    its processes answers, since it has loaded what that takes; ``say`` is told if that takes long.
 
     Raises:
-        ValueError: files are missing, corrupt or too few.
+        ValueError: files are missing, corrupt or too few, or end the process that loads them.
     """
     configs = [trial.config for trial in plan.trials or plan.first]
     if node is not None and configs:
         own = any(config.own_code for config in configs)  # which may compute on a GPU
         node.start(CHECKING, {} if own else {"CUDA_VISIBLE_DEVICES": ""}, 1)
         node.send(CHECKING, pickle.dumps(Message(CHECK, payload=configs)))
-        message = Message("")
+        message, slow = Message(""), f"Checking trials and their data: {len(configs)} trials"
         while message.kind not in (CHECKED, DIED):
-            for _, content in node.events(CONNECT_SECONDS):
+            events = node.events(SLOW_SECONDS)
+            if not events and slow:
+                say(slow)
+                slow = ""
+            for _, content in events:
                 message = pickle.loads(content)
         node.kill(CHECKING)
-        if message.kind == CHECKED and isinstance(message.payload, str):
+        if message.kind == DIED:
+            raise ValueError(
+                "trials cannot be checked, as loading their data and models fails"
+                f" ({message.payload}); look whether they need more memory than there is, or"
+                " whether code of your own ends its process"
+            )
+        if isinstance(message.payload, str):
             raise ValueError(message.payload)
-        if message.kind == CHECKED:
-            data, reasons = message.payload
-            return data, reasons
+        data, reasons = message.payload
+        return data, reasons
     from trainers.workers.worker_process import examine
 
     return examine(configs)

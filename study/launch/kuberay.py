@@ -43,7 +43,7 @@ ENDED = ("Complete", "Failed")
 LOOK_SECONDS = 2.0
 """Seconds between looks at a RayJob."""
 WAIT_SECONDS = 3600.0
-"""Seconds for which a RayJob's Job and its pod are waited for."""
+"""Seconds for which a RayJob's Job and its pod are waited for, and its end once its Job ended."""
 ENTRYPOINT = "bash /package/start.sh"
 
 
@@ -130,26 +130,30 @@ def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
     """Print the log of each Job that the operator makes for a RayJob, of its name, until the RayJob
     has ended; tell whether it succeeded.
 
-    A cluster that dies is made anew, with another Job (``backoffLimit``).
+    A cluster that dies is made anew, with another Job (``backoffLimit``). A log whose connection
+    broke is followed on; its lines of about one second may be printed twice.
 
     Raises:
         UserError: ``kubectl`` fails.
-        OutOfSightError: the RayJob was deleted, or has no Job for a long time.
+        OutOfSightError: the RayJob was deleted, or has no Job that runs for a long time.
     """
-    job, followed, before = ("job", name, *namespace), {""}, ""
-    until = time.monotonic() + WAIT_SECONDS
+    job, before, followed = ("job", name, *namespace), "", ""
+    heard = time.monotonic()
     while (seen := look(name, namespace)) is not None:
         if seen.state in ENDED:
             say(f"RayJob {name}: {seen.state} {seen.study} {seen.why}".rstrip())
             return seen.study == "SUCCEEDED"
         if seen.state != before:
             say(f"RayJob {name}: {(before := seen.state)} {seen.why}".rstrip())
-        uid = ("kubectl", "get", *job, "--ignore-not-found", "--output=jsonpath={.metadata.uid}")
-        if (made := run_tool(uid)) not in followed:
-            followed.add(made)
-            logs = ("kubectl", "logs", "--follow", f"job/{name}", *namespace)
+        form = "--output=jsonpath={.metadata.uid}|{.status.active}"
+        found = run_tool(("kubectl", "get", *job, "--ignore-not-found", form))
+        uid, _, active = found.partition("|")
+        if uid and (uid != followed or active):
+            since = [f"--since={time.monotonic() - heard + 1:.0f}s"] if uid == followed else []
+            logs = ("kubectl", "logs", "--follow", f"job/{name}", *namespace, *since)
             subprocess.run([*logs, f"--pod-running-timeout={WAIT_SECONDS:.0f}s"])
-        elif len(followed) == 1 and time.monotonic() > until:
+            followed, heard = uid, time.monotonic()
+        elif time.monotonic() > heard + WAIT_SECONDS:
             raise OutOfSightError(
                 f"RayJob {name} has been {seen.state or 'new'} for {WAIT_SECONDS / 60:.0f} minutes:"
                 f" look why with kubectl describe rayjob,raycluster,pods {' '.join(namespace)}"

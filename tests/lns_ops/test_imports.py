@@ -16,6 +16,12 @@ SAVED = Path(__file__).parents[1] / "golden" / "lns_tensor.pt"
 """A state dict of LNSTensors, as ``torch.save`` wrote it."""
 
 
+def printed(code: str) -> str:
+    """What a program prints in a process of its own."""
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def test_the_specification_needs_no_torch() -> None:
     files = list(Path(str(spec.__file__)).parent.glob("*.py"))
     assert len(files) > 4
@@ -52,8 +58,7 @@ def test_the_package_is_whole_with_torch(first: str) -> None:
         " print(hasattr(torch.ops.lns_ops, 'encode'), set(lns_ops.__all__) <= names,"
         f" type(torch.load({str(SAVED)!r})['weight']).__name__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True True LNSTensor"
+    assert printed(code) == "True True LNSTensor"
 
 
 def test_formats_and_the_specification_need_no_torch() -> None:
@@ -65,8 +70,7 @@ def test_formats_and_the_specification_need_no_torch() -> None:
         " assert pickle.loads(pickle.dumps([*made, format.lns12])) == [*made, format.lns12];"
         " print({'torch', 'numba'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert printed(code) == "set()"
 
 
 def test_torch_is_there_whatever_this_package_lacks() -> None:
@@ -75,9 +79,9 @@ def test_torch_is_there_whatever_this_package_lacks() -> None:
         "import sys, lns_ops; sys.modules['numba'] = None; import torch; print(torch.ones(1))"
         "\ntry: lns_ops.convert_\nexcept ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[0] == "tensor([1.])"
-    assert "numba" in done.stdout.splitlines()[1]
+    made, error = printed(code).splitlines()
+    assert made == "tensor([1.])"
+    assert "numba" in error
 
 
 def test_no_names_but_the_public_ones() -> None:
@@ -85,8 +89,7 @@ def test_no_names_but_the_public_ones() -> None:
         lns_ops.nonsense  # type: ignore[attr-defined]  # noqa: B018
     assert not hasattr(lns_ops, "no.module")
     code = "import sys, lns_ops; hasattr(lns_ops, '__wrapped__'); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert printed(code) == "False"
 
 
 def test_old_names_stay() -> None:
@@ -97,7 +100,4 @@ def test_old_names_stay() -> None:
         " reference.adam_update.__name__, indexed.lookup.__name__, accumulation.ACCUMULATIONS,"
         " b'lns_ops.format' in pickle.dumps(lns_ops.lns12), _rebuilt.__module__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        done.stdout.strip() == "True adam_update lookup ('contract', 'float32') True lns_ops.tensor"
-    )
+    assert printed(code) == "True adam_update lookup ('contract', 'float32') True lns_ops.tensor"

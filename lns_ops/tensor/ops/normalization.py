@@ -229,8 +229,13 @@ def instance_norm(
     shape = [-1, *[1] * (input.dim() - 2)]
     if not use_input_stats:
         return _affine(_with_statistics(input, running_mean, running_var, eps), weight, bias, shape)
-    y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
     count, averages = math.prod(input.shape[2:]), (running_mean, running_var)
+    if count == 1:
+        raise ValueError(
+            f"instance norm of an input of shape {tuple(input.shape)}: needs more than one position"
+            " in a channel; use a larger input, or running statistics in eval()"
+        )
+    y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
     if any(average is not None for average in averages):
         mean, variance = (lns.mean(v, [0], input.fmt) for v in (mean, variance))
         _track(averages, mean, variance, input.fmt, count, momentum)

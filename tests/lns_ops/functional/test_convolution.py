@@ -3,6 +3,7 @@ torch's in float64."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -222,8 +223,6 @@ def exact_gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 def test_layers_agree_with_float64(layer: nn.Module, scope: str) -> None:
     if scope == "matmul" and isinstance(layer, nn.modules.conv._ConvTransposeNd):
         pytest.skip("scope matmul has no transposed convolutions")
-    import copy
-
     fmt = LNSFormat(16, 10)
     sizes = {"1d": (11,), "2d": (9, 10), "3d": (4, 5, 6)}[type(layer).__name__[-2:]]
     torch.manual_seed(0)
@@ -239,6 +238,23 @@ def test_layers_agree_with_float64(layer: nn.Module, scope: str) -> None:
         # Encoded operands and sums of up to some hundred terms of both signs: twelve half-ulps
         # (eight and a half are seen).
         assert (value - truth).norm() / truth.norm() < 12 * half_ulp(fmt)
+
+
+@pytest.mark.parametrize(
+    ("layer", "scope"),
+    [
+        (nn.Conv2d(3, 4, 3), "matmul"),
+        (nn.Conv2d(3, 4, 3), "everywhere"),
+        (nn.ConvTranspose2d(3, 4, 3), "everywhere"),
+    ],
+)
+def test_a_batch_of_no_examples_has_gradients_of_zero(layer: nn.Module, scope: str) -> None:
+    layer = convert_(copy.deepcopy(layer), lns12, scope=scope)
+    y = layer(torch.zeros(0, 3, 5, 5))
+    y.sum().backward()
+    assert y.shape[0] == 0
+    for parameter in layer.parameters():
+        assert (parameter.grad == 0).all()
 
 
 def test_one_example_without_a_batch() -> None:

@@ -236,6 +236,16 @@ def test_a_batch_of_one_value_has_no_variance() -> None:
         convert_(nn.BatchNorm1d(3), lns12, scope="everywhere")(torch.randn(1, 3))
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 1), (2, 3, 1, 1)])
+def test_a_channel_of_one_position_has_no_variance(shape: tuple[int, ...]) -> None:
+    """As torch has it, which refuses such an input too."""
+    layer = nn.InstanceNorm1d(3) if len(shape) == 3 else nn.InstanceNorm2d(3)
+    with pytest.raises(ValueError, match="more than 1 spatial element"):
+        layer(torch.randn(shape))
+    with pytest.raises(ValueError, match=r"instance norm of .*: needs more than one position"):
+        layer(LNSTensor.from_float(torch.randn(shape), lns12))
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
 def test_dropout_leaves_out_what_it_does_in_float32(order: tuple[int, ...]) -> None:
     """torch draws in the order of memory: layers that turn tensors around draw otherwise."""

@@ -167,14 +167,44 @@ def test_a_rayjob_is_followed_to_its_end_or_no_longer_than_is_sensible(
     assert said in told.out + told.err
 
 
+RUNNING, RETRYING, DONE = "x|Running|RUNNING||", "x|Retrying|||", "x|Complete|SUCCEEDED||"
+
+
+def in_turn(*texts: str) -> str:
+    """A script that prints one text after the other, then the last one."""
+    cases = " ".join(f"{turn}) echo '{text}';;" for turn, text in enumerate(texts[:-1]))
+    count = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) >n"
+    return f"{count}; case $n in {cases} *) echo '{texts[-1]}';; esac"
+
+
 def test_the_log_of_each_cluster_that_is_made_anew_is_followed_once(
     programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    running, done = "x|Running|RUNNING||", "x|Complete|SUCCEEDED||"
-    job = "n=$(cat n 2>/dev/null); echo $n. >n; [ ${#n} -lt 2 ] && echo first || echo second"
-    kubectl(programs, ["", running, running, "x|Retrying|||", running, done], job, "echo a log")
+    job = in_turn("first|1", "first|", "second|1")
+    kubectl(programs, ["", RUNNING, RUNNING, RETRYING, DONE], job, "echo a log")
     assert main(launched) == 0
     assert capfd.readouterr().out.count("a log") == 2
+
+
+def test_a_log_whose_connection_breaks_is_followed_on(
+    programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    kubectl(programs, ["", RUNNING, RUNNING, DONE], "echo 'only|1'", "exit 1")
+    assert main(launched) == 0
+    followed = [line for line in (programs / "calls").read_text().splitlines() if "logs" in line]
+    assert ["--since=1s" in line for line in followed] == [False, True]
+
+
+def test_a_cluster_that_is_not_made_anew_is_not_waited_for_without_end(
+    programs: Path,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(kuberay, "WAIT_SECONDS", 0.5)
+    kubectl(programs, ["", RUNNING, RETRYING], in_turn("first|1", ""))
+    assert main(launched) == 1
+    assert "has been Retrying for 0 minutes" in capfd.readouterr().err
 
 
 def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path: Path) -> None:

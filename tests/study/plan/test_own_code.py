@@ -25,6 +25,7 @@ from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
 from tests.study.execution.conftest import results
 from tests.trainers.user_network import NETWORK
+from trainers.workers.node import Node
 
 STUDY = """
 name: own
@@ -82,6 +83,22 @@ def test_a_network_that_does_not_fit_is_refused_before_anything_starts(folder: P
     study = load(str(folder / "own.yaml"), [f"storage={folder}", flat])
     with pytest.raises(ValueError, match=r"into \(2, 7\); return outputs of shape \(batch, 10\)"):
         preflight(make_plan(study))
+
+
+def test_a_network_that_ends_its_process_ends_no_study(folder: Path) -> None:
+    (folder / "ends.py").write_text("import os\n\ndef make(inputs, classes):\n    os._exit(3)\n")
+    ends = f"trial.model.name={folder / 'ends.py'}:make"
+    study = load(str(folder / "own.yaml"), [f"storage={folder}", ends])
+    with Node() as node, pytest.raises(ValueError, match=r"fails \(.*exit code 3\); look whether"):
+        preflight(make_plan(study), node)
+
+
+def test_a_check_that_takes_long_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.execution.preflight.SLOW_SECONDS", 0.01)
+    study, said = load(str(folder / "own.yaml"), [f"storage={folder}"]), list[str]()
+    with Node() as node:
+        preflight(make_plan(study), node, said.append)
+    assert said == ["Checking trials and their data: 2 trials"]
 
 
 def test_what_a_network_sets_in_the_process_is_not_there_where_the_next_is_checked(
