@@ -21,12 +21,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LNS_STUDY_COMMAND"] = "lns-study"
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+try:
+    import torch
+except ImportError:  # where the tests run that need none (test_newest_python.py)
+    torch = None  # type: ignore[assignment]
 
 settings.register_profile("lns", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lns")
-torch.set_num_threads(1)
+if torch is not None:
+    torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell ignores Ctrl-C for what it runs in the background, and what tests start inherits that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,7 +47,7 @@ SKIPS = (
     "tensorboard is not installed", "pip-audit is not installed",
     "pip-audit cannot reach its database",
     "transformers is not installed", "CIFAR-10.s binary files are not here",
-    "docker-compose is not installed", "Slurm is not installed",
+    "docker-compose is not installed", "Slurm is not installed", "no newer Python is installed",
     "no file system can be mounted here", "a network namespace of our own is not permitted here",
     # combinations of parameters that there are not
     "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from study.tracking.writer import connect
 ENDS = (FINISHED, STOPPED, FAILED)
 """Events that end a trial."""
 CHECKPOINT, MLFLOW = "checkpoint", "mlflow"
+ROUNDINGS = 4
+"""Times that the rounding error of a sum is taken back."""
 LOOP = "trainable.name"
 """Param of a run whose trial was trained by a loop of the user's own."""
 
@@ -53,6 +56,28 @@ class Known:
     paths: dict[int, Path] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    def share_seconds(self, events: list[Event], trial: str) -> None:
+        """Give the restored reports of a trial equal shares of its seconds that no whole one has.
+
+        The seconds of all reports then sum to ``seconds`` to the last digit. Nothing is shared if a
+        whole report is without seconds, as where another study trained its epoch, or if there are
+        reports that were not sent before the trial's end.
+        """
+        reports = [
+            event for event in events if event["event"] == "report" and event["trial"] == trial
+        ]
+        restored = [event for event in reports if "recovered" in event]
+        whole = [event for event in reports if "recovered" not in event]
+        if self.seconds is None or not restored or any("seconds" not in each for each in whole):
+            return
+        if (rest := self.seconds - sum(event["seconds"] for event in whole)) < 0:
+            return
+        reports.sort(key=itemgetter("epoch"))
+        for event in restored:
+            event["seconds"] = rest / len(restored)
+        for _ in range(ROUNDINGS):
+            restored[-1]["seconds"] += self.seconds - sum(event["seconds"] for event in reports)
 
 
 def known_to_checkpoints(folder: Path) -> dict[str, Known]:

@@ -61,8 +61,6 @@ KINDS = (*ENDS, "started", "report", "checkpoint", "added")
 BESIDE = ("planned", "capacity", "ended", "edited", "restarted", "relieved", "damaged", HEADER)
 """Events that cannot be restored."""
 ELIMINATION = "elimination"
-ROUNDINGS = 4
-"""Times that the rounding error of a sum is taken back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,31 +252,9 @@ class _Restoration:
                     "path": str(path),
                 }
                 self._insert(checkpoint, epochs[epoch], math.inf, CHECKPOINT)
-        self._share_seconds(trial, known)
-        self._restore_end(trial, known, epochs, ends)
-
-    def _share_seconds(self, trial: str, known: Known) -> None:
-        """Give the restored epochs of a trial equal shares of its seconds that no whole line has.
-
-        The shares and the whole lines' seconds sum to ``known.seconds`` to the last digit. Nothing
-        is shared if a whole report is without seconds, as where another study trained it.
-        """
         inserted = [event for events in self._inserted.values() for event in events]
-        reports = [
-            event
-            for event in [event for _, event in self._events_of[trial]] + inserted
-            if event["event"] == "report" and event["trial"] == trial
-        ]
-        restored = [event for event in reports if "recovered" in event]
-        whole = sum("seconds" in event for event in reports)
-        if known.seconds is None or not restored or whole + len(restored) < len(reports):
-            return
-        reports.sort(key=itemgetter("epoch"))
-        rest = known.seconds - sum(event.get("seconds", 0.0) for event in reports)
-        for event in restored:
-            event["seconds"] = max(0.0, rest) / len(restored)
-        for _ in range(ROUNDINGS):
-            restored[-1]["seconds"] += known.seconds - sum(event["seconds"] for event in reports)
+        known.share_seconds([event for _, event in self._events_of[trial]] + inserted, trial)
+        self._restore_end(trial, known, epochs, ends)
 
     def _restore_end(
         self, trial: str, known: Known, epochs: dict[int, int], ends: list[int]
