@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/lns_ops/spec/test_gaussian_log.py",
-    "tests/study/config",
+    "tests/study/config/test_compose.py",
+    "tests/study/config/test_keys.py",
     "tests/study/ledger/test_log.py",
-    *(f"tests/study/results/test_{name}.py" for name in ("answer", "budgets", "contrasts")),
-    *(f"tests/study/results/test_{name}.py" for name in ("metric", "summary", "utilisation")),
+    *(f"tests/study/results/test_{name}.py" for name in ("answer", "budgets", "summary")),
 )
 PACKAGES = (
     "numpy", "scipy", "mpmath", "omegaconf", "optuna", "psutil", "rich", "jinja2", "matplotlib",
