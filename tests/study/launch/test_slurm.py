@@ -48,9 +48,12 @@ DISTURBANCES = {
     "notice": 'scancel --batch --signal=USR1 "$(job %i)"; requeued',
     "requeue": 'scontrol requeue "$(job %i)"; requeued',
     "preemption": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
+    "grace": "sbatch --partition=urgent --nodes=2 --exclusive --wrap='sleep 1'; requeued",
     "ended": "python -m study cancel tiny --storage studies; wait $launched; launch & launched=$!",
     "cancelled": 'scancel "$(job %i)"; wait $launched && exit 1; launch & launched=$!',
 }
+GRACE = {"grace": {"GRACE": "60"}}
+"""Settings of Slurm's own: seconds from the signal of a preemption to the end."""
 IN_ORDER = {"notice", "ended"}
 """What leaves the study time to end."""
 
@@ -69,7 +72,7 @@ def test_a_study_on_two_nodes_ends_as_if_undisturbed(
     template = (ROOT / "conf" / "cluster" / "slurm.sh").read_text()
     (work / "slurm.sh").write_text(template.replace("--nodes=1", "--nodes=2"))
     steps = BEGIN + DISTURBANCES[disturbance] + END
-    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=600)
+    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=600, **GRACE.get(disturbance, {}))
     events = read_ledger(work / "studies" / "tiny")
     assert_same_results(events, wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)
