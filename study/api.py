@@ -11,7 +11,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,7 +108,10 @@ def run_study(
             same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
-    with _opened(study, say, node) as (plan, data, ledger, before):
+    with (
+        Node() if node is None else nullcontext(node) as node,
+        _opened(study, say, node) as (plan, data, ledger, before),
+    ):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
         _say_changed_code(plan, before, say)

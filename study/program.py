@@ -67,12 +67,13 @@ def module_command(module: str) -> list[str]:
 
 
 def own_version() -> str:
-    """Return our version: the installed one, or in a checkout that is not installed its own."""
+    """Return our version: the installed one, in a checkout that is not installed its own; "" where
+    neither is there, as for packages that somebody copied."""
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
-        about = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-        return str(about["project"]["version"])
+        about = Path(__file__).parents[1] / "pyproject.toml"
+        return str(tomllib.loads(about.read_text())["project"]["version"]) if about.exists() else ""
 
 
 def version_of(package: str) -> str:

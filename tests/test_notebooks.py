@@ -10,6 +10,7 @@ import pytest
 
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
+from study.manage.rerun import differences
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = {"ask_tell": ("own-loop", 8), "first_study": ("first", 12)}
@@ -73,11 +74,30 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 CELL = """
 import study
-from study import DataConfig, ModelConfig, StudyConfig, TrialConfig
+from pathlib import Path
+from study import DataConfig, ModelConfig, SearchConfig, StudyConfig, TrialConfig
 
-data, model = DataConfig(name="digits", validation_size=300), ModelConfig(hidden=[16])
-trial = TrialConfig(data=data, model=model, epochs=60, batch_size=32)
-config = StudyConfig(name="stopped", trial=trial, tracking_uri="none", cpus=1)
+Path("net.py").write_text('''
+from torch import nn
+
+def make(inputs, classes, width=16):
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes)
+    )
+''')
+data = DataConfig(name="digits", validation_size=300)
+model = ModelConfig(name=str(Path("net.py").resolve()) + ":make")
+trial = TrialConfig(data=data, model=model, epochs=20, batch_size=32)
+space = {
+    "precision.format": {"choice": ["float32", "lns12"]},
+    "workers": {"choice": [1, 2]},
+    "optimizer.lr": {"loguniform": [0.01, 0.3]},
+}
+search = SearchConfig(algorithm="tpe", num_samples=3)
+config = StudyConfig(
+    name=name, trial=trial, space=space, search=search, tracking_uri="none", cpus=2,
+    max_concurrent=1,
+)
 study.run(config)
 """
 
@@ -91,26 +111,38 @@ def reply_to(message: str, client: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_interrupting_the_kernel_ends_a_study_in_order_and_the_cell_goes_on(
+def test_a_study_of_ones_own_network_is_interrupted_and_its_cell_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jupyter_client.manager import start_new_kernel
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     manager, client = start_new_kernel(cwd=str(tmp_path))
+    cell = f"name = 'stopped'{CELL}"
+    folder, until = tmp_path / "studies" / "stopped", time.monotonic() + SECONDS
     try:
-        first = client.execute(CELL)
-        folder, until = tmp_path / "studies" / "stopped", time.monotonic() + SECONDS
-        while not any(event["event"] == "report" for event in read_ledger(folder)):
+        first = client.execute(cell)
+        while sum(event["event"] == "report" for event in read_ledger(folder)) < 25:
             assert time.monotonic() < until
             time.sleep(0.05)
         manager.interrupt_kernel()
         assert reply_to(first, client)["ename"] == "KeyboardInterrupt"
         assert fold(read_ledger(folder)).outcome == "interrupted"
-        assert reply_to(client.execute(CELL), client)["status"] == "ok"
+        for again in (cell, f"name = 'whole'{CELL}"):
+            assert reply_to(client.execute(again), client)["status"] == "ok"
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+    stopped, whole = (fold(read_ledger(folder.with_name(name))) for name in ("stopped", "whole"))
+    assert [trial.id for trial in stopped.trials] == [trial.id for trial in whole.trials]
+    assert len(whole.trials) == 3
+    for one, other in zip(stopped.trials, whole.trials, strict=True):
+        assert (one.status, sorted(one.reports)) == (FINISHED, list(range(1, 21)))
+        assert differences(one, other) == []
     events = read_ledger(folder)
-    assert fold(events).outcome == "finished"
-    assert [e["epoch"] for e in events if e["event"] == "report"] == list(range(1, 61))
+    assert sum(event["event"] == "report" for event in events) == 3 * 20
+    tensors = [
+        {path.relative_to(saved) for path in saved.rglob("tensors-*")}
+        for saved in (folder / "checkpoints", folder.with_name("whole") / "checkpoints")
+    ]
+    assert tensors[0] == tensors[1] != set()  # their names are digests

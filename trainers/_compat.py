@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch
 
@@ -27,6 +28,17 @@ covers its making too, and ``ProcessGroup.set_timeout`` was never tried with NCC
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of what sees every operator that is called, of backward too; torch's notes on
 extending it derive from it, nothing public names it (torch 2.13)."""
+
+
+def choose_cudnn(*, deterministic: bool, benchmark: bool) -> None:
+    """Set how cuDNN chooses its algorithms: whether among deterministic ones, and by timing.
+
+    ``torch.backends.cudnn.set_flags`` also reads the settings of TF32, and raises if they differ
+    for convolutions and recurrent networks; the plain attributes are refused once torch has frozen
+    its flags (torch 2.13).
+    """
+    torch._C._set_cudnn_deterministic(deterministic)
+    torch._C._set_cudnn_benchmark(benchmark)
 
 
 def clear_tensor_caches() -> None:

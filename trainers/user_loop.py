@@ -96,8 +96,9 @@ def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | str | None = 
     Args:
         metrics: finite numbers by name, among them those by which the study compares trials.
             ``epoch`` is filled in, counted from 1.
-        checkpoint: a folder, or a dict of tensors, numbers, texts, lists and dicts. It has been
-            copied when the call returns. A trial that is interrupted goes on from its last one.
+        checkpoint: a folder, also as a ``Checkpoint`` of Ray's, or a dict of tensors, numbers,
+            texts, lists and dicts. It has been copied when the call returns. A trial that is
+            interrupted goes on from its last one.
 
     Raises:
         ValueError: no trial is trained here, a metric is missing or no finite number, or the
@@ -110,8 +111,8 @@ def get_checkpoint() -> Checkpoint | None:
     """Return the last checkpoint that the trial reported before it was interrupted.
 
     Returns:
-        A folder if one was reported, and a dict, with tensors on the CPU, if one was; None where
-        the trial begins.
+        A folder if one was reported, with Ray's ``as_directory()`` beside a path's methods, and a
+        dict, with tensors on the CPU, if one was; None where the trial begins.
 
     Raises:
         ValueError: no trial is trained here.

@@ -216,7 +216,8 @@ def normalization(
     made = Normalized(
         *OPS.normalization(x, weight, bias, shape, dims, eps, centred, fmt.bits, fmt.fraction_bits)
     )
-    return made._replace(out=made.y) if weight is None and bias is None else made
+    # a copy, as backward needs ``y`` whatever is done to ``out`` in place
+    return made._replace(out=made.y.clone()) if weight is None and bias is None else made
 
 
 def normalization_backward(

@@ -240,7 +240,11 @@ def _storage(storage: str) -> Finding:
 
 def _passwords(storage: str) -> Iterator[Finding]:
     """Yield a finding for every ledger that holds a password."""
-    for folder in folders(storage):
+    try:
+        found = folders(storage)
+    except ValueError:  # a store that does not answer, as is found before
+        return
+    for folder in found:
         for uri in stored(read_ledger(folder)):
             yield Finding(
                 name=folder.name,

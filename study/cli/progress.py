@@ -210,7 +210,8 @@ def render(
     shown = _most_interesting(list(state.trials))
     for trial in shown:
         constraints = state.config.search.constraints if state.plan else {}
-        cells = _cells(trial, metric, constraints, now)
+        quiet = silence(trial, now, state.config.checkpoint_every) if now else 0.0
+        cells = _cells(trial, metric, constraints, now, quiet)
         table.add_row(*cells, style=STYLES[trial.status])
     hidden = len(state.trials) - len(shown)
     lines: list[RenderableType] = [
@@ -271,14 +272,18 @@ def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
 
 
 def _cells(
-    trial: TrialState, metric: Metric, constraints: Mapping[str, str], now: float | None
+    trial: TrialState,
+    metric: Metric,
+    constraints: Mapping[str, str],
+    now: float | None,
+    quiet: float,
 ) -> list[str]:
     values = last_value(trial, metric), test_value(trial, metric) if trial.test else None
     last, test = (
         "" if value is None else f"{metric.figure(value)}{metric.unit}" for value in values
     )
     status = INTERRUPTED if trial.status == RUNNING and now is None else trial.status
-    status += f", silent for {duration(quiet)}" if now and (quiet := silence(trial, now)) else ""
+    status += f", silent for {duration(quiet)}" if quiet else ""
     status += f" (restarted {trial.restarts}x)" if trial.restarts else ""
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"

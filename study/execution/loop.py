@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +91,7 @@ class Loop:
         self._watch = Watch()
         self._tests: dict[str, dict[str, Any]] = {}
         self._failures: Counter[str] = Counter()
+        self._repeated: defaultdict[str, float] = defaultdict(float)
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
         self._no_room_since: float | None = None
@@ -267,7 +268,7 @@ class Loop:
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
-            if self._watch.hear(message.trial):
+            if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == BEGAN:
                 events += self._began(message.trial, message.payload)
@@ -323,6 +324,10 @@ class Loop:
         events = _past(trial, result.get(HISTORY, []))
         number = int(result["epoch"])
         process = {name: result[name] for name in ("pid", "host", "seconds")}
+        if epoch and number in self._state.known[trial].reports:
+            self._repeated[trial] += result["seconds"]
+        elif epoch and (repeated := self._repeated.pop(trial, 0.0)):
+            process["repeated"] = repeated
         if epoch:
             events.append(
                 {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
@@ -389,8 +394,8 @@ class Loop:
                     trial, f"no report for {limit:g} s, so its process was killed (heartbeat)"
                 )
         elif silent := self._watch.newly_silent(self._state):
-            more = f" ({counted(len(silent) - 1, 'trial')} more)" if len(silent) > 1 else ""
-            self._say(describe_silence(*silent[0], limit) + more)
+            for each, quiet in silent:
+                self._say(describe_silence(each, quiet, limit))
 
     def _note_capacity(self) -> None:
         """Write the capacity to the ledger whenever it has changed."""

@@ -210,7 +210,8 @@ def _examine(
     """
     configs = [trial.config for trial in plan.trials or plan.first]
     if node is not None and configs:
-        own = any(config.own_code for config in configs)  # which may compute on a GPU
+        # which may compute on a GPU
+        own = any(config.own_code or config.own_loop for config in configs)
         node.start(CHECKING, {} if own else {"CUDA_VISIBLE_DEVICES": ""}, 1)
         node.send(CHECKING, pickle.dumps(Message(CHECK, payload=configs)))
         message, slow = Message(""), f"Checking trials and their data: {len(configs)} trials"

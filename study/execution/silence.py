@@ -1,10 +1,10 @@
 """Trials that are running and have not been heard of for long: since when, and what helps.
 
-A process that is frozen (SIGSTOP, a machine that swaps), or waits in a driver for ever, dies not:
-nobody tells of it, and a study would wait in silence. How long silence is usual is learned from the
-trial: :data:`EPOCHS` times its slowest epoch, and no less than :data:`LEAST_SECONDS`. Until its
-process has finished an epoch that is unknown, as kernels compile and data are read, so then no less
-than :data:`FIRST_SECONDS` pass.
+A process that is frozen (SIGSTOP, a machine that swaps), or waits in a driver for ever, does not
+die: nobody tells of it, and a study would wait in silence. How long silence is usual is learned
+from the trial: :data:`EPOCHS` times its slowest epoch, and no less than :data:`LEAST_SECONDS`.
+Until its process has finished an epoch that is unknown, as kernels compile and data are read, so
+then no less than :data:`FIRST_SECONDS` pass.
 
 A trial that is silent is shown, never killed: a slow disk, a busy machine or a loop that evaluates
 now and then is silent too, and each restart counts towards ``max_failures``. ``heartbeat`` is for
@@ -22,18 +22,24 @@ from study.text import duration
 EPOCHS, LEAST_SECONDS, FIRST_SECONDS = 5.0, 60.0, 600.0
 
 
-def patience(trial: TrialState) -> float:
-    """Return the seconds without a report that are usual for a running trial."""
-    least = LEAST_SECONDS if _has_reported(trial) else FIRST_SECONDS
-    return max(least, EPOCHS * max(trial.took.values(), default=0.0))
+def patience(trial: TrialState, checkpoint_every: int = 0) -> float:
+    """Return the seconds without a report that are usual for a running trial.
+
+    A process that began again may train ``checkpoint_every`` epochs that are in the ledger already,
+    which notes none twice.
+    """
+    slowest = max(trial.took.values(), default=0.0)
+    if _has_reported(trial):
+        return max(LEAST_SECONDS, EPOCHS * slowest)
+    return max(FIRST_SECONDS, (EPOCHS + min(checkpoint_every, trial.epoch)) * slowest)
 
 
-def silence(trial: TrialState, now: float) -> float:
+def silence(trial: TrialState, now: float, checkpoint_every: int) -> float:
     """Return the seconds since a running trial was heard of, if they are unusual, else 0."""
     if trial.status != RUNNING or trial.process_since is None:
         return 0.0
     quiet = now - trial.last_heard
-    return quiet if quiet > patience(trial) else 0.0
+    return quiet if quiet > patience(trial, checkpoint_every) else 0.0
 
 
 def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -> str:
@@ -63,7 +69,7 @@ def describe_silent(state: StudyState, now: float) -> list[str]:
     return [
         describe_silence(trial, quiet, heartbeat)
         for trial in state.trials
-        if (quiet := silence(trial, now))
+        if (quiet := silence(trial, now, state.config.checkpoint_every))
     ]
 
 

@@ -43,7 +43,17 @@ ENDED = ("Complete", "Failed")
 LOOK_SECONDS = 2.0
 """Seconds between looks at a RayJob."""
 WAIT_SECONDS = 3600.0
-"""Seconds for which a RayJob's Job and its pod are waited for, and its end once its Job ended."""
+"""Seconds for which a RayJob may stay in a state without a line of its log, and its pod may take
+to start."""
+OPEN_SECONDS = 10.0
+"""Seconds after which a log without a line was not refused, but is silent."""
+LOG_ATTEMPTS = 5
+"""Times in a row that a log may fail without a line before it is left."""
+AWAY = re.compile(
+    r"connect|refused|timeout|timed out|deadline|EOF|reset|no route|unavailable|currently unable",
+    re.IGNORECASE,
+)
+"""What ``kubectl`` says of a cluster that does not answer for a while."""
 ENTRYPOINT = "bash /package/start.sh"
 
 
@@ -131,35 +141,79 @@ def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
     has ended; tell whether it succeeded.
 
     A cluster that dies is made anew, with another Job (``backoffLimit``). A log whose connection
-    broke is followed on; its lines of about one second may be printed twice.
+    broke is followed on from its last line, of which about a second may be printed twice; one that
+    cannot be read is left after :data:`LOG_ATTEMPTS`.
 
     Raises:
-        UserError: ``kubectl`` fails.
-        OutOfSightError: the RayJob was deleted, or has no Job that runs for a long time.
+        UserError: ``kubectl`` fails, but not because the cluster does not answer for a while.
+        OutOfSightError: the RayJob was deleted, has no Job that runs for a long time, or the
+            cluster does not answer for as long.
     """
-    job, before, followed = ("job", name, *namespace), "", ""
-    heard = time.monotonic()
-    while (seen := look(name, namespace)) is not None:
-        if seen.state in ENDED:
+    log, before, changed, away = _Log(name, namespace), "", time.monotonic(), False
+    while True:
+        try:
+            seen, job = look(name, namespace), _job(name, namespace)
+        except UserError as error:
+            if not AWAY.search(str(error)) or time.monotonic() > changed + WAIT_SECONDS:
+                raise
+            if not away:
+                say(f"Kubernetes does not answer ({error}); RayJob {name} goes on")
+            away = True
+            time.sleep(LOOK_SECONDS)
+            continue
+        away = False
+        if seen is None:
+            raise OutOfSightError(f"RayJob {name} was deleted")
+        if seen.state != before:
+            before, changed = seen.state, time.monotonic()
+            if seen.state not in ENDED:
+                say(f"RayJob {name}: {seen.state} {seen.why}".rstrip())
+        if log.follow(*job, say):
+            changed = time.monotonic()
+        elif seen.state in ENDED:
             say(f"RayJob {name}: {seen.state} {seen.study} {seen.why}".rstrip())
             return seen.study == "SUCCEEDED"
-        if seen.state != before:
-            say(f"RayJob {name}: {(before := seen.state)} {seen.why}".rstrip())
-        form = "--output=jsonpath={.metadata.uid}|{.status.active}"
-        found = run_tool(("kubectl", "get", *job, "--ignore-not-found", form))
-        uid, _, active = found.partition("|")
-        if uid and (uid != followed or active):
-            since = [f"--since={time.monotonic() - heard + 1:.0f}s"] if uid == followed else []
-            logs = ("kubectl", "logs", "--follow", f"job/{name}", *namespace, *since)
-            subprocess.run([*logs, f"--pod-running-timeout={WAIT_SECONDS:.0f}s"])
-            followed, heard = uid, time.monotonic()
-        elif time.monotonic() > heard + WAIT_SECONDS:
+        elif time.monotonic() > changed + WAIT_SECONDS:
             raise OutOfSightError(
                 f"RayJob {name} has been {seen.state or 'new'} for {WAIT_SECONDS / 60:.0f} minutes:"
                 f" look why with kubectl describe rayjob,raycluster,pods {' '.join(namespace)}"
             )
         time.sleep(LOOK_SECONDS)
-    raise OutOfSightError(f"RayJob {name} was deleted")
+
+
+def _job(name: str, namespace: list[str]) -> tuple[str, bool]:
+    """Return the id of a RayJob's present Job, "" if there is none, and whether its pod runs."""
+    form = "--output=jsonpath={.metadata.uid}|{.status.active}"
+    found = run_tool(("kubectl", "get", "job", name, *namespace, "--ignore-not-found", form))
+    uid, _, active = found.partition("|")
+    return uid, bool(active)
+
+
+class _Log:
+    """The log of a RayJob's Jobs, of which each line is printed once."""
+
+    def __init__(self, name: str, namespace: list[str]) -> None:
+        self._words = ("kubectl", "logs", "--follow", f"job/{name}", *namespace)
+        self._uid, self._heard, self._failures = "", 0.0, 0
+
+    def follow(self, uid: str, runs: bool, say: Callable[[str], None]) -> bool:
+        """Print a Job's log until it ends; tell whether there was any, or it was open for long."""
+        is_new = uid != self._uid
+        if not uid or not (is_new or (runs and self._failures < LOG_ATTEMPTS)):
+            return False
+        since = [] if is_new else [f"--since={time.monotonic() - self._heard + 1:.0f}s"]
+        if is_new:
+            self._uid, self._heard, self._failures = uid, time.monotonic(), 0
+        words = [*self._words, *since, f"--pod-running-timeout={WAIT_SECONDS:.0f}s"]
+        printed, began = False, time.monotonic()
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                printed, self._heard = True, time.monotonic()
+        self._failures = 0 if printed or not process.returncode else self._failures + 1
+        if self._failures == LOG_ATTEMPTS:
+            say(f"The log cannot be read: {' '.join(self._words)}")
+        return printed or time.monotonic() > began + OPEN_SECONDS
 
 
 def object_name(slug: str, digest: str) -> str:

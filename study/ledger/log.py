@@ -10,7 +10,9 @@ each with ``event`` and ``time`` (seconds since 1970)::
                                                                 cpus, gpus; pid and host of a
                                                                 user's own loop that asked for it
     report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
-                                                                seconds (by its process's clock)
+                                                                seconds (by its process's clock);
+                                                repeated: those of earlier epochs that
+                                                it trained again
     checkpoint  a trial's state is on disk                      trial, epoch, path
     restarted   a trial's process died and will be restarted    trial, error
     relieved    a trial ran out of memory; once more with other keys   trial, error, relief
@@ -423,12 +425,12 @@ def is_locked(folder: Path) -> bool:
 
     The process may be on another machine if the storage's locks reach that far.
     """
-    try:
-        with (folder / LOCK).open(encoding="utf-8") as lock:
+    with suppress(OSError), (folder / LOCK).open(encoding="utf-8") as lock:
+        try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in BUSY:  # without locks nobody writes
-            return True
+        except OSError as error:
+            if error.errno in BUSY:  # without locks nobody writes
+                return True
     return storage.is_locked_remotely(folder)
 
 
@@ -444,9 +446,10 @@ def take_lock(folder: Path) -> IO[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            if error.errno not in (*BUSY, errno.ESTALE):
+            last = attempt + 1 == LOCK_ATTEMPTS
+            if error.errno not in BUSY and (last or error.errno != errno.ESTALE):
                 raise no_locks(folder, error) from None
-            time.sleep(0.05 if attempt + 1 < LOCK_ATTEMPTS else 0)
+            time.sleep(0 if last else 0.05)
         else:
             return lock
     raise ValueError(

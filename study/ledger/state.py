@@ -329,6 +329,7 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
 def _take_time(trial: TrialState, event: Event) -> None:
     """Note the seconds of an epoch.
 
+    Those of epochs that were trained again before it (``repeated``) are spent, and no epoch's.
     For an epoch that was taken over, only the event's own ``seconds`` count: its time may be that
     of the copy.
     """
@@ -338,7 +339,7 @@ def _take_time(trial: TrialState, event: Event) -> None:
     seconds = event.get("seconds", measured)
     if seconds is not None:
         trial.took[event["epoch"]] = seconds
-        trial.spent += 0.0 if "source" in event else seconds
+        trial.spent += 0.0 if "source" in event else seconds + event.get("repeated", 0.0)
 
 
 def code_of(plan: Event) -> str:

@@ -57,23 +57,27 @@ class Known:
     origin: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
-    def share_seconds(self, events: list[Event], trial: str) -> None:
-        """Give the restored reports of a trial equal shares of its seconds that no whole one has.
+    def share_seconds(self, events: list[Event]) -> None:
+        """Give the trial's restored reports equal shares of its seconds that no whole one has.
 
         The seconds of all reports then sum to ``seconds`` to the last digit. Nothing is shared if a
-        whole report is without seconds, as where another study trained its epoch, or if there are
-        reports that were not sent before the trial's end.
+        whole report is without seconds, as where another study trained its epoch, if an epoch stays
+        lost, or if there are reports that were not sent before the trial's end.
         """
-        reports = [
-            event for event in events if event["event"] == "report" and event["trial"] == trial
-        ]
+        reports = [event for event in events if event["event"] == "report"]
         restored = [event for event in reports if "recovered" in event]
         whole = [event for event in reports if "recovered" not in event]
-        if self.seconds is None or not restored or any("seconds" not in each for each in whole):
+        if (
+            self.seconds is None
+            or not restored
+            or any(each.get("seconds") is None for each in whole)
+        ):
+            return
+        reports.sort(key=itemgetter("epoch"))
+        if [event["epoch"] for event in reports] != list(range(1, len(reports) + 1)):
             return
         if (rest := self.seconds - sum(event["seconds"] for event in whole)) < 0:
             return
-        reports.sort(key=itemgetter("epoch"))
         for event in restored:
             event["seconds"] = rest / len(restored)
         for _ in range(ROUNDINGS):

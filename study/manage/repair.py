@@ -174,6 +174,7 @@ class _Restoration:
                 self._events_of[event["trial"]].append((number, event))
         self._plans = [number for number, event in self._whole if event["event"] == "planned"]
         self._inserted: dict[int, list[Event]] = defaultdict(list)
+        self._inserted_of: dict[str, list[Event]] = defaultdict(list)
         self._latest: dict[tuple[int, str], float] = defaultdict(lambda: -math.inf)
         self.recovered: list[Event] = []
         self.lost: list[str] = []
@@ -252,8 +253,8 @@ class _Restoration:
                     "path": str(path),
                 }
                 self._insert(checkpoint, epochs[epoch], math.inf, CHECKPOINT)
-        inserted = [event for events in self._inserted.values() for event in events]
-        known.share_seconds([event for _, event in self._events_of[trial]] + inserted, trial)
+        whole = [event for _, event in events]
+        known.share_seconds(whole + self._inserted_of[trial])
         self._restore_end(trial, known, epochs, ends)
 
     def _restore_end(
@@ -309,9 +310,9 @@ class _Restoration:
             gap, when if when is not None or self._whole else self._worked_on(trial)
         )
         moment = self._latest[gap, trial] = max(moment, self._latest[gap, trial])
-        self._inserted[gap].append(
-            {"event": event["event"], "time": moment, **event, "recovered": source}
-        )
+        made = {"event": event["event"], "time": moment, **event, "recovered": source}
+        self._inserted[gap].append(made)
+        self._inserted_of[trial].append(made)
         return gap
 
     def _may_hold(self, gap: int, event: Event) -> bool:

@@ -360,9 +360,9 @@ def _tests(group: Groups, metric: Metric) -> Table:
     tests = next((contrast.tests for contrast in group.contrasts.values() if contrast), 0)
     note = (
         f"Student's t over what differs in the {group.category} alone, seed by seed; 95 % intervals"
-        f" and p are corrected for the report's {tests} tests (Bonferroni). Undecided: the interval"
-        f" holds 0; in brackets the smallest difference that would have shown in {100 * POWER:.0f}"
-        " % of such studies."
+        f" and p are corrected for the {tests} tests of these tables (Bonferroni). Undecided: the"
+        " interval holds 0; in brackets the smallest difference that would have shown in"
+        f" {100 * POWER:.0f} % of such studies."
     )
     return Table(
         title=f"By {group.category}" + (" (exploratory)" if group.exploratory else ""),

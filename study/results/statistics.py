@@ -230,7 +230,8 @@ def groups(state: StudyState) -> list[Groups]:
     seeds. With one seed the test is over the configurations. If no configurations are alike but for
     the category, as when a random search samples it, the means of the configurations are
     independent figures. Searches that choose configurations by their results leave nothing to test.
-    One correction is over all contrasts of the study.
+    One correction is over all contrasts that are returned; that of rows with the baseline, which
+    the plan states first, is another (:func:`study.results.answer.compare`).
     """
     found, seen = [], set[frozenset[frozenset[str]]]()
     usable = entries(state)

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import pytest
@@ -37,9 +37,12 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.rerun import differences
+from tests.study.launch.hosts import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+LAST = 10
+"""Epochs at the end of a study in which no fault is made, so that it is in time."""
 STILL_SECONDS = 60.0
 """Longest time without an event in the ledger: starts and the report's drawing included."""
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
@@ -65,21 +68,15 @@ rows:
 seeds: [0, 1, 2, 3, 4, 5]
 cpus: 8
 """
+EPOCHS = {False: 72, True: 36}
+"""Epochs of the study in all, and of the one of gangs."""
+Wanted: TypeAlias = tuple[StudyState, dict[str, list[int | str]]]
 GANG = ["trial.workers=2", "rows=[{label: lns, overrides: {precision.format: lns12}}]"]
 PACKED = ["executor=packed"]
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    words = [
-        sys.executable,
-        "-m",
-        "study",
-        "run",
-        "faults.yaml",
-        "--plain",
-        "tracking_uri=none",
-        *overrides,
-    ]
+    words = [sys.executable, "-m", "study", "run", "faults.yaml", "--plain", *overrides]
     return subprocess.Popen(
         words,
         cwd=folder,
@@ -90,14 +87,15 @@ def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, StudyState]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Wanted]:
     """What comes out where nothing fails, in one process and in gangs."""
-    states = {}
+    states: dict[bool, Wanted] = {}
     for gang in (False, True):
         folder = tmp_path_factory.mktemp("undisturbed")
         (folder / "faults.yaml").write_text(STUDY)
-        assert wait(command(folder, *(GANG if gang else [])), folder) == 0
-        states[gang] = fold(read_ledger(folder / "studies" / "faults"))
+        assert wait(command(folder, "tracking_uri=none", *(GANG if gang else [])), folder) == 0
+        storage = folder / "studies" / "faults"
+        states[gang] = fold(read_ledger(storage)), weights(storage)
     return states
 
 
@@ -136,11 +134,17 @@ def fill(storage: Path) -> None:
 
 
 def damage(fault: str, chance: random.Random, storage: Path) -> None:
-    """What a disk does to a file: other bytes in a line of the ledger or in a checkpoint, or
-    MLflow's database is gone."""
+    """What a disk does to a file: other bytes in a line of the ledger, in a checkpoint or all over
+    MLflow's database; or that is gone."""
     if fault == "database":
+        if chance.random() < 0.5:
+            remove_database(storage.parent)
+            return
         for path in storage.parent.glob("mlflow.db*"):
-            path.unlink()
+            content = bytearray(path.read_bytes())
+            for _ in range(100 if content else 0):
+                content[chance.randrange(len(content))] ^= 0xFF
+            path.write_bytes(content)
         return
     ledger = storage / "faults" / "ledger.jsonl"
     path = (
@@ -152,6 +156,11 @@ def damage(fault: str, chance: random.Random, storage: Path) -> None:
     place = chance.randrange(len(content) - 1)
     content[place] = ord("#") if content[place] != ord("#") else ord("!")
     path.write_bytes(content)
+
+
+def remove_database(folder: Path) -> None:
+    for path in folder.glob("mlflow.db*"):
+        path.unlink()
 
 
 def study(folder: Path, *words: str) -> int:
@@ -178,10 +187,10 @@ def make(
         raylet = psutil.Process(
             chance.choice(list(cluster.worker_nodes)).all_processes["raylet"][0].process.pid
         )
-        for agent in raylet.children():
-            if "agent" in " ".join(agent.cmdline()).lower():
-                agent.kill()
-        return True
+        agents = [each for each in raylet.children() if "agent" in " ".join(each.cmdline()).lower()]
+        for agent in agents:
+            agent.kill()
+        return bool(agents)
     if fault == "full":
         fill(storage)
         return True
@@ -248,19 +257,31 @@ def three_nodes() -> Iterator[Any]:
 
 
 def run_with_fault(
-    folder: Path, fault: str, chance: random.Random, overrides: list[str], cluster: Any
-) -> int:
-    """Give the command until it ends by itself; how many faults were made."""
+    folder: Path,
+    fault: str,
+    chance: random.Random,
+    overrides: list[str],
+    tracking: str,
+    cluster: Any,
+    epochs: int,
+) -> None:
+    """Give the command until it ends by itself; the fault is made before the last epochs."""
     faults, planned = 0, 2 if "twice" in fault else 1
     for _ in range(6):
-        process = command(folder, *overrides)
+        process = command(folder, f"tracking_uri={tracking}", *overrides)
         children: dict[int, psutil.Process] = {}
+        made = False
         try:
+            most = epochs - LAST - reports(folder)
             if faults < planned and wait_for_reports(
-                folder, process, chance.randrange(1, 50), children
+                folder, process, chance.randrange(1, max(2, most // (planned - faults))), children
             ):
                 time.sleep(chance.random() * 0.3)
-                faults += make(process, fault, chance, folder / "studies", cluster)
+                while process.poll() is None and not (
+                    made := make(process, fault, chance, folder / "studies", cluster)
+                ):
+                    time.sleep(0.01)
+                faults += made
             code = wait(process, folder)
         finally:
             end(process)
@@ -269,13 +290,18 @@ def run_with_fault(
                 if child.is_running():
                     child.kill()
         if code == 0:
-            return faults
+            assert faults == planned, f"{fault}: it was made {faults} times"
+            return
         if code == 2 and fault == "ledger":
-            assert study(folder, "doctor", "faults", "--repair", "--tracking-uri", "none") in (
-                0,
-                1,
-            )  # 1: what nobody knows is lost
+            repaired = study(folder, "doctor", "faults", "--repair", "--tracking-uri", tracking)
+            assert repaired in (0, 1)  # 1: what nobody knows is lost
     raise AssertionError(f"{fault}: the command did not end by itself")
+
+
+def reports(folder: Path) -> int:
+    """Number of epochs in the ledger."""
+    path = folder / "studies" / "faults" / "ledger.jsonl"
+    return path.read_bytes().count(b'"report"') if path.exists() else 0
 
 
 class Still:
@@ -309,11 +335,10 @@ def wait_for_reports(
 ) -> bool:
     """Whether so many more epochs were reported before the command ended; notes its descendants on
     the way."""
-    path, still = folder / "studies" / "faults" / "ledger.jsonl", Still(folder)
-    begun = path.read_bytes().count(b'"report"') if path.exists() else 0
+    still, begun = Still(folder), reports(folder)
     while process.poll() is None:
         children |= {child.pid: child for child in family(process)}
-        if path.exists() and path.read_bytes().count(b'"report"') >= begun + more:
+        if reports(folder) >= begun + more:
             return True
         still.check()
         time.sleep(0.05)
@@ -343,37 +368,50 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_nothing_is_lost_and_nothing_done_twice(
-    seed: int, tmp_path: Path, undisturbed: dict[bool, StudyState]
+    seed: int, tmp_path: Path, undisturbed: dict[bool, Wanted]
 ) -> None:
     chance = random.Random(seed)
     fault = FAULTS[seed % len(FAULTS)]
     gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
     (tmp_path / "faults.yaml").write_text(STUDY)
     overrides = PACKED if fault == "host" else GANG if gang else []
+    tracking = "none" if fault == "full" else f"sqlite:///{tmp_path}/mlflow.db"
     with (
         small_storage(tmp_path) if fault == "full" else nullcontext(),
         three_nodes() if fault in ON_CLUSTER else nullcontext() as ray,
     ):
         if ray is not None:
             overrides = [*overrides, f"address={ray.address}", "insecure=true"]
-        tracking = f"sqlite:///{tmp_path}/mlflow.db"
-        if fault == "database":
-            overrides = [*overrides, f"tracking_uri={tracking}"]
-        run_with_fault(tmp_path, fault, chance, overrides, ray)
+        run_with_fault(tmp_path, fault, chance, overrides, tracking, ray, EPOCHS[gang])
         check(tmp_path, fault, undisturbed[gang])
-        if fault == "database":
-            for words in (["sync"], ["reconcile", "--check"]):
-                assert (
-                    study(tmp_path, words[0], "faults", *words[1:], "--tracking-uri", tracking) == 0
-                )
+        if fault != "full":
+            check_mlflow(tmp_path, fault, tracking)
 
 
-def check(tmp_path: Path, fault: str, wanted: StudyState) -> None:
-    """Every trial has finished once, reported every epoch once, and its figures are those of an
-    undisturbed run."""
+def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
+    """MLflow has all of it, once what it lacks was sent; of a damaged database, once that was taken
+    away."""
+
+    def audited() -> list[int]:
+        mended = [["reconcile"]] if fault in DAMAGE else []
+        words = [["sync"], *mended, ["reconcile", "--check"]]
+        ends = ("--tracking-uri", tracking)
+        return [study(folder, first, "faults", *more, *ends) for first, *more in words]
+
+    codes = audited()
+    if fault == "database" and any(codes):
+        remove_database(folder)
+        codes = audited()
+    assert set(codes) == {0}, codes
+
+
+def check(tmp_path: Path, fault: str, wanted: Wanted) -> None:
+    """Every trial has finished once, reported every epoch once, and its figures and weights are
+    those of an undisturbed run."""
     state = fold(read_ledger(tmp_path / "studies" / "faults"))
-    assert [trial.id for trial in state.trials] == [trial.id for trial in wanted.trials]
-    for trial, other in zip(state.trials, wanted.trials, strict=True):
+    assert [trial.id for trial in state.trials] == [trial.id for trial in wanted[0].trials]
+    assert weights(tmp_path / "studies" / "faults") == wanted[1]
+    for trial, other in zip(state.trials, wanted[0].trials, strict=True):
         assert trial.status == FINISHED, f"{fault}: {trial.error}"
         assert sorted(trial.reports) == sorted(other.reports)
         assert differences(trial, other) == []

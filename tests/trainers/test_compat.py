@@ -31,6 +31,15 @@ def alone() -> Iterator[None]:
     process_group.leave()
 
 
+def test_torch_chooses_cudnns_algorithms() -> None:
+    for value in (True, False):
+        _compat.choose_cudnn(deterministic=value, benchmark=value)
+        cudnn = torch.backends.cudnn
+        assert (cudnn.deterministic, cudnn.benchmark) == (value, value), (
+            "torch: _set_cudnn_deterministic and _set_cudnn_benchmark do not set cuDNN's flags"
+        )
+
+
 @pytest.mark.usefixtures("alone")
 def test_torch_groups_wait_as_long_as_they_are_told() -> None:
     _compat.set_timeout(timedelta(seconds=7))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,21 @@ from trainers.files import write_whole
 FILES, DICT = "files", "dict.pt"
 
 
+class Folder(type(Path())):  # type: ignore[misc]
+    """The folder that a loop reported, which also answers as Ray's ``Checkpoint`` does."""
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Provide the folder's path."""
+        yield str(self)
+
+
 def stage(checkpoint: object, folder: Path) -> None:
     """Copy what a loop reported into ``folder``, in place of what was there.
 
     Raises:
-        ValueError: it is neither a folder nor a dict, or the dict has what could not be loaded.
+        ValueError: it is neither a folder, a ``Checkpoint`` of Ray's nor a dict, or the dict has
+            what could not be loaded.
         OSError: it cannot be written.
     """
     shutil.rmtree(folder, ignore_errors=True)
@@ -40,6 +52,9 @@ def stage(checkpoint: object, folder: Path) -> None:
                 " not read with weights_only=True; give tensors, numbers, texts, lists and dicts,"
                 " or a folder with files of your own"
             )
+    elif hasattr(checkpoint, "as_directory"):  # Ray's
+        with checkpoint.as_directory() as path:
+            shutil.copytree(path, folder / FILES)
     elif isinstance(checkpoint, str | os.PathLike):
         if not (source := Path(checkpoint)).is_dir():
             raise ValueError(f"checkpoint={str(source)!r} is no folder; give a folder, or a dict")
@@ -97,4 +112,4 @@ def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
             f"{folder}: no whole checkpoint of a loop there ({error}); name one that a loop of this"
             " trial reported"
         ) from None
-    return folder / FILES, state
+    return Folder(folder / FILES), state

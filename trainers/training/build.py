@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 import lns_ops.cpu
 from lns_ops import NonFiniteError, check_faults
 from lns_ops.tensor import storage_of
+from trainers._compat import choose_cudnn
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place, place
 from trainers.config import DataConfig, LossConfig, OptimizerConfig, TrialConfig
@@ -183,7 +184,7 @@ def compute_repeatably() -> None:
     float32 network that was interrupted would go on with other bits (torch's notes on
     reproducibility).
     """
-    torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True, _fp32_precision=None)
+    choose_cudnn(deterministic=True, benchmark=False)
 
 
 def _check_made_alike(

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from lns_ops import get_matmul_accumulation, set_matmul_accumulation
+from trainers._compat import choose_cudnn
 from trainers.training.device import returns_memory
 
 THREADS = 64
@@ -94,7 +95,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     ),
     "cudnn": (
         lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
-        lambda choice: _choose_cudnn(*choice),
+        lambda choice: choose_cudnn(deterministic=choice[0], benchmark=choice[1]),
     ),
     "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
@@ -103,13 +104,6 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
 two seconds, to be told of some."""
-
-
-def _choose_cudnn(deterministic: bool, benchmark: bool) -> None:
-    """Set how cuDNN chooses its algorithms: whether among deterministic ones, and by timing."""
-    torch.backends.cudnn.set_flags(
-        _benchmark=benchmark, _deterministic=deterministic, _fp32_precision=None
-    )
 
 
 def _named(device: torch.device) -> torch.device | None:

@@ -28,6 +28,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -72,6 +73,7 @@ from trainers.workers.messages import (
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.packed import Host
 from trainers.workers.process_reset import InitialSettings, LeakError, kept_settings
+from trainers.workers.resume import in_a_line
 
 CHECKPOINTS_KEPT = 2
 """The newest, and the one before it for a newest that is damaged."""
@@ -279,11 +281,15 @@ def examine(configs: Sequence[TrialConfig]) -> tuple[list[DatasetInfo], list[str
 
 
 def _examined(configs: Sequence[TrialConfig]) -> Any:
-    """Return what :func:`examine` returns, or the text of its error."""
+    """Return what :func:`examine` returns, or the text of its error, of whatever class."""
     try:
         return examine(configs)
     except ValueError as error:
         return str(error)
+    except Exception as error:
+        traceback.print_exc()
+        what = f"{type(error).__name__}: {in_a_line(error)}"
+        return f"checking data and networks of the trials raised {what}; mend what it names"
 
 
 def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:

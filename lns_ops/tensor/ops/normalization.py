@@ -98,6 +98,21 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequen
     return y if bias is None else y + bias.reshape(shape)
 
 
+def _last(input: LNSTensor, normalized_shape: Sequence[int]) -> range:
+    """Return the dimensions of ``normalized_shape``, the input's last ones.
+
+    Raises:
+        ValueError: there are none, or the input's last sizes are others.
+    """
+    sizes, first = tuple(normalized_shape), input.dim() - len(normalized_shape)
+    if not sizes or first < 0 or tuple(input.shape[first:]) != sizes:
+        raise ValueError(
+            f"normalized_shape={list(sizes)} for an input of shape {tuple(input.shape)}: must be"
+            " its last sizes, one at least"
+        )
+    return range(first, input.dim())
+
+
 @replaces(F.layer_norm, torch.layer_norm)
 def layer_norm(
     input: LNSTensor,
@@ -108,7 +123,7 @@ def layer_norm(
     cudnn: bool = False,
 ) -> Tensor:
     """Normalize over the last dimensions (LayerNorm)."""
-    dims = range(input.dim() - len(normalized_shape), input.dim())
+    dims = _last(input, normalized_shape)
     return _normalized(input, dims, eps, weight, bias, normalized_shape)[0]
 
 
@@ -120,7 +135,7 @@ def rms_norm(
 
     ``eps`` is float32's epsilon unless given.
     """
-    dims = range(input.dim() - len(normalized_shape), input.dim())
+    dims = _last(input, normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     return _normalized(input, dims, eps, weight, None, normalized_shape, centred=False)[0]
 

@@ -236,6 +236,39 @@ def test_a_batch_of_one_value_has_no_variance() -> None:
         convert_(nn.BatchNorm1d(3), lns12, scope="everywhere")(torch.randn(1, 3))
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4, affine=False),
+        nn.InstanceNorm2d(4),
+        nn.LayerNorm([5, 5], elementwise_affine=False),
+        nn.GroupNorm(2, 4, affine=False),
+        nn.RMSNorm([5, 5], elementwise_affine=False),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_what_is_done_in_place_to_a_normalized_tensor_leaves_the_gradient_alone(
+    norm: nn.Module,
+) -> None:
+    values, gradients = torch.randn(8, 4, 5, 5), []
+    for inplace in (False, True):
+        x = LNSTensor.from_float(values, lns16).requires_grad_()
+        y = nn.functional.relu(norm(x), inplace=inplace)
+        (y * y).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*(gradient.codes for gradient in gradients))
+
+
+@pytest.mark.parametrize("sizes", [[], [4], [3, 4, 5, 6]])
+@pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm])
+def test_a_normalized_shape_that_is_not_the_inputs_is_refused(norm: Any, sizes: list[int]) -> None:
+    """As torch refuses it."""
+    with pytest.raises((RuntimeError, ValueError), match="normalized_shape"):
+        norm(torch.randn(4, 5), sizes)
+    with pytest.raises(ValueError, match="must be its last sizes, one at least"):
+        norm(LNSTensor.from_float(torch.randn(4, 5), lns16), sizes)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 1), (2, 3, 1, 1)])
 def test_a_channel_of_one_position_has_no_variance(shape: tuple[int, ...]) -> None:
     """As torch has it, which refuses such an input too."""

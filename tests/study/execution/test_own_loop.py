@@ -239,3 +239,65 @@ def test_a_study_that_cannot_work_is_refused_before_anything_starts(
     with pytest.raises(ValueError, match=told):
         preflight(make_plan(loops(*filled)))
     assert not (tmp_path / "loops").exists() or not list((tmp_path / "loops").iterdir())
+
+
+RAYS = """
+import os
+import tempfile
+
+import torch
+from ray.tune import Checkpoint
+from trainers import get_checkpoint, report  # of ray.tune before
+
+
+def objective(config):
+    model, start = torch.nn.Linear(1, 1), 0
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    checkpoint = get_checkpoint()
+    if checkpoint:
+        with checkpoint.as_directory() as checkpoint_dir:
+            saved = torch.load(os.path.join(checkpoint_dir, "checkpoint.pt"))
+            model.load_state_dict(saved["model"])
+            start = saved["epoch"] + 1
+    for epoch in range(start, config["epochs"]):
+        with torch.no_grad():
+            model.weight.mul_(config["factor"])
+        metrics = {"mean_loss": model.weight.item()}
+        with tempfile.TemporaryDirectory() as tempdir:
+            saved = {"epoch": epoch, "model": model.state_dict()}
+            torch.save(saved, os.path.join(tempdir, "checkpoint.pt"))
+            report(metrics, checkpoint=Checkpoint.from_directory(tempdir))
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_ray_tunes_runs_but_for_its_import(loops: Loops, tmp_path: Path) -> None:
+    """As Ray's examples are written: a searched config, a checkpoint in a temporary folder, ASHA.
+    Killed, it goes on from its checkpoint."""
+    (tmp_path / "rays.py").write_text(RAYS)
+    study, killed = (
+        loops(
+            f"trainable={tmp_path / 'rays.py'}:objective",
+            "trial={trainable: {args: {factor: 0.5, epochs: 4}}, epochs: 4}",
+            "metric=mean_loss",
+            "space={trainable.args.factor: {choice: [0.5, 0.9, 0.7]}}",
+            "search={algorithm: grid, scheduler: asha, grace_period: 2}",
+            "rows=[]",
+            "baseline=null",
+            "max_concurrent=1",
+        ),
+        list[str](),
+    )
+
+    def kill_once(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            killed.append(event["trial"])
+            os.kill(event["pid"], signal.SIGKILL)
+
+    outcome, _ = run(study, kill_once)
+    assert killed
+    assert set(count_reports(study).values()) == {1}
+    first, *others = outcome.state.trials
+    assert first.metric("mean_loss") == {n: 0.5**n for n in (1, 2, 3, 4)}
+    assert {(trial.status, trial.epoch) for trial in others} == {(STOPPED, 2)}

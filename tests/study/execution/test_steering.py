@@ -246,8 +246,8 @@ def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
     trial = plan["trials"][0]["id"]
     events: list[Event] = [plan, {"event": "started", "trial": trial, "time": 1000.0}]
 
-    def silent(later: float) -> float:
-        return silence.silence(fold(events).trials[0], 1000.0 + later)
+    def silent(later: float, checkpoint_every: int = 1) -> float:
+        return silence.silence(fold(events).trials[0], 1000.0 + later, checkpoint_every)
 
     assert (silent(599.0), silent(601.0)) == (0.0, 601.0)
     report = {"event": "report", "trial": trial, "metrics": {"validation/error": 0.5}}
@@ -259,3 +259,7 @@ def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
     assert silent(1e6) == 0.0
     events.append({"event": "started", "trial": trial, "time": 1100.0})
     assert (silent(699.0), silent(701.0)) == (0.0, 601.0)
+    events[2]["time"] = 1200.0  # an epoch of 200 s, which is trained again after the restart
+    events[-1]["time"] = 1300.0
+    assert (silent(1400.0, 0), silent(1400.0)) == (1100.0, 0.0)
+    assert silent(1501.0) == 1201.0

@@ -180,7 +180,7 @@ def in_turn(*texts: str) -> str:
 def test_the_log_of_each_cluster_that_is_made_anew_is_followed_once(
     programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = in_turn("first|1", "first|", "second|1")
+    job = in_turn("first|1", "first|", "second|1", "second|")
     kubectl(programs, ["", RUNNING, RUNNING, RETRYING, DONE], job, "echo a log")
     assert main(launched) == 0
     assert capfd.readouterr().out.count("a log") == 2
@@ -189,10 +189,43 @@ def test_the_log_of_each_cluster_that_is_made_anew_is_followed_once(
 def test_a_log_whose_connection_breaks_is_followed_on(
     programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    kubectl(programs, ["", RUNNING, RUNNING, DONE], "echo 'only|1'", "exit 1")
+    job = in_turn("only|1", "only|1", "only|")
+    kubectl(programs, ["", RUNNING, RUNNING, DONE], job, "echo a line; exit 1")
     assert main(launched) == 0
     followed = [line for line in (programs / "calls").read_text().splitlines() if "logs" in line]
     assert ["--since=1s" in line for line in followed] == [False, True]
+    assert capfd.readouterr().out.count("a line") == 2
+
+
+def test_a_log_that_may_not_be_read_is_left_and_the_rayjob_followed(
+    programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    kubectl(programs, ["", *[RUNNING] * 9, DONE], "echo 'only|1'", "exit 1")
+    assert main(launched) == 0
+    assert (programs / "calls").read_text().count("logs") == 5
+    told = capfd.readouterr()
+    assert (told.out + told.err).count("The log cannot be read: kubectl logs --follow job/") == 1
+
+
+def test_a_rayjob_is_followed_past_a_kubernetes_that_was_away(
+    programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    away = "echo 'Unable to connect to the server: i/o timeout' >&2; exit 1"
+    count = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) >n"
+    kubectl(
+        programs, ["", RUNNING, RUNNING, RUNNING, DONE], f"{count}; [ $n -gt 2 ] || {{ {away}; }}"
+    )
+    assert main(launched) == 0
+    told = capfd.readouterr()
+    assert (told.out + told.err).count("Kubernetes does not answer") == 1
+
+
+def test_the_log_of_a_rayjob_that_ended_at_once_is_printed(
+    programs: Path, launched: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    kubectl(programs, ["", "x|Failed|FAILED|AppFailed|exit 1"], "echo 'only|'", "echo why")
+    assert main(launched) == 1
+    assert "why" in capfd.readouterr().out
 
 
 def test_a_cluster_that_is_not_made_anew_is_not_waited_for_without_end(

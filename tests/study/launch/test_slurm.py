@@ -72,7 +72,17 @@ def test_a_study_on_two_nodes_ends_as_if_undisturbed(
     template = (ROOT / "conf" / "cluster" / "slurm.sh").read_text()
     (work / "slurm.sh").write_text(template.replace("--nodes=1", "--nodes=2"))
     steps = BEGIN + DISTURBANCES[disturbance] + END
-    run_on_hosts(slurm, *SLURM, "bash", "-eEc", steps, count=2, NODE_CPUS="1", timeout=600, **GRACE.get(disturbance, {}))
+    run_on_hosts(
+        slurm,
+        *SLURM,
+        "bash",
+        "-eEc",
+        steps,
+        count=2,
+        NODE_CPUS="1",
+        timeout=600,
+        **GRACE.get(disturbance, {}),
+    )
     events = read_ledger(work / "studies" / "tiny")
     assert_same_results(events, wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)

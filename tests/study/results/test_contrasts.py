@@ -241,4 +241,4 @@ def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undec
     contrast = group.contrasts["lns matmul"]
     assert contrast is not None
     assert second[6] == f"undecided ({contrast.least:.2g} would show)"
-    assert "for the report's 1 tests" in table.note
+    assert "for the 1 tests of these tables" in table.note

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lns_ops import get_matmul_accumulation, set_matmul_accumulation
+from trainers._compat import choose_cudnn
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers import process_reset
@@ -32,14 +33,17 @@ def figures() -> dict[str, float]:
 
 
 def test_a_trial_has_cudnn_compute_repeatably() -> None:
+    """Also where somebody has chosen TF32 for one kind of network alone."""
     cudnn = torch.backends.cudnn
-    cudnn.set_flags(_benchmark=True, _deterministic=False, _fp32_precision=None)
-    clean = InitialSettings()
+    choose_cudnn(deterministic=False, benchmark=True)
+    clean, precision = InitialSettings(), cudnn.conv.fp32_precision
+    cudnn.conv.fp32_precision = "ieee"
     Training(CONFIG)
     assert (cudnn.deterministic, cudnn.benchmark) == (True, False)
     clean.restore()
+    cudnn.conv.fp32_precision = precision
     assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
-    cudnn.set_flags(_benchmark=False, _deterministic=False, _fp32_precision=None)
+    choose_cudnn(deterministic=False, benchmark=False)
 
 
 def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
