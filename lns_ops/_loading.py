@@ -25,10 +25,13 @@ WITHOUT_TORCH = ("_loading", "format", "formats", "reference", "spec")
 
 
 class _Follower(MetaPathFinder):
-    """A finder that has ``load`` called once, after the import of what needs the whole package."""
+    """A finder that has ``load`` called once, after the import of what needs the whole package.
+
+    It stays on ``sys.meta_path``, which other threads may walk at the moment.
+    """
 
     def __init__(self, load: Callable[[], None]) -> None:
-        self._load = load
+        self._load, self._done = load, False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -39,7 +42,7 @@ class _Follower(MetaPathFinder):
         """
         package, _, part = fullname.partition(".")
         ours = package == "lns_ops" and part.partition(".")[0] not in WITHOUT_TORCH
-        if fullname != "torch" and not ours:
+        if self._done or (fullname != "torch" and not ours):
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
@@ -60,14 +63,11 @@ class _Follower(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module  # type: ignore[attr-defined]
-            first = self in sys.meta_path
-            with suppress(ValueError):  # another thread was first
-                sys.meta_path.remove(self)
+            first, self._done = not self._done, True  # another thread may have been first
             try:
                 execute(module)
             except BaseException:
-                if first:
-                    sys.meta_path.insert(0, self)
+                self._done = not first
                 raise
             if first:
                 with suppress(Exception) if may_fail else nullcontext():

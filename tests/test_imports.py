@@ -76,6 +76,15 @@ LAZY = {
 }
 """Imports of ours inside functions, and the CPU time that they keep from those who do without (two
 cores of an AMD EPYC, Python 3.11)."""
+BY_NAME = {
+    "lns_ops/__init__.py": "its public names, with torch",
+    "study/__init__.py": "its public names, when one is used",
+    "study/claims/verdicts.py": "a claim's own function gets the handle that users have, of a room"
+    " above: the one call upwards",
+    "trainers/user_code.py": "the user's modules",
+    "trainers/workers/executors.py": "the room of one kind of executor, of those above this module",
+}
+"""Files that import a module by a name that they compute, which no other rule here sees."""
 LONGER = {
     "lns_ops/cpu/simd/avx2.py:_addition",
     "lns_ops/cpu/simd/avx512.py:matmul",
@@ -110,6 +119,12 @@ def test_import_direction(package: str, path: Path) -> None:
     tops = {name.split(".")[0] for name in imports_of(path)}
     assert tops & set(MAY_IMPORT) <= MAY_IMPORT[package]
     assert all(package in owners for library, owners in OWNERS.items() if library in tops)
+
+
+def test_modules_are_imported_by_name_where_that_is_listed() -> None:
+    named = re.compile(r"\b(import_module|__import__)\(")
+    found = [path for _, path in SOURCES if named.search(path.read_text())]
+    assert [str(path.relative_to(ROOT)) for path in found] == list(BY_NAME)
 
 
 @pytest.mark.parametrize("path", [p for _, p in SOURCES if _ == "trainers"], ids=lambda p: p.name)

@@ -48,7 +48,8 @@ def page() -> str:
     """Return the page of Python names."""
     head = (
         "# Python\nThe public names, from their docstrings. What is below of"
-        " `study.handle`, `Suggestion` and the config dataclasses are also names of `study`.\n"
+        " `study.handle` and `Suggestion` are also names of `study`, as are the dataclasses of"
+        " [the keys](configuration.md).\n"
     )
     parts = [
         *section("`lns_ops`", lns_ops, lns_ops.__all__),

@@ -263,7 +263,7 @@ def test_what_is_done_in_place_to_a_normalized_tensor_leaves_the_gradient_alone(
 @pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm])
 def test_a_normalized_shape_that_is_not_the_inputs_is_refused(norm: Any, sizes: list[int]) -> None:
     """As torch refuses it."""
-    with pytest.raises((RuntimeError, ValueError), match="normalized_shape"):
+    with pytest.raises((RuntimeError, ValueError), match=r"normalized_shape|dimensions"):
         norm(torch.randn(4, 5), sizes)
     with pytest.raises(ValueError, match="must be its last sizes, one at least"):
         norm(LNSTensor.from_float(torch.randn(4, 5), lns16), sizes)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -96,11 +97,16 @@ def weights(study: Path) -> dict[str, list[int | str]]:
     return found
 
 
+def lines(study: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ledger's file as they are: a reader leaves out what is there twice."""
+    return [json.loads(line) for line in (study / FILE).read_text().splitlines()]
+
+
 def assert_same_results(events: list[dict[str, Any]], wanted: Path) -> None:
-    """Assert that a ledger has the trials, epochs and figures of the study in ``wanted``, each
-    once."""
+    """Assert that a ledger's lines have the trials, epochs and figures of the study in ``wanted``,
+    each once."""
     ours, theirs = (
-        {trial.id: trial for trial in fold(lines).trials} for lines in (events, read_ledger(wanted))
+        {trial.id: trial for trial in fold(each).trials} for each in (events, read_ledger(wanted))
     )
     assert ours.keys() == theirs.keys()
     for name, trial in ours.items():
