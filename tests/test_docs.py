@@ -18,7 +18,6 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
-    ROOT / "CHANGELOG.md",
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -86,7 +85,9 @@ PROSE = 100
 """Most characters of a line of prose; tables, code and links of their own may be longer."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_prose_is_as_narrow_as_code(page: Path) -> None:
     if page in GENERATED:
         return

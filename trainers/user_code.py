@@ -151,6 +151,24 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     return function
 
 
+def named(key: str, name: str) -> str:
+    """Return how errors name a function that was loaded: by its key, its file and its line."""
+    try:
+        return f"{key}={name!r} ({where(find_source(key, name), load_code(key, name))})"
+    except ValueError:  # its file is gone since
+        return f"{key}={name!r}"
+
+
+def where(path: Path, function: Callable[..., Any]) -> str:
+    """Return a file, and the line in which a function of it, or a class's constructor, begins."""
+    made = inspect.unwrap(function)
+    for each in (made, getattr(made, "__init__", None)):
+        code = getattr(each, "__code__", None)
+        if code is not None and Path(code.co_filename).resolve() == path:
+            return f"{path}, line {code.co_firstlineno}"
+    return str(path)
+
+
 def call(
     key: str,
     name: str,
@@ -184,8 +202,8 @@ def call(
     except TypeError as error:
         called = getattr(function, "__name__", type(function).__name__)
         raise ValueError(
-            f"{key}={name!r}: {error} in {called}{signature} ({path}), called with"
-            f" {', '.join(arguments) or 'no arguments'}; set {key.rpartition('.')[0]}.args, or"
+            f"{key}={name!r}: {error} in {called}{signature} ({where(path, function)}), called"
+            f" with {', '.join(arguments) or 'no arguments'}; set {key.rpartition('.')[0]}.args, or"
             " give the function defaults"
         ) from None
     try:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.user_code import find_source, load_code
+from trainers.user_code import find_source, load_code, where
 
 if TYPE_CHECKING:
     from trainers.config import TrialConfig
@@ -151,6 +151,7 @@ def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
             than ``config`` or ``context``.
     """
     loop = load_code(KEY, name, code)
+    place = where(find_source(KEY, name), loop)
     kinds = {
         "a class": inspect.isclass(loop),
         "a generator": inspect.isgeneratorfunction(loop),
@@ -158,7 +159,7 @@ def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
     }
     if kind := next((kind for kind, found in kinds.items() if found), ""):
         raise ValueError(
-            f"{KEY}={name!r}: is {kind} ({where(name, loop)}); name a function that trains and"
+            f"{KEY}={name!r}: is {kind} ({place}); name a function that trains and"
             " calls trainers.report(metrics) once an epoch"
         )
     signature = inspect.signature(loop)
@@ -169,7 +170,7 @@ def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
     except TypeError as error:
         raise ValueError(
             f"{KEY}={name!r}: {error} in {name.rpartition(':')[2]}{signature}"
-            f" ({where(name, loop)}); it is called with the dict trainable.args alone, or with a"
+            f" ({place}); it is called with the dict trainable.args alone, or with a"
             " parameter named context; give other parameters defaults"
         ) from None
 
@@ -179,12 +180,6 @@ def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
         return loop(**{word: offered[word] for word in named}) if by_name else loop(context.config)
 
     return start
-
-
-def where(name: str, loop: Callable[..., Any]) -> str:
-    """Return the file of a loop and the line in which it begins."""
-    line = getattr(getattr(loop, "__code__", None), "co_firstlineno", 1)
-    return f"{find_source(KEY, name)}, line {line}"
 
 
 def numbers(values: Any, what: str) -> dict[str, float]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from trainers.config import DataConfig
 from trainers.data.split import Examples, Split
 from trainers.data.stream import Stream
-from trainers.user_code import call, describe_error, find_source, load_code
+from trainers.user_code import call, describe_error, find_source, load_code, named
 
 KEY = "data.name"
 TOKENS = (torch.int32, torch.int64)
@@ -51,7 +51,7 @@ def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
         if str(error).startswith(f"{KEY}="):
             raise
         raise ValueError(
-            f"{KEY}={config.name!r}: its examples cannot be put together:"
+            f"{named(KEY, config.name)}: its examples cannot be put together:"
             f" {describe_error(error, find_source(KEY, config.name))}; return examples of one shape"
             " each with its target"
         ) from error
@@ -91,7 +91,7 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
     names = ("train_dataloader", "val_dataloader", "test_dataloader")
     if any(not callable(getattr(module, name, None)) for name in names):
         raise ValueError(
-            f"{KEY}={config.name!r}: takes neither train= nor split=, and returned a"
+            f"{named(KEY, config.name)}: takes neither train= nor split=, and returned a"
             f" {type(module).__name__} without {', '.join(names)}; give it a parameter train, or"
             " return a LightningDataModule"
         )
@@ -111,7 +111,7 @@ def _examples(config: DataConfig, made: Any) -> Examples:
         made = _collected(made)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ValueError(
-            f"{KEY}={config.name!r}: returned a {type(made).__name__}; return a pair (x, y) of"
+            f"{named(KEY, config.name)}: returned a {type(made).__name__}; return a pair (x, y) of"
             " tensors or arrays, or a torch.utils.data.Dataset of such pairs"
         )
     x, y = (_tensor(part) for part in made)
@@ -130,17 +130,17 @@ def _checked(config: DataConfig, split: Split) -> Split:
         kind = str(part.dtype).removeprefix("torch.")
         if part.is_complex():
             raise ValueError(
-                f"{KEY}={config.name!r}: its {name} are {kind}; return real ones, for example"
+                f"{named(KEY, config.name)}: its {name} are {kind}; return real ones, for example"
                 " torch.view_as_real of them"
             )
     if y.dtype == torch.uint64 and bool((y.long() < 0).any()):
         raise ValueError(
-            f"{KEY}={config.name!r}: has targets of uint64 beyond int64 (2^63 - 1); return smaller"
-            " whole numbers, or floats"
+            f"{named(KEY, config.name)}: has targets of uint64 beyond int64 (2^63 - 1); return"
+            " smaller whole numbers, or floats"
         )
     if not x.dim() or not y.dim() or len(x) != len(y) or not len(y):
         raise ValueError(
-            f"{KEY}={config.name!r}: returned examples of shape {tuple(x.shape)} and targets of"
+            f"{named(KEY, config.name)}: returned examples of shape {tuple(x.shape)} and targets of"
             f" shape {tuple(y.shape)}; return as many targets as examples, at least one"
         )
     x = x.long() if x.dtype in TOKENS else x.float()
@@ -148,8 +148,8 @@ def _checked(config: DataConfig, split: Split) -> Split:
     if not (torch.isfinite(x).all() and torch.isfinite(y).all()):
         most = torch.finfo(torch.float32).max
         raise ValueError(
-            f"{KEY}={config.name!r}: returned examples or targets that are not finite, or beyond"
-            f" float32's {most:.1e}; mend or scale them"
+            f"{named(KEY, config.name)}: returned examples or targets that are not finite, or"
+            f" beyond float32's {most:.1e}; mend or scale them"
         )
     return Split(x.detach().contiguous(), y.detach().contiguous())
 
@@ -162,7 +162,7 @@ def _check_map_style(config: DataConfig, dataset: Any) -> None:
     """
     if not hasattr(dataset, "__len__") or not len(dataset):
         raise ValueError(
-            f"{KEY}={config.name!r}: returned a {type(dataset).__name__} without examples or"
+            f"{named(KEY, config.name)}: returned a {type(dataset).__name__} without examples or"
             " without a length; return a map-style data set, with __len__ and __getitem__, so that"
             " an epoch's order can be drawn"
         )
@@ -182,9 +182,9 @@ def _streamed(config: DataConfig, dataset: Any) -> Stream:
         classes = getattr(dataset, "classes", None)
         if not isinstance(classes, int | Sized):
             raise ValueError(
-                f"{KEY}={config.name!r} with data.num_workers={config.num_workers}: its data set"
-                " must say how many classes there are, as examples are not all loaded first; give"
-                " it an attribute classes, their number or a list of their names"
+                f"{named(KEY, config.name)} with data.num_workers={config.num_workers}: its data"
+                " set must say how many classes there are, as examples are not all loaded first;"
+                " give it an attribute classes, their number or a list of their names"
             )
         outputs = classes if isinstance(classes, int) else len(classes)
     return Stream(dataset, config.num_workers, outputs, (check,))

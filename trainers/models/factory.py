@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from trainers.config import ModelConfig
-from trainers.user_code import call, load_code
+from trainers.user_code import call, load_code, named
 
 KEY = "model.name"
 _MADE: WeakSet[nn.Module] = WeakSet()
@@ -46,25 +46,26 @@ def make_own_model(
     model = call(KEY, config.name, factory, config.args, seed, **offered)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"{KEY}={config.name!r}: returned a {type(model).__name__}; return a torch.nn.Module"
+            f"{named(KEY, config.name)}: returned a {type(model).__name__}; return a"
+            " torch.nn.Module"
         )
     if any(module in _MADE for module in model.modules()):
         raise ValueError(
-            f"{KEY}={config.name!r}: returned a module, or a part of one, that it returned before,"
-            " whose weights may have been trained; make a new one in every call"
+            f"{named(KEY, config.name)}: returned a module, or a part of one, that it returned"
+            " before, whose weights may have been trained; make a new one in every call"
         )
     _MADE.update(model.modules())
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         raise ValueError(
-            f"{KEY}={config.name!r}: its module has lazy layers, whose weights are not drawn yet;"
-            " give them their sizes, or call the module on an example before you return it"
+            f"{named(KEY, config.name)}: its module has lazy layers, whose weights are not drawn"
+            " yet; give them their sizes, or call the module on an example before you return it"
         )
     other = {p.dtype for p in model.parameters()} - {torch.float32}
     if other or next(model.parameters(), None) is None:
         found = ", ".join(sorted(map(str, other))) or "no"
         raise ValueError(
-            f"{KEY}={config.name!r}: its module has {found} parameters; return one whose parameters"
-            " are float32, trial.precision converts them"
+            f"{named(KEY, config.name)}: its module has {found} parameters; return one whose"
+            " parameters are float32, trial.precision converts them"
         )
     model.register_forward_hook(_logits)
     return model.train()

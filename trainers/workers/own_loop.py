@@ -16,7 +16,6 @@ ran out, or the system failed (``OSError``), the trial is tried again as others 
 
 from __future__ import annotations
 
-import inspect
 import queue
 import shutil
 import threading
@@ -34,7 +33,7 @@ from trainers.config import TrialConfig
 from trainers.object_store import local_folder
 from trainers.training.build import set_threads
 from trainers.training.device import check_device, resolve_device
-from trainers.user_code import describe_error, find_source, seeded, without_folder
+from trainers.user_code import describe_error, find_source, seeded, where, without_folder
 from trainers.user_loop import (
     KEY,
     Checkpoint,
@@ -44,7 +43,6 @@ from trainers.user_loop import (
     load_loop,
     numbers,
     training,
-    where,
 )
 from trainers.workers.executors import Context, Executor
 from trainers.workers.messages import FINAL, Beginning
@@ -86,7 +84,7 @@ class OwnLoop(Executor):
         check_device(device)
         loop = load_loop(config.trainable.name, config.trainable.code)
         self._path = find_source(KEY, config.trainable.name)
-        self._place = where(config.trainable.name, inspect.unwrap(loop))
+        self._place = where(self._path, loop)
         resume, damaged = self._continued(checkpoints)
         context = LoopContext(
             config=deepcopy(config.trainable.args),
