@@ -252,6 +252,17 @@ def test_type_checkers_find_editable_installations(
 # --------------------------------------------------------------------------------------------------
 
 
+def test_a_host_with_torch_2_11_may_keep_it() -> None:
+    from packaging.requirements import Requirement
+
+    (torch,) = (
+        found
+        for text in metadata.requires("lns-study") or []
+        if (found := Requirement(text)).name == "torch"
+    )
+    assert torch.specifier.contains("2.11.0")
+
+
 def test_all_that_is_installed_is_pinned() -> None:
     """What an extra needs and this machine has not (CuPy) is in the list, too."""
     pinned = {
@@ -273,7 +284,8 @@ def _requirements(name: str) -> list[str]:
         found = [Requirement(text) for text in metadata.requires(name) or []]
     except metadata.PackageNotFoundError:
         return []
-    extras = ["dev", "mx", "team", "gpu", "gpu12", "gpu13"] if name == "lns-study" else [""]
+    ours = metadata.metadata(name).get_all("Provides-Extra") if name == "lns-study" else None
+    extras = ours or [""]
     return [
         each.name
         for each in found

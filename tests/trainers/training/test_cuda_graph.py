@@ -22,7 +22,7 @@ from trainers.telemetry.tally import Tally
 from trainers.training.cuda_graph import GraphedEpochs
 from trainers.training.device import check_device, resolve_device
 from trainers.training.step import train_step
-from trainers.training.strategies import GraphStep, StatefulStep
+from trainers.training.strategies import GraphStep, StatefulStep, Step
 from trainers.training.trainer import Training
 
 DIGITS = DataConfig(name="digits", validation_size=300)
@@ -214,10 +214,13 @@ def test_an_epoch_on_a_gpu_may_have_one_step(decay: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_value_that_is_not_finite_ends_training_on_a_gpu() -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_value_that_is_not_finite_ends_training_on_a_gpu(eager: bool) -> None:
     training = Training(
         replace(BASE, precision=PRECISIONS["matmul"], lr_schedule=LRSchedule(decay="cosine"))
     )
+    if eager:
+        training._step = Step(training._components)
     training.data.train.x[0, 0] = torch.nan  # encoded as zero, and counted
     loss = training.train_epoch()["train/loss"]
     assert loss != loss

@@ -133,6 +133,14 @@ def test_divergence_is_a_result(precision: str, tmp_path: Path) -> None:
     assert again.diverged
 
 
+def test_a_value_that_was_only_counted_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels encode a NaN as zero and count it."""
+    training = Training(config("matmul"))
+    monkeypatch.setattr(type(training._components.workers), "faultless", lambda _: False)
+    assert math.isnan(training.train_epoch()["train/loss"])
+    assert training.diverged
+
+
 def test_what_can_only_fail_is_known_beforehand() -> None:
     info = prepare(DataConfig(name="digits"))
     check(config(), info)
