@@ -108,10 +108,7 @@ def run_study(
             same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
-    with (
-        Node() if node is None else nullcontext(node) as node,
-        _opened(study, say, node) as (plan, data, ledger, before),
-    ):
+    with _opened(study, say, node) as (plan, data, ledger, before, node):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
         _say_changed_code(plan, before, say)
@@ -135,7 +132,7 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
     Raises:
         UserError: the study cannot start, and nothing was done.
     """
-    with _opened(study, say) as (plan, data, ledger, before):
+    with _opened(study, say) as (plan, data, ledger, before, _):
         if before.plan.get("study") != plan.study.to_dict():
             _enter_plan(plan, data, ledger, ALL)
             ledger.append("ended", outcome="stopped")
@@ -145,24 +142,27 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
 @contextmanager
 def _opened(
     study: StudyConfig, say: Callable[[str], None], node: Node | None = None
-) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState]]:
-    """Check a study; provide its plan, data, ledger, and state before this run."""
+) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node]]:
+    """Check a study; provide its plan, data, ledger, state before this run, and the node that
+    checked its trials."""
     with refusals():
         check_storage(study.storage)
         plan = make_plan(study)
-        plan, data = preflight(plan, node, say)
-    if data:
-        say(f"Data: {'; '.join(entry['source'] for entry in data)}")
-    with refusals():
-        ledger = Ledger(plan.study.folder)
-    with ledger:
+    with Node() if node is None else nullcontext(node) as own:
         with refusals():
-            before = fold(ledger.history)
-            check_same_name(plan.study, before)
-            check_same_data(data, before)
-            check_same_ledger(ledger, before)
-            plan = adopt(plan, before)
-        yield plan, data, ledger, before
+            plan, data = preflight(plan, own, say)
+        if data:
+            say(f"Data: {'; '.join(entry['source'] for entry in data)}")
+        with refusals():
+            ledger = Ledger(plan.study.folder)
+        with ledger:
+            with refusals():
+                before = fold(ledger.history)
+                check_same_name(plan.study, before)
+                check_same_data(data, before)
+                check_same_ledger(ledger, before)
+                plan = adopt(plan, before)
+            yield plan, data, ledger, before, own
 
 
 def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:

@@ -19,6 +19,7 @@ def test_a_study_has_the_claims_of_its_groups(name: str) -> None:
     assert name in studies_with("claims")
 
 
+@pytest.mark.slow
 def test_a_study_that_takes_its_groups_claims_away_has_none() -> None:
     found = studies_with("claims")
     assert all(load(name, download=False).claims for name in found)

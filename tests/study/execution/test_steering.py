@@ -115,7 +115,10 @@ def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended:
         assert outcome.state.known[asked[0]].epoch < 60
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize(
+    "code",
+    [errno.EIO, *(pytest.param(c, marks=pytest.mark.slow) for c in (errno.EROFS, errno.ESTALE))],
+)
 def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

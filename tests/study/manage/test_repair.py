@@ -96,12 +96,17 @@ def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
 
 DAMAGED = [
     (HEADER, 0),
-    ("planned", 0),
     ("report", -1),
-    ("ended", 0),
     *(
         pytest.param(*line, marks=pytest.mark.slow)
-        for line in (("started", 1), ("report", 0), ("checkpoint", -1), ("finished", 0))
+        for line in (
+            ("planned", 0),
+            ("ended", 0),
+            ("started", 1),
+            ("report", 0),
+            ("checkpoint", -1),
+            ("finished", 0),
+        )
     ),
 ]
 

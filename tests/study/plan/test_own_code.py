@@ -142,6 +142,7 @@ def run(folder: Path, *overrides: str) -> tuple[Outcome, list[str]]:
     return run_study(study, SilentView(), said.append), said
 
 
+@pytest.mark.slow
 def test_rows_of_different_data_of_one_factory_go_on(folder: Path) -> None:
     row = "{{label: {}, overrides: {{data.args: {{size: {}}}}}}}"
     changes = [f"rows=[{row.format('a', 40)}, {row.format('b', 60)}]", "baseline=a"]
@@ -151,6 +152,7 @@ def test_rows_of_different_data_of_one_factory_go_on(folder: Path) -> None:
     assert any("Resuming: 2 of 4" in line for line in said)
 
 
+@pytest.mark.slow
 def test_other_examples_of_the_same_code_are_refused_wherever_the_file_is(folder: Path) -> None:
     """What the factory reads is not in its code."""
     size = 'int((__import__("pathlib").Path(__file__).parent / "size.txt").read_text())'
@@ -167,6 +169,7 @@ def test_other_examples_of_the_same_code_are_refused_wherever_the_file_is(folder
         run(moved, row)
 
 
+@pytest.mark.slow
 def test_code_that_makes_other_examples_trains_anew(folder: Path) -> None:
     row = "rows=[{label: float32}]"
     run(folder, row)
@@ -176,6 +179,7 @@ def test_code_that_makes_other_examples_trains_anew(folder: Path) -> None:
     assert any("net.py:digits has changed since the last run" in line for line in said)
 
 
+@pytest.mark.slow
 def test_a_moved_file_goes_on_from_its_checkpoints(folder: Path) -> None:
     row = "rows=[{label: float32}]"
     first, _ = run(folder, row)

@@ -356,6 +356,7 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
     assert line(running, began + 10) == "1 of 2 slots in use, utilisation 50 % of the CPUs"
 
 
+@pytest.mark.slow
 def test_a_run_that_used_little_says_so_at_its_end(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
