@@ -181,7 +181,7 @@ def _run(
     view: View,
     say: Callable[[str], None],
     only: str,
-    node: Node | None,
+    node: Node,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
@@ -202,7 +202,7 @@ def _run(
     control = Control(folder, state, plan.study.limits, edited)
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, ids, node, say)
+        run_plan(plan, ledger, state, control, node, ids, say)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:

@@ -41,7 +41,6 @@ from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
 from trainers.object_store import place_of
-from trainers.workers.node import Node
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -303,8 +302,7 @@ def _run(config: StudyConfig, only: str) -> Study:
     from rich.console import Console
 
     console = Console()
-    with Node() as node:
-        outcome = run_study(config, make_view(console), _say_on(console), only, node)
+    outcome = run_study(config, make_view(console), _say_on(console), only)
     _say_tracking(outcome)
     return Study(outcome.report.parent)
 

@@ -135,6 +135,7 @@ def test_a_study_of_ones_own_network_is_interrupted_and_its_cell_goes_on_to_the_
         manager.shutdown_kernel(now=True)
     stopped, whole = (fold(read_ledger(folder.with_name(name))) for name in ("stopped", "whole"))
     assert [trial.id for trial in stopped.trials] == [trial.id for trial in whole.trials]
+    assert stopped.outcome == whole.outcome == "finished"
     assert len(whole.trials) == 3
     for one, other in zip(stopped.trials, whole.trials, strict=True):
         assert (one.status, sorted(one.reports)) == (FINISHED, list(range(1, 21)))

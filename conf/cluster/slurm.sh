@@ -81,10 +81,12 @@ step=$!
 code=0
 while wait "$step" && code=0 || code=$?; kill -0 "$step" 2>/dev/null; do :; done
 # A preemption with a grace time (GraceTime) signals the step alone, which ends then.
-job=$(scontrol show job "$SLURM_JOB_ID")
-if [[ $code != 0 && $job =~ PreemptTime=([0-9T:-]+) ]]; then
-    preempted=${BASH_REMATCH[1]}
-    [[ ! $job =~ StartTime=([0-9T:-]+) || $preempted < ${BASH_REMATCH[1]} ]] || again=yes
+if [ "$code" -ne 0 ] && [ -z "$again" ]; then
+    job=$(scontrol show job "$SLURM_JOB_ID") || job=
+    if [[ $job =~ PreemptTime=([0-9T:-]+) ]]; then
+        preempted=${BASH_REMATCH[1]}
+        [[ ! $job =~ StartTime=([0-9T:-]+) || $preempted < ${BASH_REMATCH[1]} ]] || again=yes
+    fi
 fi
 if [ -n "$again" ]; then
     scontrol requeue "$SLURM_JOB_ID"

@@ -113,11 +113,9 @@ def _load(
 def _run(name: str, study: StudyConfig, again: str) -> int:
     """Run a study, or what is left of it; what cannot start is told, and the others go on."""
     from study.cli.run import run_config
-    from trainers.workers.node import Node
 
     try:
-        with Node() as node:
-            return run_config(study, plain=True, again=again, node=node)
+        return run_config(study, plain=True, again=again)
     except UserError as error:
         print(f"lns-study: {name}: {error}", file=sys.stderr)
         return 2

@@ -55,8 +55,8 @@ def run_plan(
     ledger: Ledger,
     state: StudyState,
     control: Control,
+    node: Node,
     only: Collection[str] | None = None,
-    node: Node | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Run what is left of a plan, until every trial has ended or ``control`` ends the study.
@@ -66,8 +66,8 @@ def run_plan(
         ledger: ledger that takes every event.
         state: state of the study; it says what is left.
         control: decisions about what to do, asked all the time.
+        node: node of this machine; closed here.
         only: ids of the trials to run; None for all.
-        node: node of this machine, if there is one already; closed here.
         say: prints a line for the user.
 
     Raises:
@@ -94,7 +94,7 @@ def run_plan(
 
 @contextmanager
 def _pool(
-    plan: Plan, agenda: Agenda, node: Node | None, tell: Callable[[str], None]
+    plan: Plan, agenda: Agenda, node: Node, tell: Callable[[str], None]
 ) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
     """Provide the pool, the study's Ray or None, and what finds machines anew or None."""
     study = plan.study
@@ -132,12 +132,11 @@ def _pool(
             return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes, tell)
 
         def here() -> Machines:
-            own = node or Node()
-            own.log(study.folder / LOG)
-            own.load(data)
+            node.log(study.folder / LOG)
+            node.load(data)
             if study.executor == "train" and session is not None:
-                return OfRay(own, on_events, session.resources)
-            return Local(local_cpus(study), _local_gpus(agenda, study), own, on_events)
+                return OfRay(node, on_events, session.resources)
+            return Local(local_cpus(study), _local_gpus(agenda, study), node, on_events)
 
         find = on_cluster if study.address is not None and study.executor != "train" else here
         pool.use(find())

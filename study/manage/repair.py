@@ -5,10 +5,10 @@ Every whole event stays, in its order. Where lines are lost, the events that a t
 there are restored: its start, its epochs (from the history in its newest whole checkpoint, else
 from MLflow), its checkpoints, its end. Such events name their source under ``recovered``. Events of
 a trial that was taken over from another study are restored as taken over, with the code that its
-other lines or its checkpoints name. Times are MLflow's, else those of the line before. The
-seconds that a trial's whole epochs lack of those that MLflow has are shared by its restored epochs,
-so that they still add up. A finished trial with an epoch that
-cannot be restored is set back: the next run trains it again.
+other lines or its checkpoints name. Times are MLflow's, else those of the line before. The seconds
+that a trial's whole epochs lack of those that MLflow has are shared by its restored epochs, so that
+they still add up. A finished trial with an epoch that cannot be restored is set back: the next run
+trains it again.
 
 The damaged file is kept beside the new one. The new one has no password that an earlier version
 left in the old. If every plan is lost, the next ``lns-study run CONFIG`` plans anew, and the events

@@ -66,7 +66,7 @@ CHANGES = st.lists(
     max_size=2,
 )
 often = pytest.mark.parametrize(
-    "examples", [30, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "examples", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 
 

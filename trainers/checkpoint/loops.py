@@ -54,7 +54,7 @@ def stage(checkpoint: object, folder: Path) -> None:
             )
     elif hasattr(checkpoint, "as_directory"):  # Ray's
         with checkpoint.as_directory() as path:
-            shutil.copytree(path, folder / FILES)
+            stage(path, folder)
     elif isinstance(checkpoint, str | os.PathLike):
         if not (source := Path(checkpoint)).is_dir():
             raise ValueError(f"checkpoint={str(source)!r} is no folder; give a folder, or a dict")

@@ -440,7 +440,7 @@ def test_an_escaped_reference_is_text_wherever_the_study_goes(
 def test_any_text_of_a_study_survives_a_change() -> None:
     study = load("quickstart", ["data=digits"])
 
-    @settings(max_examples=20)
+    @settings(max_examples=40)
     @given(st.text(alphabet="\\${}a.: ", max_size=12))
     def survives(text: str) -> None:
         assert change(dataclasses.replace(study, question=text), []).question == text

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from study.api import Outcome, run_study
 from study.config import StudyConfig
 from study.ledger.lines import Event
-from tests.study.conftest import SilentView
+from tests.study.conftest import SilentView, raw_lines
 
 Tiny = Callable[..., StudyConfig]
 
@@ -22,6 +25,18 @@ def run(
     view = SilentView(react)
     outcome = run_study(study, view, lambda line: None)
     return outcome, view
+
+
+def killing_once(killed: list[str]) -> Callable[[Event], None]:
+    """What kills the process of the first trial that reports its second epoch, and notes the
+    trial."""
+
+    def react(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2 and not killed:
+            killed.append(event["trial"])
+            os.kill(event["pid"], signal.SIGKILL)
+
+    return react
 
 
 def results(state: Any) -> dict[str, Any]:
@@ -41,12 +56,8 @@ def results(state: Any) -> dict[str, Any]:
 
 def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
     """Report lines in the ledger's file itself, by trial and epoch."""
-    counts: dict[tuple[str, int], int] = {}
-    import json
-
-    for line in (study.folder / "ledger.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "report":
-            key = (event["trial"], event["epoch"])
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+    return Counter(
+        (event["trial"], event["epoch"])
+        for event in raw_lines(study.folder)
+        if event["event"] == "report"
+    )

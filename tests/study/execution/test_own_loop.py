@@ -3,8 +3,6 @@ killed and continued, and told what is wrong before anything starts."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
 from study.report.tables import facts, render_text
 from tests.study.conftest import SilentView
-from tests.study.execution.conftest import count_reports, results, run
+from tests.study.execution.conftest import count_reports, killing_once, results, run
 from tests.trainers.user_loops import LOOPS
 
 STUDY = """
@@ -103,12 +101,7 @@ def test_a_plan_says_which_searched_arguments_are_new(loops: Loops) -> None:
 def test_a_killed_loop_continues_and_no_epoch_is_counted_twice(loops: Loops) -> None:
     study, killed = loops("trainable.args.seconds=0.1"), list[str]()
 
-    def kill_once(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            killed.append(event["trial"])
-            os.kill(event["pid"], signal.SIGKILL)
-
-    outcome, view = run(study, kill_once)
+    outcome, view = run(study, killing_once(killed))
     assert [event["trial"] for event in view.events if event["event"] == "restarted"] == killed
     assert set(count_reports(study).values()) == {1}
     for trial, factor in zip(outcome.state.trials, (0.5, 0.25), strict=True):
@@ -290,12 +283,7 @@ def test_a_function_of_ray_tunes_runs_but_for_its_import(loops: Loops, tmp_path:
         list[str](),
     )
 
-    def kill_once(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            killed.append(event["trial"])
-            os.kill(event["pid"], signal.SIGKILL)
-
-    outcome, _ = run(study, kill_once)
+    outcome, _ = run(study, killing_once(killed))
     assert killed
     assert set(count_reports(study).values()) == {1}
     first, *others = outcome.state.trials

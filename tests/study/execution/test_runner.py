@@ -22,7 +22,7 @@ from study.tracking.payload import data_of
 from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
 from tests.study.conftest import SilentView
-from tests.study.execution.conftest import Tiny, count_reports, results, run
+from tests.study.execution.conftest import Tiny, count_reports, killing_once, results, run
 from tests.study.servers import Server
 from trainers.checkpoint.manifest import STATE
 from trainers.config import TrialConfig
@@ -163,12 +163,7 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(
 ) -> None:
     study, killed = tiny("killed"), []
 
-    def kill_once(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            killed.append(event["trial"])
-            os.kill(event["pid"], signal.SIGKILL)
-
-    outcome, view = run(study, kill_once)
+    outcome, view = run(study, killing_once(killed))
     assert [event["trial"] for event in view.events if event["event"] == "restarted"] == killed
     assert set(count_reports(study).values()) == {1}
     assert results(outcome.state) == results(undisturbed[1].state)
@@ -182,14 +177,8 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(
 def test_packed_trials_share_a_process_whose_death_loses_no_epoch(
     undisturbed: tuple[StudyConfig, Outcome], tiny: Tiny
 ) -> None:
-    study, killed = tiny("packed", "executor=packed"), list[int]()
-
-    def kill_the_host(event: Event) -> None:
-        if event["event"] == "report" and event["epoch"] == 2 and not killed:
-            killed.append(event["pid"])
-            os.kill(event["pid"], signal.SIGKILL)
-
-    outcome, view = run(study, kill_the_host)
+    study, killed = tiny("packed", "executor=packed"), list[str]()
+    outcome, view = run(study, killing_once(killed))  # whose process is the host of all
     assert killed
     assert [event for event in view.events if event["event"] == "restarted"]
     assert set(count_reports(study).values()) == {1}

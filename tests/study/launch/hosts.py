@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -95,11 +94,6 @@ def weights(study: Path) -> dict[str, list[int | str]]:
         state = read_state(manifest.parent)
         found[manifest.parts[-3]] = [state["epoch"], state["sha256"]]
     return found
-
-
-def lines(study: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ledger's file as they are: a reader leaves out what is there twice."""
-    return [json.loads(line) for line in (study / FILE).read_text().splitlines()]
 
 
 def assert_same_results(events: list[dict[str, Any]], wanted: Path) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from study.ledger.log import read_ledger
+from tests.study.conftest import raw_lines
 from tests.study.launch.hosts import (
     EPOCHS,
     TWO_NODES,
     assert_same_results,
     hosts,
-    lines,
     run_on_hosts,
     undisturbed,
     weights,
@@ -59,7 +59,7 @@ def test_a_host_that_is_cut_off_for_a_while_changes_nothing(
         hosts, "bash", "-eEc", STEPS, count=3, timeout=900, CUT_SECONDS=str(seconds)
     )  # fmt: skip
     events = read_ledger(work / "studies" / "tiny")
-    assert_same_results(lines(work / "studies" / "tiny"), wanted)
+    assert_same_results(raw_lines(work / "studies" / "tiny"), wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)
     assert [event["outcome"] for event in events if event["event"] == "ended"] == ["finished"]
     used = {host for event in events if event["event"] == "started" for host in event["hosts"]}

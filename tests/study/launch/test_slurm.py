@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from study.ledger.log import read_ledger
+from tests.study.conftest import raw_lines
 from tests.study.launch.hosts import (
     EPOCHS,
     ROOT,
@@ -16,7 +17,6 @@ from tests.study.launch.hosts import (
     TWO_NODES,
     assert_same_results,
     hosts,
-    lines,
     run_on_hosts,
     slurm,
     undisturbed,
@@ -85,7 +85,7 @@ def test_a_study_on_two_nodes_ends_as_if_undisturbed(
         **GRACE.get(disturbance, {}),
     )
     events = read_ledger(work / "studies" / "tiny")
-    assert_same_results(lines(work / "studies" / "tiny"), wanted)
+    assert_same_results(raw_lines(work / "studies" / "tiny"), wanted)
     assert weights(work / "studies" / "tiny") == weights(wanted)
     outcomes = [event["outcome"] for event in events if event["event"] == "ended"]
     assert outcomes == [*(["stopped"] if disturbance in IN_ORDER else []), "finished"]

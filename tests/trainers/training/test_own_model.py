@@ -128,9 +128,13 @@ def test_a_module_is_found_and_hashed_without_being_run(file: Path) -> None:
     ("name", "args", "message"),
     [
         ("{file}:raises", {}, r"RuntimeError in .*net\.py, line 38: no such weights"),
-        ("{file}:needs", {}, r"argument: 'depth' .*\(.*net\.py, line \d+\).*set model\.args"),
+        (
+            "{file}:needs",
+            {},
+            r"missing a required argument: 'depth'.*\(.*net\.py, line \d+\).*set model\.args",
+        ),
         ("{file}:make_net", {"depth": 3}, r"unexpected keyword argument 'depth'.*set model\.args"),
-        ("{file}:nothing", {}, r"net\.py, line \d+\): returned a NoneType; return a torch"),
+        ("{file}:nothing", {}, r"line \d+\): returned a NoneType; return a torch\.nn\.Module"),
         ("{file}:wrong_shape", {}, "no parameters"),
         ("{file}:absent", {}, "has no function or class absent; it has Examples, digits"),
         ("{file}x.py:make_net", {}, "there is no file"),
