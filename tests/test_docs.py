@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import lns_ops
+from study.cli.entry import parse
+from study.config.compose import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -94,3 +97,68 @@ def test_prose_is_as_narrow_as_code(page: Path) -> None:
     text = re.sub(r"^( *)(`{3,}).*?^\1\2$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     long = [line for line in text.splitlines() if len(line) > PROSE]
     assert [line for line in long if not line.lstrip().startswith("|") and " " in line] == []
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Return the words of a page's commands, of this program and of its scripts."""
+    blocks = re.findall(r"```(?:sh|bash)?\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    found = []
+    for line in lines:
+        if either := re.match(r"lns-study (\w+(?: \| \w+)+) (.*)", line):
+            found += [["lns-study", name, *words(either[2])] for name in either[1].split(" | ")]
+        elif re.match(r"lns-study |python |\./scripts/", line):
+            found.append(words(line))
+    return found
+
+
+def words(line: str) -> list[str]:
+    """Return a command's words, without its comment and what follows ``|`` or ``&&``."""
+    every = shlex.split(line, comments=True)
+    ends = [every.index(end) for end in ("|", "&&") if end in every]
+    return every[: min(ends, default=None)]
+
+
+def check_commands(page: Path) -> None:
+    for command in commands_of(page):
+        check_command(*command)
+
+
+def check_command(program: str, *arguments: str) -> None:
+    """Assert that the program, a script or pytest has what a command gives it."""
+    if program == "lns-study":
+        options = parse(arguments)
+        named = getattr(options, "config", None)
+        if isinstance(named, str) and (ROOT / "conf" / "study" / f"{named}.yaml").exists():
+            load(named, options.overrides)
+    elif arguments[:2] == ("-m", "pytest"):
+        assert all((ROOT / word).exists() for word in arguments if word.startswith("tests/"))
+    else:
+        script, *rest = arguments if program == "python" else (program, *arguments)
+        source = (ROOT / script).read_text()
+        chosen = [word for word in rest if not re.search("[A-Z ]|^[0-9.]+$", word)]
+        assert [word for word in chosen if word not in source] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_program_and_its_scripts_take_what_a_page_gives_them(page: Path) -> None:
+    check_commands(page)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lns-study run table trial.lerning_rate=1   # a comment",
+        "lns-study pause | halt table",
+        "lns-study status table --watched",
+        "python scripts/bench_cpu.py --pears",
+        "python scripts/bench_gpus.py",
+        "$ ./scripts/quickest",
+        "python -m pytest tests/no_such_folder",
+    ],
+)
+def test_a_command_that_is_not_taken_is_seen(line: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```\n{line}\n```\n")
+    with pytest.raises((AssertionError, ValueError, SystemExit, OSError)):
+        check_commands(page)

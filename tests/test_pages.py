@@ -5,7 +5,8 @@ A fence after a line ``<!-- runs -->`` holds commands of a shell, one a line. Th
 its order, in one folder. A fence after ``<!-- file: NAME -->`` is a file there. ``TRIAL`` stands
 for the id of a trial of the study that the command names. A fence after ``<!-- refused -->`` has
 commands that end with 2, each with a part of its message in the next line. Studies that come with
-the program get :data:`BUDGET` before the page's own keys, which count more.
+the program get :data:`BUDGET` before the page's own keys, which count more. Of other commands
+tests/test_docs.py asks whether the program takes them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ RUNS = {
     "docs/howto/studies.md": 12,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
+    "docs/howto/formats.md": 5,
+    "docs/howto/workers.md": 4,
     BRING: 7,
     "docs/howto/coming-from.md": 4,
 }
@@ -45,7 +48,14 @@ RUNS = {
 BUDGET = (
     "data=digits 'trial.model.hidden=[16]' trial.epochs=2 'seeds=[0,1]' tracking_uri=none cpus=2"
 )
-MORE = {"search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null"}
+MORE = {
+    "search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null",
+    "formats": "'seeds=[0]' trial.epochs=1",
+    "updates": "cpus=4",
+    "parallelism": (
+        "cpus=4 trial.epochs=1 trial.data.train_size=null 'trial.model.hidden=[16,16,16]'"
+    ),
+}
 """What some studies need beside it, by name."""
 SCRIPTS = {
     "quickstart": "data=digits trial.epochs=1 'seeds=[0]' cpus=2",

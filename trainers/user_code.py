@@ -87,6 +87,11 @@ def find_source(key: str, name: str) -> Path:
         spec = importlib.util.find_spec(place)
     except ImportError:
         spec = None
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{key}={name!r}: a package of {place} cannot be imported: {_raised(error)}; mend it"
+            " there"
+        ) from error
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ValueError(
             f"{key}={name!r}: there is no module {place} in this Python ({sys.executable}); install"
@@ -113,6 +118,14 @@ def digest_source(key: str, name: str) -> str:
         ValueError: there is no such file or module.
     """
     return hashlib.sha256(find_source(key, name).read_bytes()).hexdigest()[:DIGEST_LENGTH]
+
+
+def digest_module(name: str) -> str:
+    """Return how nodes tell which code of ``package.module:name`` they have."""
+    try:
+        return f"code {digest_source('', name)}"
+    except ValueError:
+        return "missing"
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
@@ -278,6 +291,12 @@ def describe_error(error: BaseException, *files: Path) -> str:
             place = f"{frame.filename}, line {frame.lineno}"
     text = " ".join(str(error).split())[:LENGTH]
     return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
+
+
+def _raised(error: BaseException) -> str:
+    """Describe what was raised, with the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return describe_error(error, Path(last.filename))
 
 
 def _own(value: object) -> bool:

@@ -46,7 +46,7 @@ each, and compare the test errors.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     _print_whatever_the_locale()
-    options = _parse(arguments)
+    options = parse(arguments)
     for notice in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(notice, _interrupt)
     try:
@@ -110,7 +110,7 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
     return parser, commands.choices
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; accept ``run CONFIG --plain key=value``, which argparse alone refuses."""
     parser, commands = _build()
     words = list(sys.argv[1:] if arguments is None else arguments)

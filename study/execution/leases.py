@@ -6,8 +6,9 @@ one lease, of all that it may use, and needs no Ray. On a Ray cluster a lease is
 these resources, so that Ray, its autoscaler and other users see them as taken: one per node, of all
 that the node has. If others hold a part of the node, such an actor waits; after
 :data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
-needs. Nodes that join get a lease within a second or so, unless their Python, torch or code of this
-package differ from the driver's: those are given back before they compute. A node on which our code
+needs. Nodes that join get a lease within a second or so, unless their Python, torch, code of this
+package or installed packages of the user's differ from the driver's: those are given back before
+they compute. A node on which our code
 does not start is asked again after ever longer waits, and its reason is said once. While trials
 wait and nothing is free, one more small lease is requested on any node, which an autoscaler takes
 as demand.
@@ -21,7 +22,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,6 +176,7 @@ class Cluster:
             threads.
         nodes: returns the nodes in the form of ``ray.nodes()``.
         say: prints a line for the user.
+        modules: code of the user's that a node must have, as ``package.module:name``.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class Cluster:
         on_events: OnEvents,
         nodes: Callable[[], list[dict[str, Any]]],
         say: Callable[[str], None] = lambda line: None,
+        modules: Sequence[str] = (),
     ) -> None:
         self._unit, self._most, self._make, self._on_events, self._nodes = (
             unit,
@@ -193,7 +196,7 @@ class Cluster:
             on_events,
             nodes,
         )
-        self._say, self._versions = say, versions()
+        self._say, self._modules, self._versions = say, modules, versions(modules)
         self._refused: set[str] = set()
         self._waits: dict[str | None, tuple[float, float]] = {}
         """Wait after the last failure of a node, None for any, and the time when it ends."""
@@ -335,10 +338,10 @@ class Cluster:
         raise EOFError
 
     def _refuses(self, request: _Request, host: str) -> bool:
-        """Give a node back that has other versions than this machine, and say so once."""
+        """Give a node back that has other versions or code than this machine, and say so once."""
         try:
-            theirs = self._answer(request.actor.versions.remote())
-        except AttributeError:
+            theirs = self._answer(request.actor.versions.remote(self._modules))
+        except (AttributeError, TypeError):
             theirs = {"lns-study": "of a version before this check"}
         ours = self._versions
         wrong = [

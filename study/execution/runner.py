@@ -33,6 +33,7 @@ from study.execution.leases import Cluster, Local, OfRay
 from study.execution.loop import Loop
 from study.execution.pool import Machines, Pool
 from study.execution.ray_session import Session, ray_session
+from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
@@ -129,7 +130,8 @@ def _pool(
                 math.ceil(max(each.get("GPU", 0.0) for each in largest)),
             )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            return Cluster(unit, most, (study.folder / LOG, data), on_events, session.nodes, tell)
+            make, modules = (study.folder / LOG, data), user_modules(study)
+            return Cluster(unit, most, make, on_events, session.nodes, tell, modules)
 
         def here() -> Machines:
             node.log(study.folder / LOG)

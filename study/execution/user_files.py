@@ -4,11 +4,11 @@ Ray sends them, as ``py_modules`` of the job's runtime environment: the folder o
 the study names, since a file may import and read its neighbours, but for hidden files, bytecode,
 virtual environments, folders of studies and the study's storage. A node that has a file at its
 path, on a shared file system for example, takes that; :func:`trainers.user_code.find_source` finds
-the others.
+the others. Modules named by ``package.module:name`` are not sent: a node that has not installed
+them as this machine has is refused (:class:`study.execution.leases.Cluster`).
 
-Limits: what lies outside of these folders is not sent, nor are modules named by
-``package.module:name``, which every node must have installed; a Ray session that exists already
-keeps its own environment, as does a job that was submitted with ``py_modules`` of its own.
+Limits: what lies outside of these folders is not sent; a Ray session that exists already keeps its
+own environment, as does a job that was submitted with ``py_modules`` of its own.
 
 Source: Ray's page "Environment Dependencies", https://docs.ray.io/en/latest/ray-core/
 handling-dependencies.html.
@@ -27,7 +27,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger.log import FILE
 from trainers.object_store import local_folder
-from trainers.user_code import SENT, names_code, place_of_sent
+from trainers.user_code import SENT, digest_module, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
@@ -86,6 +86,13 @@ def user_files(study: StudyConfig) -> list[Path]:
         if names_code(text) and text.rpartition(":")[0].endswith(".py")
     }
     return sorted(path for path in places if path.is_absolute() and path.is_file())
+
+
+def user_modules(study: StudyConfig) -> list[str]:
+    """Return the code of installed packages that the study's config names, rows and space
+    included."""
+    named = {text for text in _texts(study.to_dict()) if names_code(text) and ".py:" not in text}
+    return sorted(name for name in named if digest_module(name) != "missing")
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from trainers.user_code import digest_module
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import DIED, Message
 
@@ -52,8 +53,11 @@ class _Process:
     unwanted: bool = False
 
 
-def versions() -> dict[str, str]:
+def versions(modules: Sequence[str] = ()) -> dict[str, str]:
     """Return what must be the same on all machines of a study, for equal bits, by name.
+
+    Args:
+        modules: code of the user's that every machine must have, as ``package.module:name``.
 
     The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``,
     which are all that a worker runs of this package. Builds of one torch for other devices count as
@@ -69,6 +73,7 @@ def versions() -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": metadata.version("torch").partition("+")[0],
         "lns-study": f"code {digest.hexdigest()[:12]}",
+        **{name: digest_module(name) for name in modules},
     }
 
 
@@ -182,9 +187,9 @@ class Node:
             str(ray.get_runtime_context().get_node_id()),
         )
 
-    def versions(self) -> dict[str, str]:
+    def versions(self, modules: Sequence[str] = ()) -> dict[str, str]:
         """Return :func:`versions` of this machine."""
-        return versions()
+        return versions(modules)
 
     def __enter__(self) -> Node:
         return self

@@ -10,7 +10,8 @@ import sys
 import time
 import venv
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -286,25 +287,58 @@ seeds: [0, 1, 2]
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Any]:
-    """A head without CPUs, and a raylet of one CPU that was started in another folder."""
+def head() -> Iterator[Any]:
+    """A head without CPUs."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
-    (tmp_path / "elsewhere").mkdir()
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--block"]
-    raylet = subprocess.Popen(
+    yield cluster
+    cluster.shutdown()
+
+
+@contextmanager
+def raylet(
+    cluster: Any,
+    folder: Path,
+    python: str | Path = sys.executable,
+    env: Mapping[str, str] = os.environ,
+    cpus: int = 1,
+) -> Iterator[None]:
+    """A node of the cluster, with its own folder, Python and variables."""
+    start = [str(python), "-m", "ray.scripts.scripts", "start", f"--num-cpus={cpus}", "--block"]
+    process = subprocess.Popen(
         [*start, f"--address={cluster.address}"],
-        cwd=tmp_path / "elsewhere",
+        cwd=folder,
+        env=env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    yield cluster
-    raylet.terminate()
-    raylet.wait()
-    cluster.shutdown()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def said_until(process: subprocess.Popen[str], word: str) -> str:
+    """What a study prints until it says something."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if word in line:
+            return said
+    raise AssertionError(said)
+
+
+@pytest.fixture
+def elsewhere(head: Any, tmp_path: Path) -> Iterator[Any]:
+    """A cluster with a raylet of one CPU that was started in another folder."""
+    (tmp_path / "elsewhere").mkdir()
+    with raylet(head, tmp_path / "elsewhere"):
+        yield head
 
 
 def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
@@ -349,11 +383,11 @@ def other_installation(folder: Path) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
-def test_a_node_with_another_version_is_refused_before_it_computes(tmp_path: Path) -> None:
+def test_a_node_with_another_version_is_refused_before_it_computes(
+    head: Any, tmp_path: Path
+) -> None:
     """A raylet of another installation, whose package differs by a comment, and later one that has
     the same."""
-    from ray.cluster_utils import Cluster
-
     (tmp_path / "tiny.yaml").write_text(TINY)
     python = other_installation(tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -362,38 +396,52 @@ def test_a_node_with_another_version_is_refused_before_it_computes(tmp_path: Pat
         [python, "-c", asked], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert "+code." in found.stdout, found.stderr
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    start = [python, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", "--block"]
-    raylet = subprocess.Popen(
-        [*start, f"--address={cluster.address}"],
-        cwd=tmp_path / "venv",
-        env=env,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        process = command(tmp_path, cluster.address, "rows=[{label: a}]", "baseline=null")
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if "Refused" in line:
-                break
+    with raylet(head, tmp_path / "venv", python, env, cpus=2):
+        process = command(tmp_path, head.address, "rows=[{label: a}]", "baseline=null")
+        said = said_until(process, "Refused")
         assert "lns-study code" in said, said
         assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
-        cluster.add_node(num_cpus=1)
+        head.add_node(num_cpus=1)
         rest, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, said + rest
-        assert "Refused" not in rest
-        events = read_ledger(tmp_path / "studies" / "tiny")
-        assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
-        assert [trial.status for trial in fold(events).trials] == [FINISHED]
-    finally:
-        raylet.terminate()
-        raylet.wait()
-        cluster.shutdown()
+    assert process.returncode == 0, said + rest
+    assert "Refused" not in rest
+    events = read_ledger(tmp_path / "studies" / "tiny")
+    assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
+    assert [trial.status for trial in fold(events).trials] == [FINISHED]
+
+
+@pytest.mark.parametrize("theirs", ["nothing", "another version"])
+def test_a_node_without_the_users_package_is_refused_before_it_computes(
+    head: Any, theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lacks it or has other code, and later one that has what the driver has."""
+    for place in ("ours", "nothing", "another version"):
+        (tmp_path / place / "mine").mkdir(parents=True)
+    for place, comment in (("ours", ""), ("another version", "# a comment more\n")):
+        (tmp_path / place / "mine" / "__init__.py").touch()
+        (tmp_path / place / "mine" / "net.py").write_text(NEIGHBOUR + comment)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    known = os.environ.get("PYTHONPATH", "")
+    with_ours = os.environ | {"PYTHONPATH": f"{tmp_path / 'ours'}{os.pathsep}{known}"}
+    with_theirs = os.environ | {"PYTHONPATH": f"{tmp_path / theirs}{os.pathsep}{known}"}
+    monkeypatch.setenv("PYTHONPATH", with_ours["PYTHONPATH"])
+    net = ["trial.model.name=mine.net:layers", "trial.precision.format=float32", "trial.epochs=1"]
+    with raylet(head, tmp_path / theirs, env=with_theirs, cpus=2):
+        process = command(
+            tmp_path, head.address, "rows=[{label: a}]", "baseline=null", "seeds=[0]", *net
+        )
+        said = said_until(process, "Refused")
+        have = "mine.net:layers missing" if theirs == "nothing" else "mine.net:layers code"
+        assert f"has {have}" in said, said
+        assert "install the same there" in said
+        assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
+        with raylet(head, tmp_path / "ours", env=with_ours):
+            rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said + rest
+    assert "Refused" not in rest
+    assert [trial.status for trial in fold(read_ledger(tmp_path / "studies" / "tiny")).trials] == [
+        FINISHED
+    ]
 
 
 def last_weights(names: list[str]) -> dict[str, str]:

@@ -179,20 +179,25 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-def test_a_trial_that_hangs_is_killed_and_started_again(tiny: Tiny) -> None:
-    """Stopped (SIGSTOP) after its second epoch, a process reports no more; after the heartbeat
-    another one ends its trial."""
-    undisturbed, _ = run(tiny("no hang", "rows=[{label: float32}]", "baseline=null"))
+@pytest.mark.parametrize(("workers", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_a_trial_that_hangs_is_killed_and_started_again(
+    tiny: Tiny, workers: int, rank: int
+) -> None:
+    """Stopped (SIGSTOP) after its second epoch, a process reports no more, nor does a gang of which
+    it is a rank; after the heartbeat other processes end their trial."""
+    one = ("rows=[{label: float32}]", "baseline=null", f"trial.workers={workers}")
+    undisturbed, _ = run(tiny("no hang", *one))
     stopped: list[int] = []
 
     def hang_once(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not stopped:
-            stopped.append(event["pid"])
-            os.kill(event["pid"], signal.SIGSTOP)
+            first = psutil.Process(event["pid"])
+            ranks = [first, *(each for each in first.parent().children() if each != first)]
+            assert len(ranks) == workers
+            stopped.append(ranks[rank].pid)
+            ranks[rank].suspend()
 
-    outcome, view = run(
-        tiny("hang", "rows=[{label: float32}]", "baseline=null", "heartbeat=20"), hang_once
-    )
+    outcome, view = run(tiny("hang", *one, "heartbeat=20"), hang_once)
     (again,) = [event for event in view.events if event["event"] == "restarted"]
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)

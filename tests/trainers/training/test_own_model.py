@@ -151,6 +151,22 @@ def test_wrong_factories_are_refused(
         Training(config)
 
 
+def test_a_package_that_raises_is_refused_where_its_code_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "raising_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("\n1 / 0\n")
+    (package / "net.py").write_text(NETWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = (
+        r"a package of raising_package.net cannot be imported: ZeroDivisionError in"
+        r" .*__init__\.py, line 2: division by zero; mend it there"
+    )
+    with pytest.raises(ValueError, match=message):
+        digest_source("model.name", "raising_package.net:make_net")
+
+
 def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
     name = f"{file}:make_net"
     model = ModelConfig(name=name, code=digest_source("model.name", name))
