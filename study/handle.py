@@ -40,6 +40,7 @@ from study.report.tables import cells, headings
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
+from study.tracking.sqlite import where_damaged
 from trainers.object_store import place_of
 
 if TYPE_CHECKING:
@@ -316,7 +317,10 @@ def _say_on(console: Console) -> Any:
 
 def _say_tracking(outcome: Outcome) -> None:
     if outcome.tracking_error:
-        print(f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it")
+        print(
+            f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it"
+            f"{where_damaged(outcome.tracking)}"
+        )
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -40,7 +40,7 @@ RUNS = {
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
     "docs/howto/formats.md": 5,
-    "docs/howto/workers.md": 4,
+    "docs/howto/workers.md": 3,
     BRING: 7,
     "docs/howto/coming-from.md": 4,
 }
@@ -52,9 +52,6 @@ MORE = {
     "search": "'seeds=[0]' search.num_samples=3 trial.data.train_size=null",
     "formats": "'seeds=[0]' trial.epochs=1",
     "updates": "cpus=4",
-    "parallelism": (
-        "cpus=4 trial.epochs=1 trial.data.train_size=null 'trial.model.hidden=[16,16,16]'"
-    ),
 }
 """What some studies need beside it, by name."""
 SCRIPTS = {

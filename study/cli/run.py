@@ -437,6 +437,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.report.claims import claims_text
     from study.report.tables import render_text
     from study.tracking.address import how_to_open
+    from study.tracking.sqlite import where_damaged
 
     print(f"\n{render_text(outcome.state)}")
     if claims := claims_text(read_record(outcome.report).get("claims", [])):
@@ -452,7 +453,8 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
         to = [] if outcome.tracking == study.tracking else ["--tracking-uri", outcome.tracking]
         again = lns_study("sync", study.slug, *to, storage=storage)
         print(
-            f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}",
+            f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"
+            f"{where_damaged(outcome.tracking)}",
             file=sys.stderr,
         )
 

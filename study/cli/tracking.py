@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from study.cli.manage import Commands, add_command
 from study.errors import UserError, refusals
 from study.program import lns_study
+from study.tracking.sqlite import where_damaged
 from trainers.object_store import place_of
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _sync(options: argparse.Namespace) -> int:
     report = folder / "report"
     error, where = sync_study(folder, study, report if report.exists() else None)
     if error:
-        print(f"lns-study: MLflow lacks part of {study.name}: {error}", file=sys.stderr)
+        more = where_damaged(study.tracking)
+        print(f"lns-study: MLflow lacks part of {study.name}: {error}{more}", file=sys.stderr)
         return 1
     audits = _audit(folder, study, delete=False)
     if audits is None:
@@ -186,5 +188,6 @@ def _audit(folder: Path, study: StudyConfig, **changes: bool) -> tuple[Audit, Au
     except ValueError as error:
         raise UserError(str(error)) from None
     except Exception as error:  # whatever the store raises
-        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}", file=sys.stderr)
+        more = where_damaged(study.tracking)
+        print(f"lns-study: MLflow at {study.tracking}: {reason(error)}{more}", file=sys.stderr)
         return None

@@ -78,6 +78,14 @@ def _commit_to_the_log(connection: Any, _: object) -> None:
         connection.execute("PRAGMA synchronous=NORMAL")
 
 
+def where_damaged(uri: str) -> str:
+    """Return what helps where a store fails because its sqlite file is damaged; "" without one."""
+    path = Path(uri.removeprefix(PREFIX))
+    if not uri.startswith(PREFIX) or not path.is_file():
+        return ""
+    return f" (if {path} is damaged, rename it first: a new one then gets all of the study)"
+
+
 def _is_local(path: Path) -> bool:
     """Tell whether a file lies on a disk of this machine, as far as /proc/mounts says."""
     try:

@@ -65,6 +65,11 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def copy_database(database: Path, place: Path) -> None:
+    with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(place)) as copy:
+        source.backup(copy)
+
+
 @pytest.fixture
 def tiny(tmp_path: Path, storage: Path) -> Callable[..., StudyConfig]:
     """A study that trains in a second, and sends nothing to MLflow: ``tiny("name",
@@ -82,8 +87,7 @@ def tracked(
 ) -> Callable[..., StudyConfig]:
     """The same with the storage's MLflow database, or a store that the overrides name."""
     if not (own := storage / database.name).exists():
-        with closing(sqlite3.connect(database)) as empty, closing(sqlite3.connect(own)) as copy:
-            empty.backup(copy)
+        copy_database(database, own)
     return lambda name, *overrides: tiny(name, "tracking_uri=null", *overrides)
 
 

@@ -50,6 +50,12 @@ def cluster() -> Iterator[Any]:
     cluster.shutdown()
 
 
+def python_path(*folders: Path) -> dict[str, str]:
+    """The variable that puts folders before those that are on ``sys.path`` already."""
+    known = filter(None, [os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])}
+
+
 def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
     words = [
         sys.executable,
@@ -112,9 +118,13 @@ def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[st
     ]
     (folder / "tiny.yaml").write_text(TINY)
     words = [sys.executable, "-c", SLEEPERS, *common, *overrides]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        cwd=folder,
+        env=os.environ | python_path(ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -371,8 +381,8 @@ def other_installation(folder: Path) -> Path:
     with (other / "trainers" / "files.py").open("a") as file:
         file.write("# another version\n")
     words = ["launch", "tiny.yaml", "--to", "slurm", "--dry-run", f"storage={folder}"]
-    env = os.environ | {"PYTHONPATH": str(other)}
     packed = [sys.executable, "-m", "study", *words, "tracking_uri=none"]
+    env = os.environ | python_path(other)
     subprocess.run(packed, cwd=folder, env=env, check=True, stdout=subprocess.PIPE)
     venv.create(folder / "venv")
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -410,6 +420,19 @@ def test_a_node_with_another_version_is_refused_before_it_computes(
     assert [trial.status for trial in fold(events).trials] == [FINISHED]
 
 
+PACKAGE = """
+from torch import nn
+
+
+def make_net(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+"""
+PACKAGE_STUDY = """
+name: tiny
+trial: {model: {name: "mine.net:make_net"}, data: {name: digits}, epochs: 1, batch_size: 30}
+"""
+
+
 @pytest.mark.parametrize("theirs", ["nothing", "another version"])
 def test_a_node_without_the_users_package_is_refused_before_it_computes(
     head: Any, theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,23 +442,19 @@ def test_a_node_without_the_users_package_is_refused_before_it_computes(
         (tmp_path / place / "mine").mkdir(parents=True)
     for place, comment in (("ours", ""), ("another version", "# a comment more\n")):
         (tmp_path / place / "mine" / "__init__.py").touch()
-        (tmp_path / place / "mine" / "net.py").write_text(NEIGHBOUR + comment)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    known = os.environ.get("PYTHONPATH", "")
-    with_ours = os.environ | {"PYTHONPATH": f"{tmp_path / 'ours'}{os.pathsep}{known}"}
-    with_theirs = os.environ | {"PYTHONPATH": f"{tmp_path / theirs}{os.pathsep}{known}"}
-    monkeypatch.setenv("PYTHONPATH", with_ours["PYTHONPATH"])
-    net = ["trial.model.name=mine.net:layers", "trial.precision.format=float32", "trial.epochs=1"]
-    with raylet(head, tmp_path / theirs, env=with_theirs, cpus=2):
-        process = command(
-            tmp_path, head.address, "rows=[{label: a}]", "baseline=null", "seeds=[0]", *net
-        )
+        (tmp_path / place / "mine" / "net.py").write_text(PACKAGE + comment)
+    (tmp_path / "tiny.yaml").write_text(PACKAGE_STUDY)
+    theirs_env = os.environ | python_path(tmp_path / theirs)
+    for name, value in python_path(tmp_path / "ours").items():
+        monkeypatch.setenv(name, value)
+    with raylet(head, tmp_path / theirs, env=theirs_env, cpus=2):
+        process = command(tmp_path, head.address)
         said = said_until(process, "Refused")
-        have = "mine.net:layers missing" if theirs == "nothing" else "mine.net:layers code"
+        have = "mine.net:make_net missing" if theirs == "nothing" else "mine.net:make_net code"
         assert f"has {have}" in said, said
         assert "install the same there" in said
         assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
-        with raylet(head, tmp_path / "ours", env=with_ours):
+        with raylet(head, tmp_path / "ours"):
             rest, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + rest
     assert "Refused" not in rest

@@ -185,7 +185,12 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
 ) -> None:
     """Stopped (SIGSTOP) after its second epoch, a process reports no more, nor does a gang of which
     it is a rank; after the heartbeat other processes end their trial."""
-    one = ("rows=[{label: float32}]", "baseline=null", f"trial.workers={workers}")
+    one = (
+        f"trial.workers={workers}",
+        "rows=[{label: float32}]",
+        "baseline=null",
+        "trial.epochs=60",
+    )
     undisturbed, _ = run(tiny("no hang", *one))
     stopped: list[int] = []
 
