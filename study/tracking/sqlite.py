@@ -83,7 +83,9 @@ def where_damaged(uri: str) -> str:
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file():
         return ""
-    return f" (if {path} is damaged, rename it first: a new one then gets all of the study)"
+    return (
+        f" (if {path} is damaged, end what uses it and rename it: a new one gets all of the study)"
+    )
 
 
 def _is_local(path: Path) -> bool:
