@@ -38,6 +38,7 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.rerun import differences
 from tests.study.launch.hosts import weights
+from tests.study.raylets import cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -239,23 +240,6 @@ def end(process: subprocess.Popen[bytes]) -> None:
         child.kill()
 
 
-@contextmanager
-def three_nodes() -> Iterator[Any]:
-    """A Ray cluster: a head without CPUs, two nodes of four declared ones each."""
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    for _ in range(2):
-        cluster.add_node(num_cpus=4)
-    cluster.wait_for_nodes()
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
 def run_with_fault(
     folder: Path,
     fault: str,
@@ -380,7 +364,7 @@ def test_nothing_is_lost_and_nothing_done_twice(
     tracking = "none" if fault == "full" else f"sqlite:///{tmp_path}/mlflow.db"
     with (
         small_storage(tmp_path) if fault == "full" else nullcontext(),
-        three_nodes() if fault in ON_CLUSTER else nullcontext() as ray,
+        cluster_of(0, 4, 4) if fault in ON_CLUSTER else nullcontext() as ray,
     ):
         if ray is not None:
             overrides = [*overrides, f"address={ray.address}", "insecure=true"]

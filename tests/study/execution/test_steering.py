@@ -184,13 +184,10 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
     tiny: Tiny, workers: int, rank: int
 ) -> None:
     """Stopped (SIGSTOP) after its second epoch, a process reports no more, nor does a gang of which
-    it is a rank; after the heartbeat other processes end their trial."""
-    one = (
-        f"trial.workers={workers}",
-        "rows=[{label: float32}]",
-        "baseline=null",
-        "trial.epochs=60",
-    )
+    it is a rank; after the heartbeat other processes end their trial. Steps of gangs are slow, so
+    that the gang has not ended by then."""
+    slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
+    one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null")
     undisturbed, _ = run(tiny("no hang", *one))
     stopped: list[int] = []
 

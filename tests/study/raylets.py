@@ -1,0 +1,109 @@
+"""Studies on Ray clusters whose nodes are raylets on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from study.ledger.log import read_ledger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def cluster_of(head: int, *nodes: int) -> Iterator[Any]:
+    """A cluster whose head and nodes have so many declared CPUs."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": head, "include_dashboard": False}
+    )
+    for cpus in nodes:
+        cluster.add_node(num_cpus=cpus)
+    cluster.wait_for_nodes()
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def raylet(
+    cluster: Any,
+    folder: Path,
+    python: str | Path = sys.executable,
+    env: Mapping[str, str] = os.environ,
+    cpus: int = 1,
+) -> Iterator[None]:
+    """A node of the cluster, with its own folder, Python and variables."""
+    start = [str(python), "-m", "ray.scripts.scripts", "start", f"--num-cpus={cpus}", "--block"]
+    process = subprocess.Popen(
+        [*start, f"--address={cluster.address}"],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def python_path(*folders: Path) -> dict[str, str]:
+    """The variable that puts folders before those that are on ``sys.path`` already."""
+    known = filter(None, [os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])}
+
+
+def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
+    words = [
+        sys.executable,
+        "-m",
+        "study",
+        "run",
+        "tiny.yaml",
+        "--plain",
+        f"address={address}",
+        "insecure=true",
+        "tracking_uri=none",
+        *overrides,
+    ]
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(
+    process: subprocess.Popen[str], folder: Path, happened: Callable[[list[dict[str, Any]]], bool]
+) -> list[dict[str, Any]]:
+    """The ledger's events once something has happened in it."""
+    deadline = time.monotonic() + 240
+    while not happened(events := read_ledger(folder)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return events
+
+
+def said_until(process: subprocess.Popen[str], word: str) -> str:
+    """What a study prints until it says something."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if word in line:
+            return said
+    raise AssertionError(said)
