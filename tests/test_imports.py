@@ -4,6 +4,7 @@ each big library in one package."""
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -280,6 +281,21 @@ def test_rooms_import_from_those_before_them() -> None:
     assert {room(module) for module in FILES} - {None} == {
         (package, place) for package, names in ORDER.items() for place in range(len(names))
     }
+
+
+def test_the_readers_tree_has_every_folder_in_its_order() -> None:
+    """In CONTRIBUTING.md a line each, in README.md a list in the last column."""
+    whole, short = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
+    column = len("study/      studies, on Ray and MLflow   ")
+    for package in MAY_IMPORT:
+        folders = [name for name in reversed(ORDER[package]) if (ROOT / package / name).is_dir()]
+        lines = whole.partition(f"\n{package}/ ")[2].partition("\n```")[0].splitlines()[1:]
+        inner = "\n".join(itertools.takewhile(lambda line: line.startswith("  "), lines))
+        assert re.findall(r"(\w+)/", inner) == folders
+        first, *others = short.partition(f"\n{package}/ ")[2].splitlines()
+        more = itertools.takewhile(lambda line: line.startswith(" " * column), others)
+        rows = [f"{package}/ {first}", *more]
+        assert " ".join(row[column:] for row in rows).split() == folders
 
 
 def test_files_functions_and_folders_are_small() -> None:
