@@ -52,7 +52,8 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 def crd(kind: str) -> jsonschema.Draft202012Validator:
     with lzma.open(SCHEMAS / f"ray.io_{kind.lower()}s.yaml.xz") as file:
-        versions = yaml.safe_load(file)["spec"]["versions"]
+        # libyaml, which takes a tenth of the time
+        versions = yaml.load(file, yaml.CSafeLoader)["spec"]["versions"]
     (schema,) = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
     schema["properties"]["metadata"] = {
         "properties": {
