@@ -89,9 +89,11 @@ def user_files(study: StudyConfig) -> list[Path]:
 
 
 def user_modules(study: StudyConfig) -> list[str]:
-    """Return the code of installed packages that the study's config names, rows and space
-    included."""
-    named = {text for text in _texts(study.to_dict()) if names_code(text) and ".py:" not in text}
+    """Return the code of installed packages that the study's trials name, as
+    ``package.module:name``; that of claims runs on this machine."""
+    values = study.to_dict()
+    texts = _texts([values[key] for key in ("trial", "rows", "space")])
+    named = {text for text in texts if names_code(text) and ".py:" not in text}
     return sorted(name for name in named if digest_module(name) != "missing")
 
 

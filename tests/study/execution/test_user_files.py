@@ -9,7 +9,7 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.execution.preflight import preflight
-from study.execution.user_files import MOST_BYTES, collected_files, user_folders
+from study.execution.user_files import MOST_BYTES, collected_files, user_folders, user_modules
 from study.plan.plan import make_plan
 from trainers.user_code import place_of_sent
 
@@ -64,6 +64,17 @@ def test_folders_of_named_files_are_sent_but_for_what_is_no_code(code: Path) -> 
     expected = [f"{whole}/{name}" for name in names]
     assert sent == sorted([*expected, f"{part}/loop.py", f"{part}/thing.txt"])
     assert not folder.exists()
+
+
+def test_packages_that_trials_name_are_those_that_a_node_must_have(code: Path) -> None:
+    study = study_in(
+        code,
+        "rows=[{label: a}, {label: b, overrides: {trainable.name: 'json.tool:main'}}]",
+        "space={trainable.name: {choice: ['json.decoder:JSONDecoder', 'no_such_package:train']}}",
+        "claims=[{name: c, claim: c, source: c, check: 'csv:reader'}]",
+        "question='a: b, or c:d?'",
+    )
+    assert user_modules(study) == ["json.decoder:JSONDecoder", "json.tool:main"]
 
 
 def test_nothing_is_sent_without_a_cluster_or_without_files(code: Path) -> None:
