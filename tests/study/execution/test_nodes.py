@@ -181,6 +181,7 @@ def test_a_node_without_the_users_package_is_refused_before_it_computes(
         have = "mine.net:make_net missing" if theirs == "nothing" else "mine.net:make_net code"
         assert f"has {have}" in said, said
         assert "install the same there" in said
+        assert f"Joining the Ray cluster at {head.address} ..." in said
         assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
         with raylet(head, tmp_path / "ours"):
             rest, _ = process.communicate(timeout=300)

@@ -416,7 +416,7 @@ def test_a_damaged_study_is_shown_and_says_so(
     assert "tiny: damaged" in shown.out
     assert main(["list", "--plain", "--storage", study.storage]) == 0
     assert "\tdamaged\t" in capsys.readouterr().out
-    assert main(["report", "tiny", "--storage", study.storage]) in (0, 1)
+    assert main(["report", "tiny", "--storage", study.storage]) == 0
     assert "DAMAGED: the ledger is damaged: line" in capsys.readouterr().out
     for command in (
         ["sync", "tiny"],
