@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,8 @@ PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
 SENT = "lns_study_user_files"
 """Folder on ``sys.path`` with the files that a study sent to a node of a Ray cluster."""
+MISSING = "missing"
+"""What a node says of a package that it lacks."""
 _FOLDERS: list[str] = []
 """Folders of the files that are loaded, which stand at the end of ``sys.path``."""
 
@@ -68,8 +71,8 @@ def split_name(key: str, name: str) -> tuple[str, str]:
 
 
 def find_source(key: str, name: str) -> Path:
-    """Return the file in which ``name``'s code is, without running it (parents of a module are
-    imported).
+    """Return the file in which ``name``'s code is, without running it or the packages that it is
+    in.
 
     Raises:
         ValueError: there is no such file or module.
@@ -83,21 +86,34 @@ def find_source(key: str, name: str) -> Path:
                 " file, or an absolute one"
             )
         return path.resolve()
-    try:
-        spec = importlib.util.find_spec(place)
-    except ImportError:
-        spec = None
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{key}={name!r}: a package of {place} cannot be imported: {_raised(error)}; mend it"
-            " there"
-        ) from error
+    spec = _find_module(place)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ValueError(
             f"{key}={name!r}: there is no module {place} in this Python ({sys.executable}); install"
             " its package here, or name a file: net.py:make_net"
         )
     return Path(spec.origin).resolve()
+
+
+def _find_module(place: str) -> ModuleSpec | None:
+    """Find a module without importing the packages that it is in; None if there is none."""
+    first, *others = place.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # __main__ of a script
+        return None
+    for name in others:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec
+
+
+def _package(name: str) -> Path:
+    """Return the folder of the package in which ``package.module:name`` is; a module's own file."""
+    path = find_source("package", name)
+    first = name.partition(":")[0].partition(".")[0]
+    return next((folder for folder in path.parents if folder.name == first), path)
 
 
 def place_of_sent(folder: Path) -> str:
@@ -120,12 +136,17 @@ def digest_source(key: str, name: str) -> str:
     return hashlib.sha256(find_source(key, name).read_bytes()).hexdigest()[:DIGEST_LENGTH]
 
 
-def digest_module(name: str) -> str:
-    """Return how nodes tell which code of ``package.module:name`` they have."""
+def digest_package(name: str) -> str:
+    """Return how nodes tell which code they have of the package of ``package.module:name``:
+    :data:`MISSING`, or the first digits of the sha256 over its Python files."""
     try:
-        return f"code {digest_source('', name)}"
-    except ValueError:
-        return "missing"
+        package = _package(name)
+        digest = hashlib.sha256()
+        for path in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+            digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+    except (ValueError, OSError):
+        return MISSING
+    return f"code {digest.hexdigest()[:DIGEST_LENGTH]}"
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
@@ -146,12 +167,13 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
             f"{key}={name!r}: {path} has changed since the study was planned; run the same command"
             " again, which plans its trials anew"
         )
+    is_file = place.endswith(".py")
     try:
-        module = load_file(path) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(path) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
+        described = describe_error(error, path, *([] if is_file else [_package(name)]))
         raise ValueError(
-            f"{key}={name!r}: {path} cannot be imported: {describe_error(error, path)}; mend it"
-            " there"
+            f"{key}={name!r}: {path} cannot be imported: {described}; mend it there"
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -281,22 +303,23 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def describe_error(error: BaseException, *files: Path) -> str:
-    """Describe what was raised, with the last line of the user's files that led to it."""
-    place = str(files[0]) if files else ""
+def describe_error(error: BaseException, *places: Path) -> str:
+    """Describe what was raised, with the last line of the user's files that led to it.
+
+    Args:
+        error: what was raised.
+        places: the user's files, and folders of them.
+    """
+    place = str(places[0]) if places else ""
     if isinstance(error, SyntaxError):
-        place = f"{place}, line {error.lineno}"
+        known = error.filename is not None and Path(error.filename).is_file()
+        place = f"{error.filename if known else place}, line {error.lineno}"
     for frame in traceback.extract_tb(error.__traceback__):
-        if Path(frame.filename) in files:
+        path = Path(frame.filename)
+        if any(path == known or known in path.parents for known in places):
             place = f"{frame.filename}, line {frame.lineno}"
     text = " ".join(str(error).split())[:LENGTH]
     return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
-
-
-def _raised(error: BaseException) -> str:
-    """Describe what was raised, with the line that raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return describe_error(error, Path(last.filename))
 
 
 def _own(value: object) -> bool:

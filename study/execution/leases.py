@@ -8,10 +8,9 @@ that the node has. If others hold a part of the node, such an actor waits; after
 :data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
 needs. Nodes that join get a lease within a second or so, unless their Python, torch, code of this
 package or installed packages of the user's differ from the driver's: those are given back before
-they compute. A node on which our code
-does not start is asked again after ever longer waits, and its reason is said once. While trials
-wait and nothing is free, one more small lease is requested on any node, which an autoscaler takes
-as demand.
+they compute. A node on which our code does not start is asked again after ever longer waits, and
+its reason is said once. While trials wait and nothing is free, one more small lease is requested on
+any node, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -344,9 +343,7 @@ class Cluster:
         except (AttributeError, TypeError):
             theirs = {"lns-study": "of a version before this check"}
         ours = self._versions
-        wrong = [
-            f"{name} {theirs[name]}" for name in theirs if theirs[name] != self._versions[name]
-        ]
+        wrong = [f"{name} {version}" for name, version in theirs.items() if version != ours[name]]
         if not wrong:
             return False
         assert request.node is not None
@@ -357,7 +354,8 @@ class Cluster:
             wanted = ", ".join(f"{name} {version}" for name, version in ours.items())
             self._say(
                 f"Refused: the node {host} has {', '.join(wrong)}, and this study runs on {wanted}:"
-                " its bits could differ; install the same there, and restart its Ray"
+                " its trials could fail or get other bits; install the same there, and restart its"
+                " Ray"
             )
         return True
 
@@ -366,7 +364,7 @@ class Cluster:
         lease: Lease | None = None
         try:
             host, address, names, node = self._answer(request.actor.describe.remote())
-            request.node = node
+            request.node, request.since = node, math.inf  # it waits no more
             if self._refuses(request, host):
                 return
             self._waits.pop(node, None)

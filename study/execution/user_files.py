@@ -4,8 +4,9 @@ Ray sends them, as ``py_modules`` of the job's runtime environment: the folder o
 the study names, since a file may import and read its neighbours, but for hidden files, bytecode,
 virtual environments, folders of studies and the study's storage. A node that has a file at its
 path, on a shared file system for example, takes that; :func:`trainers.user_code.find_source` finds
-the others. Modules named by ``package.module:name`` are not sent: a node that has not installed
-them as this machine has is refused (:class:`study.execution.leases.Cluster`).
+the others. Packages named by ``package.module:name`` are not sent: a node that has not installed
+them as this machine has is refused (:class:`study.execution.leases.Cluster`), but by Ray Train,
+under which such a trial fails.
 
 Limits: what lies outside of these folders is not sent; a Ray session that exists already keeps its
 own environment, as does a job that was submitted with ``py_modules`` of its own.
@@ -27,7 +28,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger.log import FILE
 from trainers.object_store import local_folder
-from trainers.user_code import SENT, digest_module, names_code, place_of_sent
+from trainers.user_code import MISSING, SENT, digest_package, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
@@ -92,9 +93,23 @@ def user_modules(study: StudyConfig) -> list[str]:
     """Return the code of installed packages that the study's trials name, as
     ``package.module:name``; that of claims runs on this machine."""
     values = study.to_dict()
-    texts = _texts([values[key] for key in ("trial", "rows", "space")])
-    named = {text for text in texts if names_code(text) and ".py:" not in text}
-    return sorted(name for name in named if digest_module(name) != "missing")
+    named = set(_names([values[key] for key in ("trial", "rows", "space")]))
+    return sorted(name for name in named if digest_package(name) != MISSING)
+
+
+def _names(value: Any, named: bool = False) -> Iterator[str]:
+    """Yield the names of code in a config: what stands under a key ``name``, arguments aside."""
+    if isinstance(value, str):
+        if named and names_code(value) and ".py:" not in value:
+            yield value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            last = key.rpartition(".")[2]
+            if last != "args":
+                yield from _names(entry, named or last == "name")
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _names(entry, named)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainers.user_code import digest_module
+from trainers.user_code import digest_package
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import DIED, Message
 
@@ -73,7 +73,7 @@ def versions(modules: Sequence[str] = ()) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": metadata.version("torch").partition("+")[0],
         "lns-study": f"code {digest.hexdigest()[:12]}",
-        **{name: digest_module(name) for name in modules},
+        **{name: digest_package(name) for name in modules},
     }
 
 

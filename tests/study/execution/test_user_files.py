@@ -69,7 +69,8 @@ def test_folders_of_named_files_are_sent_but_for_what_is_no_code(code: Path) -> 
 def test_packages_that_trials_name_are_those_that_a_node_must_have(code: Path) -> None:
     study = study_in(
         code,
-        "rows=[{label: a}, {label: b, overrides: {trainable.name: 'json.tool:main'}}]",
+        "rows=[{label: 'test:a'}, {label: b, overrides: {trainable.name: 'json.tool:main'}}]",
+        "trial.trainable.args={x: 'csv:reader'}",
         "space={trainable.name: {choice: ['json.decoder:JSONDecoder', 'no_such_package:train']}}",
         "claims=[{name: c, claim: c, source: c, check: 'csv:reader'}]",
         "question='a: b, or c:d?'",

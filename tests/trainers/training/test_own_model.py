@@ -18,7 +18,14 @@ from tests.trainers.user_network import NETWORK
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import load
 from trainers.training.trainer import Training
-from trainers.user_code import PRIVATE, digest_source, find_source, load_code
+from trainers.user_code import (
+    MISSING,
+    PRIVATE,
+    digest_package,
+    digest_source,
+    find_source,
+    load_code,
+)
 
 KAHAN = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
 SIMULATED = PrecisionConfig(format="bfloat16", kahan_sum=True)
@@ -151,20 +158,48 @@ def test_wrong_factories_are_refused(
         Training(config)
 
 
-def test_a_package_that_raises_is_refused_where_its_code_is_looked_for(
+@pytest.mark.parametrize(
+    ("init", "raised"),
+    [
+        ("\n1 / 0\n", r"ZeroDivisionError in .*__init__\.py, line 2: division by zero"),
+        ("\n\nf(\n", r"SyntaxError in .*__init__\.py, line 3: "),
+        ("import json\njson.loads('x')", r"JSONDecodeError in .*__init__\.py, line 2: "),
+        ("import no_such", r"ModuleNotFoundError in .*__init__\.py, line 1: No module named "),
+    ],
+)
+def test_a_package_that_raises_is_found_and_refused_with_its_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, raised: str
+) -> None:
+    """Its module lies in a folder without ``__init__``, a namespace."""
+    name = f"raising_{abs(hash(init))}"
+    module = tmp_path / name / "parts" / "net.py"
+    module.parent.mkdir(parents=True)
+    (tmp_path / name / "__init__.py").write_text(init)
+    module.write_text(NETWORK)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_source("model.name", f"{name}.parts.net:make_net") == module
+    assert digest_package(f"{name}.parts.net:make_net").startswith("code ")
+    with pytest.raises(ValueError, match=rf"net\.py cannot be imported: {raised}.*; mend it there"):
+        load_code("model.name", f"{name}.parts.net:make_net")
+
+
+def test_the_digest_of_a_package_is_that_of_all_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "raising_package"
-    package.mkdir()
-    (package / "__init__.py").write_text("\n1 / 0\n")
-    (package / "net.py").write_text(NETWORK)
-    monkeypatch.syspath_prepend(tmp_path)
-    message = (
-        r"a package of raising_package.net cannot be imported: ZeroDivisionError in"
-        r" .*__init__\.py, line 2: division by zero; mend it there"
-    )
-    with pytest.raises(ValueError, match=message):
-        digest_source("model.name", "raising_package.net:make_net")
+    for place in ("one", "other"):
+        (tmp_path / place / "layered").mkdir(parents=True)
+        (tmp_path / place / "layered" / "__init__.py").touch()
+        (tmp_path / place / "layered" / "net.py").write_text("from layered.layers import make")
+        (tmp_path / place / "layered" / "layers.py").write_text(f"make = {place!r}")
+    digests = []
+    for place in ("one", "other"):
+        with monkeypatch.context() as path:
+            path.syspath_prepend(tmp_path / place)
+            digests.append(digest_package("layered.net:make"))
+    assert digests[0] != digests[1]
+    assert MISSING not in digests
+    for absent in ("layered.net:make", "json.nothing:x", "json.decoder.more:x"):
+        assert digest_package(absent) == MISSING
 
 
 def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
