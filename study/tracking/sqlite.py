@@ -84,7 +84,8 @@ def where_damaged(uri: str) -> str:
     if not uri.startswith(PREFIX) or not path.is_file():
         return ""
     return (
-        f" (if {path} is damaged, end what uses it and rename it: a new one gets all of the study)"
+        f" (if {path} is damaged, end what uses it and rename it, with its -wal and -shm: a new one"
+        " then gets all of the study, and `sync` sends others)"
     )
 
 

@@ -164,6 +164,11 @@ def remove_database(folder: Path) -> None:
         path.unlink()
 
 
+def rename_database(folder: Path) -> None:
+    for path in folder.glob("mlflow.db*"):
+        path.rename(folder / f"damaged.{path.name}")
+
+
 def study(folder: Path, *words: str) -> int:
     """Another command about the study; its exit code."""
     done = subprocess.run(
@@ -280,7 +285,7 @@ def run_with_fault(
             repaired = study(folder, "doctor", "faults", "--repair", "--tracking-uri", tracking)
             assert repaired in (0, 1)  # 1: what nobody knows is lost
         if code == 1 and fault == "database":  # as the command says
-            remove_database(folder)
+            rename_database(folder)
     raise AssertionError(f"{fault}: the command did not end by itself")
 
 
@@ -375,8 +380,8 @@ def test_nothing_is_lost_and_nothing_done_twice(
 
 
 def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
-    """MLflow has all of it, once what it lacks was sent; of a damaged database, once that was taken
-    away."""
+    """MLflow has all of it, once what it lacks was sent; of a damaged database, once that was
+    renamed."""
 
     def audited() -> list[int]:
         mended = [["reconcile"]] if fault in DAMAGE else []
@@ -386,7 +391,7 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
 
     codes = audited()
     if fault == "database" and any(codes):
-        remove_database(folder)
+        rename_database(folder)
         codes = audited()
     assert set(codes) == {0}, codes
 

@@ -106,4 +106,5 @@ def said_until(process: subprocess.Popen[str], word: str) -> str:
         said += line
         if word in line:
             return said
+    process.kill()
     raise AssertionError(said)

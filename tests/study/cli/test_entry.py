@@ -281,9 +281,12 @@ def test_a_wish_from_another_terminal_ends_a_study_with_3(folder: Path, wish: st
         text=True,
     )
     assert process.stdout is not None
-    assert any("epoch 3/" in line for line in process.stdout)
-    assert lns_study(wish, "tiny", cwd=folder).returncode == 0
-    said, _ = process.communicate(timeout=120)
+    try:
+        assert any("epoch 3/" in line for line in process.stdout)
+        assert lns_study(wish, "tiny", cwd=folder).returncode == 0
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 3, said
     first, second = fold(read_ledger(folder / "studies" / "tiny")).trials
     assert (first.status == FINISHED) == (wish == "stop")
