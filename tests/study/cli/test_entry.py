@@ -269,30 +269,6 @@ def test_a_study_that_ends_in_order_with_trials_left_exits_with_3(here: Here) ->
     assert "3    ended in order with trials left" in lns_study("--help", cwd=here.folder).stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wish", ["stop", "cancel"])
-def test_a_wish_from_another_terminal_ends_a_study_with_3(folder: Path, wish: str) -> None:
-    """``stop`` lets the running trial end, ``cancel`` does not."""
-    command = ["run", "tiny", "--plain", "seeds=[0,1]", "trial.epochs=60", "cpus=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "study", *command, "rows=[{label: a}]", "baseline=null"],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        assert any("epoch 3/" in line for line in process.stdout)
-        assert lns_study(wish, "tiny", cwd=folder).returncode == 0
-        said, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 3, said
-    first, second = fold(read_ledger(folder / "studies" / "tiny")).trials
-    assert (first.status == FINISHED) == (wish == "stop")
-    assert second.epoch == 0
-
-
 def test_report_from_a_ledger_alone_on_a_terminal_without_its_characters(folder: Path) -> None:
     study = load(str(folder / "tiny.yaml"), [f"storage={folder / 'studies'}", "seeds=[0,1]"])
     with Ledger(study.folder) as ledger:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,10 +23,12 @@ from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
 from study.ledger import log
 from study.ledger.lines import Event
+from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
 from study.results.summary import summarise
 from study.serve.dashboard import Page
-from tests.study.conftest import SilentView, made_up_events
+from tests.study.cli.test_entry import lns_study
+from tests.study.conftest import TINY, SilentView, made_up_events
 from tests.study.execution.conftest import Tiny, count_reports, results, run
 
 SEARCH = [
@@ -176,6 +180,39 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
     assert [at for at in begun if at >= resumed[0]]
     assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 5
     assert outcome.state.limits == {"trials": 5, "hours": 3.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wish", ["stop", "cancel"])
+def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: str) -> None:
+    """``stop`` lets the running trial end, ``cancel`` does not."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    command = [
+        "run",
+        "tiny.yaml",
+        "--plain",
+        "tracking_uri=none",
+        "seeds=[0,1]",
+        "trial.epochs=60",
+        "cpus=1",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "study", *command, "rows=[{label: a}]", "baseline=null"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert any("epoch 3/" in line for line in process.stdout)
+        assert lns_study(wish, "tiny", cwd=tmp_path).returncode == 0
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 3, said
+    first, second = fold(read_ledger(tmp_path / "studies" / "tiny")).trials
+    assert (first.status == FINISHED) == (wish == "stop")
+    assert second.epoch == 0
 
 
 @pytest.mark.slow
