@@ -215,6 +215,10 @@ def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: 
     assert second.epoch == 0
 
 
+EPOCHS = "trial.epochs=12"
+"""Long enough to be stopped in time on a busy machine."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_trial_that_hangs_is_killed_and_started_again(
@@ -224,7 +228,7 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
     it is a rank; after the heartbeat other processes end their trial. Steps of gangs are slow, so
     that the gang has not ended by then."""
     slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
-    one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null")
+    one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null", EPOCHS)
     undisturbed, _ = run(tiny("no hang", *one))
     stopped: list[int] = []
 
