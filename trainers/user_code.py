@@ -22,7 +22,7 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from importlib.machinery import ModuleSpec, PathFinder
@@ -86,7 +86,8 @@ def find_source(key: str, name: str) -> Path:
                 " file, or an absolute one"
             )
         return path.resolve()
-    spec = _find_module(place)
+    specs = _specs(place)
+    spec = specs[-1] if specs else None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ValueError(
             f"{key}={name!r}: there is no module {place} in this Python ({sys.executable}); install"
@@ -95,25 +96,31 @@ def find_source(key: str, name: str) -> Path:
     return Path(spec.origin).resolve()
 
 
-def _find_module(place: str) -> ModuleSpec | None:
-    """Find a module without importing the packages that it is in; None if there is none."""
-    first, *others = place.split(".")
-    try:
-        spec = importlib.util.find_spec(first)
-    except ValueError:  # __main__ of a script
-        return None
-    for name in others:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec
+def _specs(place: str) -> list[ModuleSpec]:
+    """Find a module without importing the packages that it is in: those, from the outside in, and
+    it; nothing if there is no such module."""
+    found: list[ModuleSpec] = []
+    for name in place.split("."):
+        try:
+            spec = (
+                PathFinder.find_spec(name, list(found[-1].submodule_search_locations or ()))
+                if found
+                else importlib.util.find_spec(name)
+            )
+        except ValueError:  # __main__ of a script
+            spec = None
+        if spec is None:
+            return []
+        found.append(spec)
+    return found
 
 
-def _package(name: str) -> Path:
-    """Return the folder of the package in which ``package.module:name`` is; a module's own file."""
-    path = find_source("package", name)
-    first = name.partition(":")[0].partition(".")[0]
-    return next((folder for folder in path.parents if folder.name == first), path)
+def _package(place: str) -> Path:
+    """Return the folder of the outermost package that a module is in, namespaces aside; the file
+    of one that is in none."""
+    spec = next(spec for spec in _specs(place) if spec.origin is not None)
+    assert spec.origin is not None
+    return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
 
 
 def place_of_sent(folder: Path) -> str:
@@ -140,13 +147,20 @@ def digest_package(name: str) -> str:
     """Return how nodes tell which code they have of the package of ``package.module:name``:
     :data:`MISSING`, or the first digits of the sha256 over its Python files."""
     try:
-        package = _package(name)
-        digest = hashlib.sha256()
-        for path in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
-            digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes())
+        find_source("package", name)
+        package = _package(split_name("package", name)[0])
+        return f"code {digest_files(package, sorted(package.rglob('*.py')) or [package])}"
     except (ValueError, OSError):
         return MISSING
-    return f"code {digest.hexdigest()[:DIGEST_LENGTH]}"
+
+
+def digest_files(root: Path, paths: Iterable[Path]) -> str:
+    """Return the first digits of the sha256 over files, by their names below ``root``."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:DIGEST_LENGTH]
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
@@ -171,7 +185,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     try:
         module = load_file(path) if is_file else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        described = describe_error(error, path, *([] if is_file else [_package(name)]))
+        described = describe_error(error, path, *([] if is_file else [_package(place)]))
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {described}; mend it there"
         ) from error

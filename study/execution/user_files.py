@@ -83,7 +83,7 @@ def user_files(study: StudyConfig) -> list[Path]:
     """Return the files of code that the study's config names, rows and space included."""
     places = {
         Path(text.rpartition(":")[0])
-        for text in _texts(study.to_dict())
+        for _, text in _texts(study.to_dict())
         if names_code(text) and text.rpartition(":")[0].endswith(".py")
     }
     return sorted(path for path in places if path.is_absolute() and path.is_file())
@@ -93,32 +93,24 @@ def user_modules(study: StudyConfig) -> list[str]:
     """Return the code of installed packages that the study's trials name, as
     ``package.module:name``; that of claims runs on this machine."""
     values = study.to_dict()
-    named = set(_names([values[key] for key in ("trial", "rows", "space")]))
+    named = {
+        text
+        for keys, text in _texts([values[key] for key in ("trial", "rows", "space")])
+        if "name" in keys and "args" not in keys and names_code(text) and ".py:" not in text
+    }
     return sorted(name for name in named if digest_package(name) != MISSING)
 
 
-def _names(value: Any, named: bool = False) -> Iterator[str]:
-    """Yield the names of code in a config: what stands under a key ``name``, arguments aside."""
+def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every text in a config, with the keys that lead to it."""
     if isinstance(value, str):
-        if named and names_code(value) and ".py:" not in value:
-            yield value
+        yield keys, value
     elif isinstance(value, dict):
         for key, entry in value.items():
-            last = key.rpartition(".")[2]
-            if last != "args":
-                yield from _names(entry, named or last == "name")
+            yield from _texts(entry, (*keys, *str(key).split(".")))
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _names(entry, named)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield every text in a config."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _texts(entry)
+            yield from _texts(entry, keys)
 
 
 def _files_in(folder: Path, study: StudyConfig) -> Iterator[Path]:

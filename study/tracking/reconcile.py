@@ -319,8 +319,8 @@ def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Poi
         ]
         answer = http_request(store.get_host_creds(), BULK, "GET", params=query)
         # not answer.json(): where simplejson is installed, that refuses the NaN of a metric
-        found = json.loads(answer.text) if answer.status_code == http.HTTPStatus.OK else {}
-        metrics = found.get("metrics")
+        ok = answer.status_code == http.HTTPStatus.OK
+        metrics = json.loads(answer.text)["metrics"] if ok else None
     if metrics is not None and len(metrics) < MOST_POINTS:
         yield from ((entry["run_id"], _point(**entry)) for entry in metrics)
     else:

@@ -11,7 +11,6 @@ The death of a process is reported after all messages that it sent before.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import pickle
 import platform
@@ -28,7 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainers.user_code import digest_package
+from trainers.user_code import digest_files, digest_package
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import DIED, Message
 
@@ -56,23 +55,20 @@ class _Process:
 def versions(modules: Sequence[str] = ()) -> dict[str, str]:
     """Return what must be the same on all machines of a study, for equal bits, by name.
 
-    Args:
-        modules: code of the user's that every machine must have, as ``package.module:name``.
-
     The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``,
     which are all that a worker runs of this package. Builds of one torch for other devices count as
     one.
+
+    Args:
+        modules: code of the user's that every machine must have, as ``package.module:name``.
     """
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for package in ("lns_ops", "trainers"):
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix in SOURCES:
-                digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-                digest.update(path.read_bytes())
+    root = Path(__file__).parents[2]
+    ours = [path for name in ("lns_ops", "trainers") for path in sorted((root / name).rglob("*"))]
+    code = digest_files(root, [path for path in ours if path.suffix in SOURCES])
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": metadata.version("torch").partition("+")[0],
-        "lns-study": f"code {digest.hexdigest()[:12]}",
+        "lns-study": f"code {code}",
         **{name: digest_package(name) for name in modules},
     }
 

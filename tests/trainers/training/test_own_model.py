@@ -171,7 +171,7 @@ def test_a_package_that_raises_is_found_and_refused_with_its_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, raised: str
 ) -> None:
     """Its module lies in a folder without ``__init__``, a namespace."""
-    name = f"raising_{abs(hash(init))}"
+    name = tmp_path.name
     module = tmp_path / name / "parts" / "net.py"
     module.parent.mkdir(parents=True)
     (tmp_path / name / "__init__.py").write_text(init)
@@ -198,6 +198,13 @@ def test_the_digest_of_a_package_is_that_of_all_its_files(
             digests.append(digest_package("layered.net:make"))
     assert digests[0] != digests[1]
     assert MISSING not in digests
+    (tmp_path / "alone").mkdir()
+    for name in ("alone", "neighbour"):
+        (tmp_path / "alone" / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "alone")
+    before = digest_package("alone:make")
+    (tmp_path / "alone" / "neighbour.py").write_text("# other")
+    assert digest_package("alone:make") == before  # a module in a folder of its name is no package
     for absent in ("layered.net:make", "json.nothing:x", "json.decoder.more:x"):
         assert digest_package(absent) == MISSING
 
