@@ -63,27 +63,21 @@ def python_path(*folders: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])}
 
 
-def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "study",
-        "run",
-        "tiny.yaml",
-        "--plain",
-        f"address={address}",
-        "insecure=true",
-        "tracking_uri=none",
-        *overrides,
-    ]
+def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The study of ``tiny.yaml``, run as a command of its own."""
+    words = ["run", "tiny.yaml", "--plain", "tracking_uri=none", *overrides]
     return subprocess.Popen(
-        words,
+        [sys.executable, "-m", "study", *words],
         cwd=folder,
-        env=os.environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str]:
+    """The same on a cluster."""
+    return started(folder, f"address={address}", "insecure=true", *overrides)
 
 
 def wait_until(

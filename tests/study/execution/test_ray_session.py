@@ -24,6 +24,7 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 from tests.study.ray_head import ADDRESS, TOKEN, head  # noqa: F401
+from tests.study.raylets import started
 
 DASHBOARD_PORT = 8265
 """The usual one."""
@@ -97,19 +98,7 @@ def test_a_ray_of_our_own_dies_with_us() -> None:
 @pytest.mark.parametrize("names", [["raylet"], ["gcs_server", "raylet"]])
 def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = [
-        sys.executable,
-        "-m",
-        "study",
-        "run",
-        "tiny.yaml",
-        "--plain",
-        "tracking_uri=none",
-        *GANG,
-    ]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = started(tmp_path, *GANG)
     folder = tmp_path / "studies" / "tiny"
     until(lambda: any(event["event"] == "report" for event in read_ledger(folder)), 200)
     for name in names:

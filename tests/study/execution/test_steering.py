@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from study.serve.dashboard import Page
 from tests.study.cli.test_entry import lns_study
 from tests.study.conftest import TINY, SilentView, made_up_events
 from tests.study.execution.conftest import Tiny, count_reports, results, run
+from tests.study.raylets import started
 
 SEARCH = [
     "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
@@ -187,21 +186,8 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
 def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: str) -> None:
     """``stop`` lets the running trial end, ``cancel`` does not."""
     (tmp_path / "tiny.yaml").write_text(TINY)
-    command = [
-        "run",
-        "tiny.yaml",
-        "--plain",
-        "tracking_uri=none",
-        "seeds=[0,1]",
-        "trial.epochs=60",
-        "cpus=1",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "study", *command, "rows=[{label: a}]", "baseline=null"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    one = ("cpus=1", "rows=[{label: a}]", "baseline=null", "seeds=[0,1]", "trial.epochs=60")
+    process = started(tmp_path, *one)
     assert process.stdout is not None
     try:
         assert any("epoch 3/" in line for line in process.stdout)
