@@ -265,6 +265,14 @@ class Cluster:
     def _claim(self, node: str, have: dict[str, float]) -> None:
         """Request the resources of a node that this study has not requested yet."""
         asked = [request for request in self._requests if request.node == node]
+        if (
+            sum(request.cpus for request in asked) > have.get("CPU", 0.0) + EPSILON
+            or sum(request.gpus for request in asked) > have.get("GPU", 0.0) + EPSILON
+        ):  # one for any node has landed on it: those that wait would wait for what it holds
+            for request in asked:
+                if request.since < math.inf:
+                    self._drop(request)
+            asked = [request for request in asked if request in self._requests]
         cpus, gpus = self._wanted()
         cpus = min(have.get("CPU", 0.0) - sum(request.cpus for request in asked), cpus)
         gpus = min(

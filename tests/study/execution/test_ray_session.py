@@ -286,3 +286,51 @@ def test_a_node_on_which_our_code_does_not_start_says_why_once(tmp_path: Path) -
     last = done.stdout.splitlines()[-1]
     assert last.startswith("[1.0, 2.0, 4.0] 1 Not used: on the node ")
     assert "(ModuleNotFoundError: No module named 'only_here')" in last
+
+
+OVERTAKEN = """
+import time, ray
+from study.execution import leases
+leases.PATIENCE_SECONDS = 1e9  # nothing is halved
+ray.init(num_cpus=8, include_dashboard=False)
+
+@ray.remote
+class Other:
+    def ready(self): return True
+
+def other(cpus):
+    actor = Other.options(num_cpus=cpus).remote()
+    return actor, ray.get(actor.ready.remote())
+
+def poll(until):
+    while sum(lease.cpus for lease in cluster.leases) < until:
+        cluster.poll(True)
+        time.sleep(0.1)
+    print(max(lease.cpus for lease in cluster.leases))
+
+first, _ = other(7)
+second, _ = other(1)
+cluster = leases.Cluster((1, 0), (24, 0), (), lambda *_: None, ray.nodes)
+ray.kill(second)
+poll(1.0)
+ray.kill(first)
+poll(8.0)
+cluster.close()
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_small_lease_that_lands_on_a_node_first_leaves_the_rest_of_it_at_once(
+    tmp_path: Path,
+) -> None:
+    """A full node: all of it is requested, and one CPU of any node, which comes first."""
+    env = os.environ | {"HOME": str(tmp_path), "RAY_DEDUP_LOGS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OVERTAKEN], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    first, largest = map(float, done.stdout.splitlines()[-2:])
+    assert first == 1
+    assert largest >= 6  # one more may have come first
