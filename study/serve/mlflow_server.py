@@ -31,7 +31,7 @@ from urllib.parse import parse_qs, urlencode
 from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES
 from study.program import module_command
 from study.serve.team_guard import refuse_places
-from study.tracking.sqlite import use_write_ahead_log, write_statistics
+from study.tracking.sqlite import prepare, write_statistics
 
 TOKEN = "LNS_STUDY_UI_TOKEN"
 """Environment variable with the token that visitors must present."""
@@ -166,7 +166,7 @@ def _application(uri: str) -> Any:
         if getattr(constants, known) != name:
             raise AttributeError(f"{known} is {getattr(constants, known)}, not {name}")
     pages.before_request(handlers.catch_mlflow_exception(refuse_places))
-    use_write_ahead_log(uri)
+    prepare(uri)
     handlers.initialize_backend_stores(uri, uri, ROOT)
     write_statistics(uri)
     return app

@@ -1,4 +1,7 @@
-"""Settings of an MLflow store in a sqlite file: a write-ahead log, and statistics for queries.
+"""An MLflow store in a sqlite file: made whole, with a write-ahead log and statistics for queries.
+
+MLflow makes its tables in many steps that take seconds, and opens no file whose process died
+between two of them; so a new file is made elsewhere and gets its name with all of them.
 
 With the log, readers (``lns-study ui``) and the writer work at the same time, and transactions are
 committed to it without waiting for the disk. ``synchronous=NORMAL`` keeps the database consistent
@@ -12,7 +15,11 @@ The statistics are for sqlite's query planner (:func:`write_statistics`).
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sqlite3
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,8 +30,8 @@ BY_KEY = ("latest_metrics", "params", "tags")
 """Tables in which MLflow looks up one key of all runs, to sort or filter by it."""
 
 
-def use_write_ahead_log(uri: str) -> None:
-    """Have the local sqlite file of ``uri`` use the log; make the file if it is missing.
+def prepare(uri: str) -> None:
+    """Make the sqlite file of ``uri`` if it is missing, and have it use the log if it is local.
 
     Every engine of this process then commits to the log.
     """
@@ -32,7 +39,11 @@ def use_write_ahead_log(uri: str) -> None:
     from sqlalchemy.engine import Engine
 
     path = Path(uri.removeprefix(PREFIX))
-    if not uri.startswith(PREFIX) or not path.parent.is_dir() or not _is_local(path):
+    if not uri.startswith(PREFIX) or "?" in uri or not path.parent.is_dir():
+        return
+    if not path.exists():
+        _make(path)
+    if not _is_local(path):
         return
     if not event.contains(Engine, "connect", _commit_to_the_log):
         event.listen(Engine, "connect", _commit_to_the_log)
@@ -41,6 +52,23 @@ def use_write_ahead_log(uri: str) -> None:
             database.execute("PRAGMA journal_mode=WAL")
     except sqlite3.Error:
         return  # busy: whoever uses it has set it, or the next one will
+
+
+def _make(path: Path) -> None:
+    """Make a file with MLflow's tables, unless another process is the first."""
+    from mlflow.db import commands
+
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        made = Path(folder) / "mlflow.db"
+        commands.main(["upgrade", f"{PREFIX}{made}"], standalone_mode=False)
+        stack.callback(part.unlink, missing_ok=True)
+        shutil.copyfile(made, part)
+        try:
+            os.link(part, path)  # never over another's, as rename would
+        except OSError:
+            if not path.exists():  # a file system without links
+                part.rename(path)
 
 
 def write_statistics(uri: str) -> None:

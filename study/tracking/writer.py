@@ -37,7 +37,7 @@ from study.ledger.log import BUSY, Follower, is_locked, no_locks
 from study.ledger.state import PLANNED, StudyState
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
-from study.tracking.sqlite import use_write_ahead_log, write_statistics
+from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
 from study.tracking_uri import hide, reveal, without_login, without_password
 from trainers.files import write_whole
@@ -86,7 +86,7 @@ def connect(uri: str) -> Any:
 
     for logger in ("alembic", "mlflow", "sqlalchemy"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    use_write_ahead_log(uri)
+    prepare(uri)
     return MlflowClient(tracking_uri=reveal(uri))
 
 

@@ -77,14 +77,12 @@ PACKED = ["executor=packed"]
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """The study, run; what it prints is added to ``said``."""
     words = [sys.executable, "-m", "study", "run", "faults.yaml", "--plain", *overrides]
-    return subprocess.Popen(
-        words,
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with (folder / "said").open("ab") as said:
+        return subprocess.Popen(
+            words, cwd=folder, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +284,8 @@ def run_with_fault(
             assert repaired in (0, 1)  # 1: what nobody knows is lost
         if code == 1 and fault == "database":  # as the command says
             rename_database(folder)
-    raise AssertionError(f"{fault}: the command did not end by itself")
+    said = (folder / "said").read_text()
+    raise AssertionError(f"{fault}: the command did not end by itself; it said\n{said}")
 
 
 def reports(folder: Path) -> int:
@@ -309,7 +308,10 @@ class Still:
         if size != self._size:
             self._size, self._since = size, time.monotonic()
         still = time.monotonic() - self._since
-        assert still < STILL_SECONDS, f"no event for {still:.0f} s: {lines(self._folder)[-1:]}"
+        assert still < STILL_SECONDS, (
+            f"no event for {still:.0f} s: {lines(self._folder)[-1:]}; it said\n"
+            + (self._folder / "said").read_text()
+        )
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path) -> int:

@@ -23,7 +23,7 @@ from sqlalchemy.engine import Engine
 
 from study.serve.mlflow_server import TOKEN
 from study.serve.ui import command, environment
-from study.tracking.sqlite import use_write_ahead_log, write_statistics
+from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
 from tests.study.servers import Server, free_port
@@ -254,7 +254,7 @@ def test_the_token_is_in_no_command_line_and_no_child(guarded: Server) -> None:
 
 
 def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: Path) -> None:
-    use_write_ahead_log(f"sqlite:///{tmp_path}/log.db")
+    prepare(f"sqlite:///{tmp_path}/log.db")
     settings = {}
     for name in ("log", "other"):
         engine = create_engine(f"sqlite:///{tmp_path}/{name}.db")

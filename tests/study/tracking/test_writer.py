@@ -3,6 +3,7 @@ RUNNING."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -194,3 +195,47 @@ def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(
     assert len(children) == 8
     assert {run.info.status for run in [parent, *children]} == {"FINISHED"}
     assert is_equal(study)
+
+
+KILLED = """
+import os, sys
+from mlflow.store.db import utils
+utils._upgrade_db = lambda engine: os.kill(os.getpid(), 9)  # some tables are there, no version
+from study.tracking.writer import connect
+connect(sys.argv[1]).search_experiments()
+"""
+
+
+def test_a_process_that_dies_while_it_makes_a_database_leaves_none(tmp_path: Path) -> None:
+    """The next one makes it; half of one would never open again."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    done = subprocess.run([sys.executable, "-c", KILLED, uri], timeout=120)
+    assert done.returncode == -9
+    assert not list(tmp_path.iterdir())
+    assert len(connect(uri).search_experiments()) == 1
+    assert [path.name for path in tmp_path.glob("*.db")] == ["mlflow.db"]
+
+
+def test_a_database_that_another_process_made_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+
+    def link(part: Path, path: Path) -> None:
+        monkeypatch.undo()
+        connect(uri).create_experiment("theirs")
+        os.link(part, path)
+
+    monkeypatch.setattr(os, "link", link)
+    assert connect(uri).get_experiment_by_name("theirs") is not None
+
+
+def test_a_database_is_made_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(part: Path, path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert len(connect(f"sqlite:///{tmp_path}/mlflow.db").search_experiments()) == 1
+    assert not list(tmp_path.glob(".*"))
