@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.checkpoint.loops import keep, load, note, stage
-from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.manifest import STATE, digest_file
 from trainers.checkpoint.remote import fetched
 from trainers.config import TrialConfig
 from trainers.object_store import local_folder
@@ -164,13 +164,15 @@ class OwnLoop(Executor):
         for path in of_first(checkpoints, workers):
             found: Checkpoint | None = None
             state: dict[str, Any] = {}
-            wrong = ""
+            digest = wrong = ""
             try:
-                found, state = load(fetched(path))
+                folder = fetched(path)
+                found, state = load(folder)
+                digest = digest_file(folder / STATE)
             # whatever a damaged file leads to, the epochs can be computed again
             except Exception as error:
                 wrong = in_a_line(error)
-            seen = gathered((wrong, state.get("epoch")), workers)
+            seen = gathered((wrong, digest), workers)
             wrong = first_of([text for text, _ in seen])
             if not wrong and len(set(seen)) > 1:
                 wrong = f"{path}: not the same checkpoint on every rank; the file system lags"

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import pytest
 import torch
 
 from tests.trainers.nodes import Driver, plan
+from tests.trainers.processes import spawned
 from tests.trainers.user_loops import LOOPS
 from tests.trainers.workers.test_executors import Hosted
 from trainers import get_checkpoint, report
-from trainers.checkpoint.loops import keep, load
+from trainers.checkpoint.loops import keep, load, stage
 from trainers.checkpoint.manifest import file_digests, read_state
 from trainers.config import SyncConfig, TrainableConfig, TrialConfig
 from trainers.user_loop import load_loop
+from trainers.workers.executors import Context
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -39,6 +42,7 @@ from trainers.workers.messages import (
 )
 from trainers.workers.node import Node
 from trainers.workers.out_of_memory import relief
+from trainers.workers.own_loop import OwnLoop
 from trainers.workers.resources import OWN_LOOP, WorkerResources
 
 
@@ -145,6 +149,32 @@ def test_a_killed_loop_goes_on_after_its_last_checkpoint(
     assert before == [1.0, 2.0, 3.0][: int(newest.name) - damaged]
     assert before + metrics(said, "epoch") == [1.0, 2.0, 3.0, 4.0]
     assert metrics(said, "validation/error")[-1] == 0.0625
+
+
+def continued(rank: int, folder: str) -> dict[str, Any]:
+    """What two ranks go on from when the second sees the newest checkpoint as another one of the
+    same epoch."""
+    root = Path(folder)
+    places = {name: root / f"{name} {rank}" for name in ("older", "one", "another")}
+    for number, (name, place) in enumerate(places.items()):
+        stage({"value": torch.tensor(number)}, root / f"staged {rank}")
+        state = {"epoch": 1 + (name != "older"), "history": [], "tested": {}, "returned": False}
+        keep(root / f"staged {rank}", place, state)
+    os.chdir(tempfile.mkdtemp(dir=root))  # so that ranks ask for one path and see what they see
+    Path("newest").symlink_to(places["another" if rank else "one"])
+    Path("before").symlink_to(places["older"])
+    context = Context(trial="a", plan={"checkpoints": folder}, rank=rank, workers=2)
+    found, damaged = OwnLoop(context)._continued(["newest", "before"])
+    assert isinstance(found, dict)
+    return {"value": int(found["value"]), "damaged": damaged}
+
+
+def test_ranks_that_see_different_checkpoints_of_an_epoch_go_on_from_one_that_all_see(
+    tmp_path: Path,
+) -> None:
+    for found in spawned(continued, tmp_path):
+        assert found["value"] == 0
+        assert found["damaged"].startswith("newest: not the same checkpoint on every rank")
 
 
 def test_a_context_has_the_trial_and_random_numbers_are_seeded(

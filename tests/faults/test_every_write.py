@@ -1,0 +1,104 @@
+"""A process of a study dies between any two writes of its ledger, each in turn, and the study loses
+nothing and repeats nothing.
+
+A study of two trials runs as a command, once for each write. Once that is on disk, and before
+anybody acts on it, the main process dies (whole, or with half of the next write on disk) or every
+trial's process does. Then the same command ends the study as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from study.ledger.log import read_ledger
+from study.ledger.state import fold
+from tests.faults.test_campaign import Wanted, check, end, wait
+from tests.study.launch.hosts import weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STUDY = """
+name: faults
+trial:
+  {data: {name: digits, validation_size: 300}, model: {hidden: [16]}, epochs: 2, batch_size: 32}
+rows: [{label: lns, overrides: {precision.format: lns12, precision.kahan_sum: true}}]
+seeds: [0, 1]
+cpus: 2
+tracking_uri: none
+"""
+RUN = """
+import os, signal, sys
+import psutil
+from study.cli.entry import main
+from study.ledger.log import Ledger
+
+victim, last, write, count = sys.argv[1], int(sys.argv[2]), Ledger._write, 0
+
+def write_and_kill(ledger, lines):
+    global count
+    count += 1
+    if count == last and victim == "driver in a write":
+        ledger._file.write(lines[:len(lines) // 2])
+        ledger._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(ledger, lines)
+    if count == last and victim == "driver":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if count == last and victim == "trials":
+        for server in psutil.Process().children():
+            for worker in server.children():
+                worker.kill()
+
+Ledger._write = write_and_kill
+code = main(["run", "faults.yaml", "--plain"])
+print("writes:", count, flush=True)
+sys.exit(code)
+"""
+
+
+def command(folder: Path, victim: str, write: int) -> subprocess.Popen[bytes]:
+    """The study, whose victim dies after so many writes; what it prints is added to ``said``."""
+    words = [sys.executable, "-c", RUN, victim, str(write)]
+    with (folder / "said").open("ab") as said:
+        return subprocess.Popen(
+            words, cwd=folder, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Wanted, int]:
+    """What comes out where nothing dies, and the number of writes that it takes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "faults.yaml").write_text(STUDY)
+    assert wait(command(folder, "nobody", 0), folder) == 0
+    storage = folder / "studies" / "faults"
+    writes = int((folder / "said").read_text().rsplit("writes: ")[-1])
+    return (fold(read_ledger(storage)), weights(storage)), writes
+
+
+@pytest.mark.parametrize("victim", ["driver", "driver in a write", "trials"])
+def test_who_dies_between_any_two_writes_costs_nothing(
+    victim: str, tmp_path: Path, undisturbed: tuple[Wanted, int]
+) -> None:
+    wanted, writes = undisturbed
+    assert writes >= 8  # plan, slots, two trials, their epochs and ends, and the study's
+    for write in range(1, writes + 1):
+        folder = tmp_path / str(write)
+        folder.mkdir()
+        (folder / "faults.yaml").write_text(STUDY)
+        for wanted_code in [0] if victim == "trials" else [-signal.SIGKILL, 0]:
+            process = command(folder, victim, write if wanted_code or victim == "trials" else 0)
+            try:
+                code = wait(process, folder)
+            finally:
+                end(process)
+            said = f"{victim}, write {write}:\n{(folder / 'said').read_text()}"
+            if wanted_code and code == 0 and int(said.rsplit("writes: ")[-1]) < write:
+                break  # this time several events were written at once
+            assert code == wanted_code, said
+        check(folder, said, wanted)
