@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 from study.cli import main
 from study.config import OUTSIDE
 from study.config.keys import apply
+from study.handle import run
 from study.ledger.log import FILE
 from study.plan.identity import trial_id
 from study.tracking.payload import KEY_TAG
 from study.tracking.reconcile import reconcile
 from study.tracking.runs import runs_with_key
 from study.tracking.writer import connect
-from tests.study.conftest import copy_database, made_up_events, write_ledger
+from tests.study.conftest import TINY, copy_database, made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import Tiny, break_store, is_equal, runs_of, send
 from trainers.config import TrialConfig
@@ -141,6 +143,25 @@ def test_what_helps_where_the_database_is_damaged_is_said(
     for command in ("sync", "reconcile", "report"):
         assert main([command, *words]) == 1
         assert f"if {place} is damaged, end what uses it and rename it" in capsys.readouterr().err
+
+
+def test_runs_say_what_helps_where_the_database_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One whose making was broken off: some tables are there."""
+    place = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(place)) as half:
+        half.execute("CREATE TABLE datasets (dataset_uuid TEXT)")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    to = {"storage": str(tmp_path / "studies"), "tracking_uri": f"sqlite:///{place}"}
+    words = ["run", str(tmp_path / "tiny.yaml"), *(f"{key}={value}" for key, value in to.items())]
+    helps = f"if {place} is damaged, end what uses it and rename it"
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "table datasets already exists" in said
+    assert helps in said
+    assert set(run(tmp_path / "tiny.yaml", **to).trials["status"]) == {"finished"}
+    assert helps in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", ["data.root", "gpus"])
