@@ -161,16 +161,28 @@ trial: {model: {name: "mine.net:make_net"}, data: {name: digits}, epochs: 1, bat
 """
 
 
-@pytest.mark.parametrize("theirs", ["nothing", "another version"])
-def test_a_node_without_the_users_package_is_refused_before_it_computes(
-    head: Any, theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("theirs", "has"),
+    [
+        ("nothing", "mine.net:make_net missing"),
+        ("another version", "mine.net:make_net code"),
+        ("another torch", "torch 2.0.1"),
+    ],
+)
+def test_a_node_that_lacks_what_trials_need_is_refused_before_it_computes(
+    head: Any, theirs: str, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that lacks it or has other code, and later one that has what the driver has."""
-    for place in ("ours", "nothing", "another version"):
+    """One that lacks the user's package, has other code of it or another torch, as its metadata
+    says, and later one that has what the driver has."""
+    for place, comment in (("ours", ""), ("another torch", ""), ("another version", "# more\n")):
         (tmp_path / place / "mine").mkdir(parents=True)
-    for place, comment in (("ours", ""), ("another version", "# a comment more\n")):
         (tmp_path / place / "mine" / "__init__.py").touch()
         (tmp_path / place / "mine" / "net.py").write_text(PACKAGE + comment)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "another torch" / "torch-2.0.1.dist-info").mkdir()
+    (tmp_path / "another torch" / "torch-2.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.0.1\n"
+    )
     (tmp_path / "tiny.yaml").write_text(PACKAGE_STUDY)
     theirs_env = os.environ | python_path(tmp_path / theirs)
     for name, value in python_path(tmp_path / "ours").items():
@@ -178,8 +190,7 @@ def test_a_node_without_the_users_package_is_refused_before_it_computes(
     with raylet(head, tmp_path / theirs, env=theirs_env, cpus=2):
         process = command(tmp_path, head.address)
         said = said_until(process, "Refused")
-        have = "mine.net:make_net missing" if theirs == "nothing" else "mine.net:make_net code"
-        assert f"has {have}" in said, said
+        assert f"has {has}" in said, said
         assert "install the same there" in said
         assert f"Joining the Ray cluster at {head.address} ..." in said
         assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
