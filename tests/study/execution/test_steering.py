@@ -19,6 +19,7 @@ from study.errors import UserError
 from study.execution import silence
 from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
+from study.execution.pool import Pool
 from study.ledger import log
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
@@ -29,6 +30,7 @@ from tests.study.cli.test_entry import lns_study
 from tests.study.conftest import TINY, SilentView, made_up_events
 from tests.study.execution.conftest import Tiny, count_reports, results, run
 from tests.study.raylets import started
+from trainers.workers.messages import HELLO, Message
 
 SEARCH = [
     "rows=[{label: a}, {label: b, overrides: {precision.format: lns12}}]",
@@ -231,6 +233,31 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)
     assert not psutil.pid_exists(stopped[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gang_that_hangs_while_it_meets_is_killed_and_started_again(
+    tiny: Tiny, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank is stopped (SIGSTOP) as soon as it says that it is there, before it has trained."""
+    one = ("trial.workers=2", "rows=[{label: float32}]", "baseline=null")
+    undisturbed, _ = run(tiny("meets", *one))
+    stopped: list[psutil.Process] = []
+    react = Pool._react
+
+    def stop_and_react(pool: Pool, group: Any, key: int, message: Message) -> list[Message]:
+        if message.kind == HELLO and key == group.keys[rank] and not stopped:
+            stopped.append(psutil.Process(message.payload))
+            stopped[0].suspend()
+        return react(pool, group, key, message)
+
+    monkeypatch.setattr(Pool, "_react", stop_and_react)
+    outcome, view = run(tiny(f"hangs as {rank}", *one, "heartbeat=20"))
+    (again,) = [event for event in view.events if event["event"] == "restarted"]
+    assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
+    assert results(outcome.state) == results(undisturbed.state)
+    assert not stopped[0].is_running()
 
 
 @pytest.mark.slow
