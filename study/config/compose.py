@@ -19,8 +19,11 @@ values of the wrong type, and they refuse values outside their range, with value
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,15 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from study.config.explain import check_lists, explain, first_line, known_keys, schema, unknown_key
+from study.config.explain import (
+    check_lists,
+    explain,
+    first_line,
+    known_keys,
+    schema,
+    trial_schema,
+    unknown_key,
+)
 from study.config.keys import leaves, locate, spell_out
 from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
@@ -84,8 +95,7 @@ def load(
         for group, file in groups.items()
         for layer in _expand(_find_group(group, file, path), groups, set())
     ]
-    composed = _with_keys(_with_data(merged, swapped, keys, say, download), keys)
-    study = check_new(_check_trial_keys(_finish(composed)))
+    study = check_new(_check_trial_keys(_with_data(merged, swapped, keys, say, download)))
     if not small and study.small:  # what cannot be made would be found when somebody wants it
         groups, keys = _split_overrides(as_overrides(study.small))
         try:
@@ -96,10 +106,9 @@ def load(
 
 
 def _merge_layers(config: str | StudyConfig, path: Path, groups: dict[str, str]) -> DictConfig:
-    merged = schema()
-    for source, values in _layers(config, path, groups):
-        merged = _merge(merged, spell_out(locate(values, path.parent)), source)
-    return merged
+    layers = _layers(config, path, groups)
+    located = ((source, spell_out(locate(values, path.parent))) for source, values in layers)
+    return _merged(schema(), located)
 
 
 def _small_form(merged: DictConfig, path: Path) -> list[str]:
@@ -129,7 +138,7 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
             f"override '{name}={value}': names a file of conf/{name}, which cannot be swapped any"
             " more; set its keys instead"
         )
-    known = _merge(schema(), as_text(study.to_change()), "study")
+    known = _merged(schema(), [("study", as_text(study.to_change()))])
     return _check_trial_keys(_finish(_with_keys(known, keys)))
 
 
@@ -141,10 +150,9 @@ def _check_trial_keys(study: StudyConfig) -> StudyConfig:
     Raises:
         ValueError: a key is not one of a trial.
     """
-    override_trial(study.trial.to_dict(), study.digits, "digits")
-    known = {
-        name.removeprefix("trial.") for name in known_keys(schema()) if name.startswith("trial.")
-    }
+    if study.digits:
+        override_trial(study.trial.to_dict(), study.digits, "digits")
+    known = {name.removeprefix("trial.") for name in known_keys() if name.startswith("trial.")}
     for source, keys in [
         ("", study.comparable),
         *((f"row {row.label!r}: ", row.comparable) for row in study.rows),
@@ -156,9 +164,7 @@ def _check_trial_keys(study: StudyConfig) -> StudyConfig:
 
 
 def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
-    for override in keys:
-        merged = _merge(merged, _parse_override(override), f"override {override!r}")
-    return merged
+    return _merged(merged, ((f"override {key!r}", _parse_override(key)) for key in keys))
 
 
 def _with_data(
@@ -167,8 +173,9 @@ def _with_data(
     keys: Sequence[str],
     say: Callable[[str], None],
     download: bool,
-) -> DictConfig:
-    """Resolve ``data.name=auto``, and apply the study's ``digits`` overrides to digits.
+) -> StudyConfig:
+    """Return the study with ``keys``, ``data.name=auto`` resolved, and its ``digits`` overrides
+    applied to digits.
 
     The command line wins over those overrides: files of groups that it names are merged again here,
     its keys later.
@@ -178,17 +185,14 @@ def _with_data(
     data = study.trial.data
     if auto:
         data = resolve(data, download=download, say=say)
+    changes: list[tuple[str, dict[str, Any]]] = []
     if data.name == "digits" and study.digits:
-        merged = _merge(
-            merged, {"trial": _undot(study.digits, "digits")}, "digits", inside="trial."
-        )
-        for source, values in swapped:
-            merged = _merge(merged, values, source)
-    return (
-        _merge(merged, {"trial": {"data": {"name": data.name, "root": data.root}}}, "data")
-        if auto
-        else merged
-    )
+        changes += [("digits", {"trial": _undot(study.digits, "digits")}), *swapped]
+    if auto:
+        changes.append(("data", {"trial": {"data": {"name": data.name, "root": data.root}}}))
+    if not changes:
+        return study
+    return _finish(_with_keys(_merged(merged, changes), keys))
 
 
 def find_study(config: str) -> Path:
@@ -243,11 +247,16 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
-    wrapped = _merge(schema(), {"trial": as_text(base)}, "trial")
-    if overrides is not None:
-        wrapped = _merge(wrapped, {"trial": _undot(overrides, name)}, name, inside="trial.")
-    trial: dict[str, Any] = _plain(wrapped)["trial"]
+    layers = [] if overrides is None else [(name, {"trial": _undot(overrides, name)})]
+    merged = _merged(_trial_of(pickle.dumps(base)), layers, inside="trial.")
+    trial: dict[str, Any] = _plain(merged)["trial"]
     return trial
+
+
+@lru_cache(maxsize=8)
+def _trial_of(base: bytes) -> DictConfig:
+    """Return a pickled trial's dict as a config; rows and domains of a space share it."""
+    return _merged(trial_schema(), [("trial", {"trial": as_text(pickle.loads(base))})])
 
 
 def overridden(overrides: Any) -> set[str]:
@@ -431,37 +440,42 @@ def _read(path: Path) -> dict[str, Any]:
     return values or {}
 
 
-def _merge(base: DictConfig, values: dict[str, Any], source: str, inside: str = "") -> DictConfig:
-    """Merge ``values`` over ``base``.
-
-    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
-    do the objectives of the search: those given are all.
+def _merged(
+    base: DictConfig, layers: Iterable[tuple[str, dict[str, Any]]], inside: str = ""
+) -> DictConfig:
+    """Return a copy of ``base`` with layers merged over it in order.
 
     Args:
         base: the config so far.
-        values: nested dict of keys to set.
-        source: where the values come from, for errors.
+        layers: nested dicts of keys to set, each after where it comes from, for errors.
         inside: prefix that the user need not write before keys, left out in errors.
+    """
+    merged = copy.deepcopy(base)
+    for source, values in layers:
+        _merge(merged, values, source, inside)
+    return merged
+
+
+def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str) -> None:
+    """Merge ``values`` into ``merged``, which an error leaves half done.
+
+    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
+    do the objectives of the search: those given are all.
     """
     check_references(values, source)
     check_lists(values, source, inside)
     if isinstance(values.get("space"), dict):
         space = flatten_space(values["space"])
         # at its old position: `when` names earlier keys
-        replaced = {key: space.pop(key, spec) for key, spec in base.space.items()}
+        merged.space = {key: space.pop(key, spec) for key, spec in merged.space.items()}
         values = values | {"space": space}
-        base = base.copy()
-        base.space = replaced
     search = values.get("search")
     if isinstance(search, dict) and isinstance(search.get("objectives"), dict):
-        base = base.copy()
-        base.search.objectives = {}
+        merged.search.objectives = {}
     try:
-        merged = OmegaConf.merge(base, OmegaConf.create(values))
+        OmegaConf.unsafe_merge(merged, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise explain(error, values, source, inside) from None
-    assert isinstance(merged, DictConfig)
-    return merged
 
 
 def _undot(overrides: Any, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -35,14 +36,21 @@ EXAMPLES = {
 """Example values for error messages about keys whose default makes no useful example."""
 
 
+@cache
 def schema() -> DictConfig:
-    """Return a writable OmegaConf schema of a study.
+    """Return a writable OmegaConf schema of a study, always the same one; only copies are changed.
 
     OmegaConf makes read-only nodes of frozen dataclasses, so the flag is removed from each node.
     """
     schema: DictConfig = OmegaConf.structured(StudyConfig)
     _thaw(schema)
     return schema
+
+
+@cache
+def trial_schema() -> DictConfig:
+    """Return the part of :func:`schema` under ``trial``, there too."""
+    return OmegaConf.masked_copy(schema(), ["trial"])
 
 
 def _thaw(node: DictConfig) -> None:
@@ -93,7 +101,7 @@ def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "
 def unknown_key(source: str, key: str, inside: str = "") -> ValueError:
     """Return the error for an unknown key, with the nearest known key."""
     known = [
-        *known_keys(schema()),
+        *known_keys(),
         *(f"rows[].{name}" for name in RowConfig.__dataclass_fields__),
         *(f"claims[].{name}" for name in ClaimConfig.__dataclass_fields__),
     ]
@@ -146,12 +154,14 @@ def _type_of(key: str) -> Any:
         if part == "[":
             kind = next(iter(typing.get_args(kind)), Any)
         elif not part.isdigit():
-            kind = (
-                typing.get_type_hints(kind).get(part, Any)
-                if dataclasses.is_dataclass(kind)
-                else Any
-            )
+            kind = _types(kind).get(part, Any)
     return kind
+
+
+@cache
+def _types(kind: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; none of another type's."""
+    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
 
 
 def _rule(kind: Any) -> str:
@@ -193,12 +203,17 @@ def _example(key: str) -> str:
     return {int: "2", float: "2.5", bool: "true"}.get(kind, "abc")
 
 
-def known_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a schema, those of its parts too."""
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Return the dotted keys of a study, those of its parts too."""
+    return tuple(_keys_of(schema()))
+
+
+def _keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
     for key, child in zip(map(str, node), node.values(), strict=True):
         yield f"{prefix}{key}"
         if isinstance(child, DictConfig):
-            yield from known_keys(child, f"{prefix}{key}.")
+            yield from _keys_of(child, f"{prefix}{key}.")
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:
