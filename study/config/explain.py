@@ -17,6 +17,7 @@ from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
 from study.text import CLOSE
+from trainers.config.validation import field_types
 
 _ABSENT = object()
 EXAMPLES = {
@@ -154,14 +155,9 @@ def _type_of(key: str) -> Any:
         if part == "[":
             kind = next(iter(typing.get_args(kind)), Any)
         elif not part.isdigit():
-            kind = _types(kind).get(part, Any)
+            parts = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+            kind = field_types(kind).get(part, Any) if parts else Any
     return kind
-
-
-@cache
-def _types(kind: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields; none of another type's."""
-    return typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
 
 
 def _rule(kind: Any) -> str:

@@ -8,6 +8,7 @@ Four equivalences, from the finest: the same trial (:func:`trial_id`), the same 
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 from study.config.keys import OUTSIDE, sha256_of, without
@@ -25,7 +26,12 @@ def trial_id(config: TrialConfig) -> str:
 
     Keys that change no result are left out.
     """
-    return digest(_departures(_deciding(config.to_dict()), TrialConfig().to_dict()))
+    return digest(_departures(_deciding(config.to_dict()), _defaults()))
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return TrialConfig().to_dict()
 
 
 def results_key(config: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -121,6 +122,12 @@ class NoArguments:
     """The arguments of what takes none."""
 
 
+@cache
+def field_types(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name."""
+    return get_type_hints(kind)
+
+
 def make_arguments(
     part: str, name: str, kind: type[Arguments], args: Mapping[str, Any]
 ) -> Arguments:
@@ -135,7 +142,7 @@ def make_arguments(
     Raises:
         ValueError: an argument that there is not, of the wrong type, or out of range.
     """
-    hints = get_type_hints(kind)
+    hints = field_types(kind)  # type: ignore[arg-type]
     listed = ", ".join(f"{field.name}={field.default}" for field in fields(kind))  # type: ignore[arg-type]
     for key, value in args.items():
         said = f"{part}.args.{key}={value!r} with {part}.name={name}"
