@@ -22,6 +22,9 @@ plan, ledger (fsynced), processes, MLflow.
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     driver      CPU time of the driver's process for a trial that does nothing (its start, its one
                 report, its end), and for a second in which 2 and 100 trials run and none reports
+    config      CPU time to read the quickstart's config (its files, its small form, every check);
+                beside it OmegaConf's merge of the same files into the same schema, from Python
+                values; and to plan the 300 trials of ``cover``
     --long      seconds a trial at 10,000 trials over those at 1,000
 """
 
@@ -45,13 +48,16 @@ from typing import Any
 
 import psutil
 import ray
+from omegaconf import OmegaConf
 from ray import tune
 
 from study.api import run_study
 from study.config import RowConfig, StudyConfig
+from study.config.compose import _layers, find_study, load
 from study.execution.ray_session import ENVIRONMENT
 from study.ledger.lines import Event
 from study.ledger.state import FINISHED, StudyState
+from study.plan.plan import make_plan
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 from trainers.workers import resources
 
@@ -315,6 +321,25 @@ def driver(trials: int) -> None:
         report(f"the same for a second in which {count} trials run", 1e3 * used, "ms")
 
 
+def config(trials: int) -> None:
+    def milliseconds(work: Callable[[], Any], times: int = 5) -> float:
+        work()
+        began = time.process_time()
+        for _ in range(times):
+            work()
+        return 1e3 * (time.process_time() - began) / times
+
+    layers = [values for _, values in _layers("quickstart", find_study("quickstart"), {})]
+
+    def merge() -> Any:
+        return OmegaConf.merge(OmegaConf.structured(StudyConfig), *layers)
+
+    report("CPU time to read a study's config", milliseconds(lambda: load("quickstart")), "ms")
+    report("the same: OmegaConf's merge of its files, once", milliseconds(merge), "ms")
+    study = load("cover")
+    report("CPU time to plan 300 trials", milliseconds(lambda: make_plan(study), 2), "ms")
+
+
 def noop(trials: int) -> None:
     report(
         f"{trials} no-op trials, engine", trials / run(trials, "Noop", tracked=False)[0], "trials/s"
@@ -436,7 +461,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        help="of: slots noop tracked metrics gang memory rate driver house raylets",
+        help="of: slots noop tracked metrics gang memory rate driver config house raylets",
     )
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -446,8 +471,8 @@ def main() -> None:
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
     parts: dict[str, Callable[[int], None]] = {
         "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang,
-        "memory": memory, "rate": rate, "driver": driver, "house": house,
-        "raylets": raylets,
+        "memory": memory, "rate": rate, "driver": driver, "config": config,
+        "house": house, "raylets": raylets,
     }  # fmt: skip
     for name, part in parts.items():
         if name in (options.only or [name for name in parts if name not in ("house", "raylets")]):
