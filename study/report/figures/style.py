@@ -123,7 +123,6 @@ def png(figure: Figure) -> bytes:
     drawn.draw()
     image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")
     small = io.BytesIO()
-    image.quantize(COLOURS_KEPT, dither=Image.Dither.NONE).save(
-        small, format="png", compress_level=8
-    )
+    few = image.quantize(COLOURS_KEPT, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(small, format="png", compress_level=8)
     return small.getvalue()
