@@ -57,13 +57,21 @@ def prepare(uri: str) -> None:
 def _make(path: Path) -> None:
     """Make a file with MLflow's tables, unless another process is the first."""
     from mlflow.db import commands
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
 
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         made = Path(folder) / "mlflow.db"
-        commands.main(["upgrade", f"{PREFIX}{made}"], standalone_mode=False)
+        event.listen(Engine, "connect", _never_wait)
+        try:
+            commands.main(["upgrade", f"{PREFIX}{made}"], standalone_mode=False)
+        finally:
+            event.remove(Engine, "connect", _never_wait)
         stack.callback(part.unlink, missing_ok=True)
         shutil.copyfile(made, part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
         try:
             os.link(part, path)  # never over another's, as rename would
         except OSError:
@@ -104,6 +112,11 @@ def _commit_to_the_log(connection: Any, _: object) -> None:
         "PRAGMA journal_mode"
     ).fetchone() == ("wal",):
         connection.execute("PRAGMA synchronous=NORMAL")
+
+
+def _never_wait(connection: Any, _: object) -> None:
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
 
 
 def where_damaged(uri: str) -> str:
