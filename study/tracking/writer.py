@@ -111,7 +111,7 @@ class Sender:
         self._news: set[str] = set()
         self._retry_at = 0.0
         self.moved = time.monotonic()
-        """Time of the last answer of the store."""
+        """Time of the last answer of the store, or of MLflow's start."""
 
     def hear(self, events: list[Event]) -> None:
         """Apply events; nothing is sent yet."""
@@ -166,7 +166,9 @@ class Sender:
         """Find or make experiment and parent run, once per plan."""
         if self._runs is not None and self._runs.plan is self.state.plan:
             return
-        self._client = self._client or connect(self._uri)
+        if self._client is None:
+            self._client = connect(self._uri)
+            self.moved = time.monotonic()  # what MLflow itself takes is not the store's silence
         artifacts = None if is_server(self._uri) else self._artifacts
         self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
         if self._described is not self.state.plan:

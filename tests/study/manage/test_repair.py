@@ -61,7 +61,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def run(study: StudyConfig) -> None:
-    run_study(study, SilentView(), lambda line: None)
+    assert run_study(study, SilentView(), lambda line: None).tracking_error == ""
 
 
 def at(lines: list[bytes], kind: str, which: int = 0) -> int:

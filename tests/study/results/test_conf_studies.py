@@ -270,4 +270,4 @@ def test_a_tiny_form_runs_to_its_verdicts(
             file, _, function = Path(claim.check).name.partition(".py:")
             found = getattr(module(file), function)(done)
             assert found["verdict"] == "undecided"
-            assert math.isnan(found["figure"]) == (name != "are_gans_equal")
+            assert math.isnan(found["figure"])  # there are too few configurations
