@@ -45,7 +45,7 @@ from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
-from study.config.yaml_loader import as_text, check_references, parse
+from study.config.yaml_loader import as_text, check_references, parse, read_mapping
 from study.program import lns_study
 from study.text import nearest
 from study.tracking_uri import refuse_passwords
@@ -370,7 +370,7 @@ def _expand(
     A group file may list groups too. The names of the groups are added to ``named``.
     """
     chain = _extend(chain, path)
-    body = _read(path)
+    body = read_mapping(path)
     groups = body.pop("groups", [])
     if not isinstance(groups, list) or not all(isinstance(entry, str) for entry in groups):
         raise ValueError(
@@ -419,25 +419,6 @@ def _find_group(group: str, file: str, study: Path) -> Path:
         f" {', '.join(options) or '(none)'}{nearest(file, options)}; use one of those or write"
         f" conf/{group}/{file or 'mine'}.yaml"
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = parse(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read: {error.strerror}; check its permissions"
-        ) from None
-    if values is not None and not isinstance(values, dict):
-        raise ValueError(
-            f"{path}: must be a mapping of keys to values, not {type(values).__name__}; start with"
-            " `name: my-study`"
-        )
-    return values or {}
 
 
 def _merged(

@@ -11,6 +11,7 @@ sent to MLflow. ``\\${...}`` is text, and stays so where a stored study is read 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -131,3 +132,27 @@ def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
         known[id(value)] = 1 + sum(_size(part, known, open_) for part in parts)
         open_.remove(id(value))
     return known[id(value)]
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; an empty one of an empty file.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
+    try:
+        values = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{path}: must be YAML: {' '.join(str(error).split())}; correct the file"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read: {error.strerror}; check its permissions"
+        ) from None
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(
+            f"{path}: must be a mapping of keys to values, not {type(values).__name__}; start with"
+            " `name: my-study`"
+        )
+    return values or {}
