@@ -77,11 +77,19 @@ PACKED = ["executor=packed"]
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """The study, run; what it prints is added to ``said``."""
-    words = [sys.executable, "-m", "study", "run", "faults.yaml", "--plain", *overrides]
+    """The study, run."""
+    return python(folder, "-m", "study", "run", "faults.yaml", "--plain", *overrides)
+
+
+def python(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """A process of Python; what it prints is added to ``said``."""
     with (folder / "said").open("ab") as said:
         return subprocess.Popen(
-            words, cwd=folder, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words],
+            cwd=folder,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
-from tests.faults.test_campaign import Wanted, check, end, wait
+from tests.faults.test_campaign import Wanted, check, end, python, wait
 from tests.study.launch.hosts import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,12 +61,8 @@ sys.exit(code)
 
 
 def command(folder: Path, victim: str, write: int) -> subprocess.Popen[bytes]:
-    """The study, whose victim dies after so many writes; what it prints is added to ``said``."""
-    words = [sys.executable, "-c", RUN, victim, str(write)]
-    with (folder / "said").open("ab") as said:
-        return subprocess.Popen(
-            words, cwd=folder, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    """The study, whose victim dies after so many writes."""
+    return python(folder, "-c", RUN, victim, str(write))
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch.distributed as dist
 
 from trainers.checkpoint.files import load_checkpoint
-from trainers.checkpoint.manifest import STATE
+from trainers.checkpoint.manifest import STATE, digest_file
 from trainers.checkpoint.remote import fetched
 from trainers.config import TrialConfig
 from trainers.training.trainer import Training
@@ -58,7 +57,7 @@ def _differing(path: str, world_size: int) -> str:
     try:
         folder = fetched(path)
         load_checkpoint(folder)
-        digest = hashlib.sha256((folder / STATE).read_bytes()).hexdigest()
+        digest = digest_file(folder / STATE)
     except (ValueError, OSError) as error:
         wrong = in_a_line(error)
     found = gathered((digest, wrong), world_size)
