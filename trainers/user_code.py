@@ -5,7 +5,8 @@ of a Ray cluster lacks it, a copy that the study sent is taken (:data:`SENT`); i
 appended to ``sys.path``, after everything else, so that it may import its neighbours. A trial loads
 files anew (:func:`forget`), so that nothing is left that an earlier one changed in them. A module
 is imported as usual. Nothing is imported before a process asks for it, and finding and hashing a
-file runs none of it.
+file runs none of it. The digest of code covers what it imports from beside it
+(:func:`code_files`).
 
 What is called runs with the random numbers of torch, NumPy and Python seeded, on copies of its
 arguments.
@@ -15,6 +16,7 @@ Errors are ``ValueError`` and name the key, the file and line, the rule and the 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -25,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -38,10 +41,14 @@ PRIVATE = "_lns_study_user_"
 """Begins the names of modules that are loaded from files."""
 SENT = "lns_study_user_files"
 """Folder on ``sys.path`` with the files that a study sent to a node of a Ray cluster."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages, which are told by their versions."""
 MISSING = "missing"
 """What a node says of a package that it lacks."""
 _FOLDERS: list[str] = []
 """Folders of the files that are loaded, which stand at the end of ``sys.path``."""
+_BEFORE: set[str] = set()
+"""Names of the modules that the process had before the first of these files was loaded."""
 
 
 def names_code(name: str) -> bool:
@@ -96,16 +103,17 @@ def find_source(key: str, name: str) -> Path:
     return Path(spec.origin).resolve()
 
 
-def _specs(place: str) -> list[ModuleSpec]:
-    """Find a module without importing the packages that it is in: those, from the outside in, and
-    it; nothing if there is no such module."""
+def _specs(place: str, folders: list[str] | None = None) -> list[ModuleSpec]:
+    """Find a module, on ``sys.path`` or in ``folders``, without importing the packages that it is
+    in: those, from the outside in, and it; nothing if there is no such module."""
     found: list[ModuleSpec] = []
     for name in place.split("."):
+        searched = list(found[-1].submodule_search_locations or ()) if found else folders
         try:
             spec = (
-                PathFinder.find_spec(name, list(found[-1].submodule_search_locations or ()))
-                if found
-                else importlib.util.find_spec(name)
+                importlib.util.find_spec(name)
+                if searched is None
+                else PathFinder.find_spec(name, searched)
             )
         except ValueError:  # __main__ of a script
             spec = None
@@ -134,13 +142,88 @@ def sent_copy(path: Path) -> Path:
     return next((copy for entry in sys.path if (copy := Path(entry) / inner).is_file()), path)
 
 
-def digest_source(key: str, name: str) -> str:
-    """Return the first digits of the sha256 of the file in which ``name``'s code is.
+def hash_source(key: str, name: str) -> str:
+    """Return the sha256 of ``name``'s code: of its file, or over the files of :func:`code_files`.
 
     Raises:
         ValueError: there is no such file or module.
     """
-    return hashlib.sha256(find_source(key, name).read_bytes()).hexdigest()[:DIGEST_LENGTH]
+    root, files = code_files(key, name)
+    if len(files) == 1:
+        return hashlib.sha256(files[0].read_bytes()).hexdigest()
+    return _hash_files(root, files)
+
+
+def digest_source(key: str, name: str) -> str:
+    """Return the first digits of :func:`hash_source`, by which a trial tells its code.
+
+    Raises:
+        ValueError: there is no such file or module.
+    """
+    return hash_source(key, name)[:DIGEST_LENGTH]
+
+
+def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
+    """Return the files of ``name``'s code: its own, those of the packages that it is in, and what
+    these import from the same folder, directly or through others.
+
+    Import statements are read, wherever they stand; what is imported by other means is not found.
+    Of an installed package (:data:`INSTALLED`) it is the file alone.
+
+    Returns:
+        The folder in which all of them lie, and the files in order.
+
+    Raises:
+        ValueError: there is no such file or module.
+    """
+    path = find_source(key, name)
+    place, _ = split_name(key, name)
+    if INSTALLED & set(path.parts):
+        return path.parent, [path]
+    if place.endswith(".py"):
+        root, folders, unseen = path.parent, [str(path.parent)], [path]
+    else:
+        root, folders, unseen = _package(place).parent, None, _origins(place, None)
+    files: set[Path] = set()
+    asked: set[tuple[str, Path | None]] = set()
+    while unseen:
+        file = unseen.pop()
+        if file in files or root not in file.parents or INSTALLED & set(file.parts):
+            continue
+        files.add(file)
+        for level, imported in _imports(file.read_bytes()) if file.suffix == ".py" else ():
+            above = file.parents[min(level, len(file.parents)) - 1] if level else None
+            foreign = above is None and imported.partition(".")[0] in sys.stdlib_module_names
+            if not foreign and (imported, above) not in asked:
+                asked.add((imported, above))
+                unseen += _origins(imported, folders if above is None else [str(above)])
+    return root, sorted(files)
+
+
+def _origins(imported: str, folders: list[str] | None) -> list[Path]:
+    """Return the files of a module and of the packages that it is in; the last part of ``imported``
+    may be no module, but what a module defines."""
+    whole = imported.rpartition(".")[0]
+    specs = _specs(imported, folders) or (_specs(whole, folders) if whole else [])
+    return [Path(spec.origin) for spec in specs if spec.origin is not None]
+
+
+@lru_cache(maxsize=4096)
+def _imports(source: bytes) -> tuple[tuple[int, str], ...]:
+    """Return what a file's import statements name: the number of leading dots, and the rest with
+    the names that are imported from it."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):  # loading it says so
+        return ()
+    found: list[tuple[int, str]] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(0, each.name) for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [each.name for each in node.names]
+            found += [(node.level, f"{node.module or ''}.{name}".strip(".*")) for name in names]
+    return tuple(dict.fromkeys(each for each in found if each[1]))
 
 
 def digest_package(name: str) -> str:
@@ -156,11 +239,15 @@ def digest_package(name: str) -> str:
 
 def digest_files(root: Path, paths: Iterable[Path]) -> str:
     """Return the first digits of the sha256 over files, by their names below ``root``."""
+    return _hash_files(root, paths)[:DIGEST_LENGTH]
+
+
+def _hash_files(root: Path, paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:DIGEST_LENGTH]
+    return digest.hexdigest()
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
@@ -169,7 +256,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     Args:
         key: key of the config, for errors.
         name: ``file.py:name`` or ``package.module:name``.
-        digest: digest of the file when the study was planned; "" checks nothing.
+        digest: :func:`digest_source` when the study was planned; "" checks nothing.
 
     Raises:
         ValueError: it cannot be loaded, has changed, or is not callable.
@@ -178,8 +265,8 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     path = find_source(key, name)
     if digest and digest_source(key, name) != digest:
         raise ValueError(
-            f"{key}={name!r}: {path} has changed since the study was planned; run the same command"
-            " again, which plans its trials anew"
+            f"{key}={name!r}: {path}, or what it imports from beside it, has changed since the"
+            " study was planned; run the same command again, which plans its trials anew"
         )
     is_file = place.endswith(".py")
     try:
@@ -265,13 +352,21 @@ def call(
 
 
 def forget() -> None:
-    """Forget the files that were loaded, and the modules beside them that they imported."""
-    for name, module in list(sys.modules.items()):
-        place = getattr(module, "__file__", None) or ""
-        if name.startswith(PRIVATE) or str(Path(place).parent) in _FOLDERS:
-            del sys.modules[name]
+    """Forget the files that were loaded, the modules beside them, and the packages beside them that
+    they imported."""
+    for name in [name for name in sys.modules if name.startswith(PRIVATE) or _is_beside(name)]:
+        del sys.modules[name]
     sys.path[:] = [folder for folder in sys.path if folder not in _FOLDERS]
     _FOLDERS.clear()
+
+
+def _is_beside(name: str) -> bool:
+    """Tell whether a module lies in :data:`_FOLDERS`, or in a package there that is new since."""
+    outermost = name.partition(".")[0]
+    files = [getattr(sys.modules[name], "__file__", None)]
+    if outermost not in _BEFORE:
+        files += getattr(sys.modules.get(outermost), "__path__", None) or ()
+    return any(str(Path(file).parent) in _FOLDERS for file in files if file)
 
 
 @contextmanager
@@ -301,6 +396,9 @@ def load_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     if str(path.parent) not in sys.path:
+        if not _FOLDERS:
+            _BEFORE.clear()
+            _BEFORE.update(sys.modules)
         sys.path.append(str(path.parent))
         _FOLDERS.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)

@@ -123,12 +123,17 @@ def test_its_trials_do_not_share_a_process(folder: Path) -> None:
 
 
 def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:
+    """Also what it imports from beside it."""
     said: list[str] = []
+    (folder / "parts").mkdir()
+    (folder / "parts" / "size.py").write_text("width = 4")
+    importing = "from parts.size import width\n" + NETWORK.replace("width=4", "width=width")
+    (folder / "net.py").write_text(importing)
     outcome = run_study(
         load(str(folder / "own.yaml"), [f"storage={folder}"]), SilentView(), said.append
     )
     assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 2
-    (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))
+    (folder / "parts" / "size.py").write_text("width = 5")
     again = run_study(
         load(str(folder / "own.yaml"), [f"storage={folder}"]), SilentView(), said.append
     )

@@ -4,6 +4,8 @@ file, line and remedy."""
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from trainers.user_code import (
     digest_package,
     digest_source,
     find_source,
+    forget,
     load_code,
 )
 
@@ -129,6 +132,106 @@ def test_a_module_is_found_and_hashed_without_being_run(file: Path) -> None:
     before = digest_source("model.name", f"{file}:make_net")
     file.write_text(NETWORK + "\n")
     assert digest_source("model.name", f"{file}:make_net") != before
+
+
+NEIGHBOURS = {
+    "net.py": "import os, torch\nfrom plain import *\nfrom parts.deep.net import Net as make_net",
+    "plain.py": "import json\nimport absent_module",
+    "parts/__init__.py": "",
+    "parts/deep/net.py": "from ..shared import scale\nfrom . import late\nclass Net: ...",
+    "parts/deep/late.py": "def run():\n    import parts.lazily",
+    "parts/lazily.py": "from net import make_net",  # a circle
+    "parts/shared.py": "scale = 1\ndef broken(",
+    "parts/other.py": "",
+    "parts/deep/other.py": "",
+    "json.py": "",
+    "elsewhere.py": "",
+}
+"""A file that names code, and others of which it imports some; the standard library has json."""
+REACHED = {name for name in NEIGHBOURS if "other" not in name} - {"json.py", "elsewhere.py"}
+
+
+@pytest.mark.parametrize("named", ["{folder}/net.py:make_net", "{package}.net:make_net"])
+def test_a_digest_covers_what_is_imported_from_beside_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """In a folder of files, and in a package that a checkout has; with what imports import."""
+    package = tmp_path.name
+    folder = tmp_path / package
+    for name, source in NEIGHBOURS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if named.startswith("{package}"):
+            source = source.replace("from ", f"from {package}.").replace(f"{package}..", ".")
+            source = source.replace("import parts", f"import {package}.parts")
+        (folder / name).write_text(source)
+    if named.startswith("{package}"):
+        (folder / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    name = named.format(folder=folder, package=package)
+    first = digest_source("model.name", name)
+    for changed in NEIGHBOURS:
+        source = (folder / changed).read_text()
+        (folder / changed).write_text(source + "\n# changed")
+        assert (digest_source("model.name", name) != first) == (changed in REACHED), changed
+        (folder / changed).write_text(source)
+    moved = tmp_path / "moved"
+    folder.rename(moved)
+    if named.startswith("{folder}"):
+        assert digest_source("model.name", f"{moved}/net.py:make_net") == first
+
+
+def test_the_digest_of_a_file_without_neighbours_is_that_of_its_bytes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of installed packages, which are told by their versions, do not count."""
+    expected = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+    assert digest_source("model.name", f"{file}:make_net") == expected
+    installed = file.parent / "site-packages" / "layered"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("from layered.net import make")
+    (installed / "net.py").write_text("import layered")
+    monkeypatch.syspath_prepend(installed.parent)
+    expected = hashlib.sha256(b"import layered").hexdigest()[:12]
+    assert digest_source("model.name", "layered.net:make") == expected
+
+
+def test_a_trial_imports_neighbours_anew(file: Path) -> None:
+    """Files and packages beside the file; what a process has imported otherwise stays."""
+    (file.parent / "parts").mkdir()
+    (file.parent / "parts" / "size.py").write_text("width = 1")
+    file.write_text("import json\nfrom parts import size\ndef make():\n    return size.width")
+    name = f"{file}:make"
+    digest = digest_source("model.name", name)
+    assert load_code("model.name", name, digest)() == 1
+    (file.parent / "parts" / "size.py").write_text("width = 20")
+    with pytest.raises(ValueError, match="or what it imports from beside it, has changed since"):
+        load_code("model.name", name, digest)
+    import json
+
+    forget()
+    assert load_code("model.name", name)() == 20
+    forget()
+    assert not {"parts", "parts.size"} & sys.modules.keys()
+    assert sys.modules["json"] is json
+
+
+def test_packages_that_the_process_had_before_are_not_imported_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As lns-study's own where a file of the user's lies in its checkout."""
+    package = f"held_{tmp_path.name}"
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "late.py").touch()
+    (tmp_path / "net.py").write_text(f"import {package}.late\ndef make(): ...")
+    with monkeypatch.context() as path:
+        path.syspath_prepend(tmp_path)
+        held = importlib.import_module(package)
+    forget()
+    load_code("model.name", f"{tmp_path}/net.py:make")
+    late = sys.modules[f"{package}.late"]
+    forget()
+    assert sys.modules[package] is held
+    assert sys.modules[f"{package}.late"] is late
 
 
 @pytest.mark.parametrize(
