@@ -1,12 +1,14 @@
 """Time many small nets on one GPU in a study's worker processes: one lane each, several, and both.
 
     python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512]
-    [--json FILE]
+    [--format lns12] [--optimizer sgd] [--decay constant] [--json FILE]
 
-``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, LNS
-everywhere with Kahan summation. Printed: the seconds until the forking process is ready, until all
-processes are up, until every net has reported its first epoch, and the epochs a second from then
-until the first net is done. Checks that equal seeds have equal losses, whatever they share.
+``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, in the
+format everywhere with Kahan summation. With ``--decay cosine`` every step has a rate of its own, so
+that the update is launched after each replay of a CUDA graph. Printed: the seconds until the
+forking process is ready, until all processes are up, until every net has reported its first epoch,
+and the epochs a second from then until the first net is done. Checks that equal seeds have equal
+losses, whatever they share.
 """
 
 from __future__ import annotations
@@ -16,28 +18,30 @@ import json
 import pickle
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainers.config import ModelConfig, PrecisionConfig, TrialConfig
+from trainers.config import LRSchedule, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import IN_PROCESS, PACKED
 
 
-def config(seed: int, epochs: int, hidden: list[int]) -> TrialConfig:
-    precision = PrecisionConfig(format="lns12", kahan_sum=True)
+def config(options: argparse.Namespace) -> TrialConfig:
+    """Return the trial of seed 0."""
     return TrialConfig(
-        model=ModelConfig(hidden=hidden),
-        precision=precision,
-        epochs=epochs,
-        seed=seed,
+        model=ModelConfig(hidden=options.hidden),
+        precision=PrecisionConfig(format=options.format, kahan_sum=True),
+        optimizer=OptimizerConfig(name=options.optimizer, lr=0.01),
+        lr_schedule=LRSchedule(decay=options.decay),
+        epochs=options.epochs,
         device="cuda",
     )
 
 
 def course(
-    processes: int, lanes: int, epochs: int, hidden: list[int], folder: Path
+    processes: int, lanes: int, trial: TrialConfig, folder: Path
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
     """Return the results of one arrangement, and every seed's losses."""
     began = time.perf_counter()
@@ -59,7 +63,7 @@ def course(
                     for lane in range(lanes):
                         seed = (key - 1) * lanes + lane
                         plan: dict[str, Any] = {
-                            "config": config(seed, epochs, hidden).to_dict(), "waits": False,
+                            "config": replace(trial, seed=seed).to_dict(), "waits": False,
                             "executor": PACKED if lanes > 1 else IN_PROCESS,
                             "checkpoints": str(folder / f"{processes}-{seed}"), "profile": "",
                             "checkpoint_every": 10**6, "resume_from": [], "ray": "",
@@ -90,15 +94,16 @@ def main() -> None:
     parser.add_argument("--grid", default="1x12,2x6,3x4,4x3,12x1")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512])
+    parser.add_argument("--format", default="lns12")
+    parser.add_argument("--optimizer", default="sgd")
+    parser.add_argument("--decay", default="constant")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results, reference = {}, dict[int, list[float]]()
     with tempfile.TemporaryDirectory() as folder:
         for way in options.grid.split(","):
             processes, lanes = map(int, way.split("x"))
-            figures, losses = course(
-                processes, lanes, options.epochs, options.hidden, Path(folder) / way
-            )
+            figures, losses = course(processes, lanes, config(options), Path(folder) / way)
             for seed, values in losses.items():
                 assert reference.setdefault(seed, values) == values, (
                     "a net's losses depend on its company"
