@@ -26,7 +26,9 @@ nets on an H200 a little faster than one of twelve, whose threads wait for Pytho
 (docs/benchmarks/studies.md)."""
 SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
 """Default shares of a GPU, as (most multiply-accumulates of a step, share). With each share so many
-trials at once were faster than fewer on an H200; a larger trial takes a whole GPU."""
+trials at once were faster than fewer on an H200; a larger trial takes a whole GPU. Processes whose
+trials launch their updates one by one are faster side by side, too: four and twelve of them 1.3
+times with SGD, twelve 3.9 times with LAMB, on an H100 (docs/benchmarks/studies.md)."""
 CLASSES = 10
 
 
@@ -119,23 +121,25 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a whole step, its update too, is one CUDA graph.
+    """Return whether a step is a CUDA graph, perhaps without its update.
 
-    It is for an mlp, cnn, vanilla or capsules on one GPU whose step is the same every time.
+    It is for an mlp, cnn, vanilla or capsules on one GPU.
     """
     if not config.model.feedforward or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
-    return alone and not config.lr_schedule.varies and config.autocast != "float16"
+    return alone and config.autocast != "float16"
 
 
 def packs(config: TrialConfig) -> bool:
     """Return whether a trial is faster beside others in one process.
 
-    It is where it is small, so that processes would take turns on its GPU, and captured, so that
-    threads do not wait for each other's Python.
+    It is where it is small, so that processes would take turns on its GPU, and captured with its
+    update, whose rate is the same in every step, so that threads do not wait for each other's
+    Python.
     """
-    return captured(config) and config.gpus is not None and config.gpus <= SHARES[-1][1]
+    is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
+    return is_small and captured(config) and not config.lr_schedule.varies
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:

@@ -1,0 +1,33 @@
+"""What a trial takes of a GPU, and where trials share a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainers.config import LRSchedule, MemoryConfig, ModelConfig, TrialConfig
+from trainers.workers.resources import LANES, choose_share, lanes_of
+
+SMALL = TrialConfig(device="cuda")
+COSINE = LRSchedule(decay="cosine")
+
+
+@pytest.mark.parametrize(
+    ("trial", "share", "lanes"),
+    [
+        (SMALL, 1 / 12, LANES),
+        (replace(SMALL, lr_schedule=COSINE), 1 / 12, 1),
+        (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
+        (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
+        (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
+        (replace(SMALL, workers=2), 1.0, 1),
+        (replace(SMALL, memory=MemoryConfig(offload_optimizer=True)), 1.0, 1),
+        (replace(SMALL, autocast="float16"), 1.0, 1),
+    ],
+)
+def test_small_trials_share_a_gpu_and_captured_ones_a_process(
+    trial: TrialConfig, share: float, lanes: int
+) -> None:
+    assert choose_share(trial) == share
+    assert lanes_of("auto", replace(trial, gpus=share)) == lanes
