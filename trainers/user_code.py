@@ -24,6 +24,7 @@ import inspect
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -45,8 +46,10 @@ INSTALLED = {"site-packages", "dist-packages"}
 """Folders of installed packages, which are told by their versions."""
 MISSING = "missing"
 """What a node says of a package that it lacks."""
-_FOLDERS: list[str] = []
-"""Folders of the files that are loaded, which stand at the end of ``sys.path``."""
+_FOLDERS: set[str] = set()
+"""Folders of the files that are loaded."""
+_APPENDED: set[str] = set()
+"""Those of them that stand at the end of ``sys.path`` for that."""
 _BEFORE: set[str] = set()
 """Names of the modules that the process had before the first of these files was loaded."""
 
@@ -142,79 +145,96 @@ def sent_copy(path: Path) -> Path:
     return next((copy for entry in sys.path if (copy := Path(entry) / inner).is_file()), path)
 
 
-def hash_source(key: str, name: str) -> str:
-    """Return the sha256 of ``name``'s code: of its file, or over the files of :func:`code_files`.
+def digest_source(key: str, name: str) -> str:
+    """Return the digest by which a trial tells ``name``'s code: the first digits of the sha256 of
+    its file, or of those of :func:`code_files`.
 
     Raises:
-        ValueError: there is no such file or module.
+        ValueError: there is no such file or module, or a file cannot be read.
     """
     root, files = code_files(key, name)
     if len(files) == 1:
-        return hashlib.sha256(files[0].read_bytes()).hexdigest()
-    return _hash_files(root, files)
-
-
-def digest_source(key: str, name: str) -> str:
-    """Return the first digits of :func:`hash_source`, by which a trial tells its code.
-
-    Raises:
-        ValueError: there is no such file or module.
-    """
-    return hash_source(key, name)[:DIGEST_LENGTH]
+        return hashlib.sha256(files[0].read_bytes()).hexdigest()[:DIGEST_LENGTH]
+    return digest_files(root, files)
 
 
 def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
     """Return the files of ``name``'s code: its own, those of the packages that it is in, and what
     these import from the same folder, directly or through others.
 
-    Import statements are read, wherever they stand; what is imported by other means is not found.
-    Of an installed package (:data:`INSTALLED`) it is the file alone.
+    Import statements are read, wherever they stand, and looked up in that folder alone; what is
+    imported by other means is not found.
+    Of a module of an installed package (:data:`INSTALLED`) it is the file alone.
 
     Returns:
         The folder in which all of them lie, and the files in order.
 
     Raises:
-        ValueError: there is no such file or module.
+        ValueError: there is no such file or module, or a file cannot be read.
     """
     path = find_source(key, name)
     place, _ = split_name(key, name)
-    if INSTALLED & set(path.parts):
-        return path.parent, [path]
     if place.endswith(".py"):
-        root, folders, unseen = path.parent, [str(path.parent)], [path]
+        root, unseen = path.parent, [path]
+    elif INSTALLED & set(path.parts):
+        return path.parent, [path]
     else:
-        root, folders, unseen = _package(place).parent, None, _origins(place, None)
+        unseen = _origins(place)
+        root = unseen[-1].parents[place.count(".") + (unseen[-1].stem == "__init__")]
     files: set[Path] = set()
-    asked: set[tuple[str, Path | None]] = set()
+    asked: set[tuple[str, Path]] = set()
     while unseen:
         file = unseen.pop()
-        if file in files or root not in file.parents or INSTALLED & set(file.parts):
+        if file in files or not _is_below(file, root):
             continue
         files.add(file)
-        for level, imported in _imports(file.read_bytes()) if file.suffix == ".py" else ():
-            above = file.parents[min(level, len(file.parents)) - 1] if level else None
-            foreign = above is None and imported.partition(".")[0] in sys.stdlib_module_names
-            if not foreign and (imported, above) not in asked:
-                asked.add((imported, above))
-                unseen += _origins(imported, folders if above is None else [str(above)])
+        for level, imported in _imports_of(key, name, file):
+            folder = file.parents[min(level, len(file.parents)) - 1] if level else root
+            if (imported, folder) not in asked:
+                asked.add((imported, folder))
+                unseen += _origins(imported, [str(folder)])
     return root, sorted(files)
 
 
-def _origins(imported: str, folders: list[str] | None) -> list[Path]:
-    """Return the files of a module and of the packages that it is in; the last part of ``imported``
-    may be no module, but what a module defines."""
+def _is_below(file: Path, root: Path) -> bool:
+    """Tell whether a file is one of a folder, in no environment with installed packages there."""
+    if root not in file.parents or not file.is_file():
+        return False
+    return not INSTALLED & set(file.relative_to(root).parts)
+
+
+def _origins(imported: str, folders: list[str] | None = None) -> list[Path]:
+    """Return the files of a module and of the packages that it is in, from the outside in; the last
+    part of ``imported`` may be no module, but what a module defines."""
     whole = imported.rpartition(".")[0]
     specs = _specs(imported, folders) or (_specs(whole, folders) if whole else [])
     return [Path(spec.origin) for spec in specs if spec.origin is not None]
 
 
+def _imports_of(key: str, name: str, file: Path) -> tuple[tuple[int, str], ...]:
+    """Return what the import statements of a file of ``name``'s code name.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{key}={name!r}: {file}, which its code imports, cannot be read: {error.strerror};"
+            " make it readable, or take it away"
+        ) from error
+    return _imports(source) if file.suffix == ".py" else ()
+
+
 @lru_cache(maxsize=4096)
 def _imports(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return what a file's import statements name: the number of leading dots, and the rest with
-    the names that are imported from it."""
+    """Return what import statements name: the number of leading dots, and the rest with the names
+    that are imported from it."""
     try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError):  # loading it says so
+        with warnings.catch_warnings(action="ignore"):
+            nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # loading it says so
         return ()
     found: list[tuple[int, str]] = []
     for node in nodes:
@@ -230,24 +250,20 @@ def digest_package(name: str) -> str:
     """Return how nodes tell which code they have of the package of ``package.module:name``:
     :data:`MISSING`, or the first digits of the sha256 over its Python files."""
     try:
-        find_source("package", name)
-        package = _package(split_name("package", name)[0])
-        return f"code {digest_files(package, sorted(package.rglob('*.py')) or [package])}"
+        path, package = find_source("package", name), _package(split_name("package", name)[0])
+        kind = "installed" if INSTALLED & set(path.parts) else "checkout"
+        return f"{kind} {digest_files(package, sorted(package.rglob('*.py')) or [package])}"
     except (ValueError, OSError):
         return MISSING
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> str:
     """Return the first digits of the sha256 over files, by their names below ``root``."""
-    return _hash_files(root, paths)[:DIGEST_LENGTH]
-
-
-def _hash_files(root: Path, paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:DIGEST_LENGTH]
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
@@ -266,7 +282,8 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     if digest and digest_source(key, name) != digest:
         raise ValueError(
             f"{key}={name!r}: {path}, or what it imports from beside it, has changed since the"
-            " study was planned; run the same command again, which plans its trials anew"
+            " study was planned, or is another on this machine; run the same command again, which"
+            " plans its trials anew"
         )
     is_file = place.endswith(".py")
     try:
@@ -356,8 +373,14 @@ def forget() -> None:
     they imported."""
     for name in [name for name in sys.modules if name.startswith(PRIVATE) or _is_beside(name)]:
         del sys.modules[name]
-    sys.path[:] = [folder for folder in sys.path if folder not in _FOLDERS]
+    sys.path[:] = python_path()
     _FOLDERS.clear()
+    _APPENDED.clear()
+
+
+def python_path() -> list[str]:
+    """Return ``sys.path`` without what loading files has appended to it."""
+    return [folder for folder in sys.path if folder not in _APPENDED]
 
 
 def _is_beside(name: str) -> bool:
@@ -366,7 +389,7 @@ def _is_beside(name: str) -> bool:
     files = [getattr(sys.modules[name], "__file__", None)]
     if outermost not in _BEFORE:
         files += getattr(sys.modules.get(outermost), "__path__", None) or ()
-    return any(str(Path(file).parent) in _FOLDERS for file in files if file)
+    return name != "__main__" and any(str(Path(file).parent) in _FOLDERS for file in files if file)
 
 
 @contextmanager
@@ -395,12 +418,14 @@ def load_file(path: Path) -> ModuleType:
     name = f"{PRIVATE}{digest}_{path.stem}"
     if name in sys.modules:
         return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        if not _FOLDERS:
-            _BEFORE.clear()
-            _BEFORE.update(sys.modules)
-        sys.path.append(str(path.parent))
-        _FOLDERS.append(str(path.parent))
+    folder = str(path.parent)
+    if not _FOLDERS:
+        _BEFORE.clear()
+        _BEFORE.update(sys.modules)
+    _FOLDERS.add(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        _APPENDED.add(folder)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

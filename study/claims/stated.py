@@ -9,6 +9,7 @@ imports.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from study.config.claims import digest, statement
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.text import when
-from trainers.user_code import hash_source
+from trainers.user_code import find_source
 
 DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
 """Keys of a statement that a study's file says by itself, whatever the machine and its data."""
@@ -134,7 +135,7 @@ def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> di
 
 
 def _hash(name: str) -> str:
-    """Return the SHA-256 of code; "" where it is gone."""
+    """Return the SHA-256 of the file in which code is; "" where it is gone."""
     with suppress(ValueError):
-        return hash_source("check", name)
+        return hashlib.sha256(find_source("check", name).read_bytes()).hexdigest()
     return ""

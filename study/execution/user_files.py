@@ -28,7 +28,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.ledger.log import FILE
 from trainers.object_store import local_folder
-from trainers.user_code import MISSING, SENT, digest_package, names_code, place_of_sent
+from trainers.user_code import MISSING, SENT, code_files, digest_package, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
@@ -38,10 +38,11 @@ JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def check_user_files(study: StudyConfig) -> None:
-    """Refuse folders that are too large to be sent to a cluster's nodes.
+    """Refuse folders that are too large to be sent to a cluster's nodes, and code in other files
+    than those that are sent.
 
     Raises:
-        ValueError: with the sizes, the limit and the remedy.
+        ValueError: with the sizes or the files, the rule and the remedy.
     """
     total, largest = 0, (0, Path())
     for folder in user_folders(study) if study.address is not None else ():
@@ -55,6 +56,16 @@ def check_user_files(study: StudyConfig) -> None:
                     f" ({largest[1]}: {largest[0] / MIB:,.0f}), of which {MOST_BYTES // MIB} are"
                     " the limit; move the code, with what it imports and reads, to a folder of its"
                     " own"
+                )
+    for name in _named_files(study) if study.address is not None else ():
+        folder = Path(name.rpartition(":")[0]).parent
+        sent = {path.resolve() for path in _files_in(folder, study)}
+        for path in code_files("name", name)[1]:
+            if path.resolve() not in sent:
+                raise ValueError(
+                    f"address={study.address!r}: {path}, which {name} imports, is not sent to the"
+                    f" cluster's nodes: of {folder} files are, without hidden ones and folders"
+                    " behind links; put a copy there"
                 )
 
 
@@ -81,12 +92,18 @@ def user_folders(study: StudyConfig) -> list[Path]:
 
 def user_files(study: StudyConfig) -> list[Path]:
     """Return the files of code that the study's config names, rows and space included."""
-    places = {
-        Path(text.rpartition(":")[0])
-        for _, text in _texts(study.to_dict())
-        if names_code(text) and text.rpartition(":")[0].endswith(".py")
+    return sorted({Path(name.rpartition(":")[0]) for name in _named_files(study)})
+
+
+def _named_files(study: StudyConfig) -> set[str]:
+    """Return every ``file.py:name`` of the study's config."""
+    named = {text for _, text in _texts(study.to_dict()) if names_code(text)}
+    places = {name: Path(name.rpartition(":")[0]) for name in named}
+    return {
+        name
+        for name, path in places.items()
+        if path.suffix == ".py" and path.is_absolute() and path.is_file()
     }
-    return sorted(path for path in places if path.is_absolute() and path.is_file())
 
 
 def user_modules(study: StudyConfig) -> list[str]:

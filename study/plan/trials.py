@@ -87,6 +87,9 @@ def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
 class Base:
     """The common part of a row's trials: the base trial with the row's overrides.
 
+    The user's code that its trials name is that of the first of them which names it: where it is
+    changed later, they are refused before they train.
+
     Raises:
         ValueError: the overrides fit no trial, or the row's data cannot be found.
     """
@@ -99,6 +102,7 @@ class Base:
             data = _placed(DataConfig(**self._values["data"]), study, row)
         except ValueError as error:
             raise ValueError(f"row {row.label!r}: {error}") from None
+        self._digests: dict[str, str] = {}
         unresolved = data != study.trial.data or study.trial.own_loop
         if unresolved and not self._values["trainable"]["name"]:
             self._values["data"] = dataclasses.asdict(resolve(data, download=download))
@@ -127,7 +131,7 @@ class Base:
         """
         try:
             values = self.values(params or {}) | {"seed": seed}
-            config = with_code(TrialConfig.from_dict(values))
+            config = with_code(TrialConfig.from_dict(values), self._digests)
             _check_loop(self.study, config)
             if params and not config.own_loop:
                 _check_optimizer(config)
@@ -157,24 +161,32 @@ class Base:
         )
 
 
-def with_code(config: TrialConfig) -> TrialConfig:
+def with_code(config: TrialConfig, digests: dict[str, str] | None = None) -> TrialConfig:
     """Note the digests of the user's code that a trial names; other code makes another trial.
+
+    Args:
+        config: the trial.
+        digests: digests by names, to which those that it lacks are added.
 
     Raises:
         ValueError: there is no such code.
     """
-    coded = {part: _with_digest(part, getattr(config, part)) for part in NAMED}
+    known: dict[str, str] = {} if digests is None else digests
+    coded = {part: _with_digest(part, getattr(config, part), known) for part in NAMED}
     metrics = {
-        name: _with_digest(f"metrics.{name}", metric) for name, metric in config.metrics.items()
+        name: _with_digest(f"metrics.{name}", metric, known)
+        for name, metric in config.metrics.items()
     }
     return dataclasses.replace(config, **coded, metrics=metrics)
 
 
-def _with_digest(part: str, named: Any) -> Any:
+def _with_digest(part: str, named: Any, digests: dict[str, str]) -> Any:
     """Return the config of a part with the digest of the code that it names, if it does."""
     if not names_code(named.name):
         return named
-    return dataclasses.replace(named, code=digest_source(f"{part}.name", named.name))
+    if named.name not in digests:
+        digests[named.name] = digest_source(f"{part}.name", named.name)
+    return dataclasses.replace(named, code=digests[named.name])
 
 
 def _check_optimizer(config: TrialConfig) -> None:

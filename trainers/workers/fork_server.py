@@ -38,7 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainers.user_code import names_code
+from trainers.user_code import names_code, python_path
 
 MESSAGE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
@@ -61,7 +61,7 @@ class ForkServer:
 
     def __init__(self, log: Path | None = None) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        path = os.pathsep.join(entry for entry in python_path() if entry)
         with open(log or os.devnull, "ab") as file:
             self._process = subprocess.Popen(
                 [

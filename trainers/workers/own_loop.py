@@ -33,7 +33,7 @@ from trainers.config import TrialConfig
 from trainers.object_store import local_folder
 from trainers.training.build import set_threads
 from trainers.training.device import check_device, resolve_device
-from trainers.user_code import describe_error, find_source, seeded, where, without_folder
+from trainers.user_code import describe_error, find_source, forget, seeded, where, without_folder
 from trainers.user_loop import (
     KEY,
     Checkpoint,
@@ -82,6 +82,7 @@ class OwnLoop(Executor):
         self._config, own = config, self._context
         device = resolve_device(config.device)
         check_device(device)
+        forget()
         loop = load_loop(config.trainable.name, config.trainable.code)
         self._path = find_source(KEY, config.trainable.name)
         self._place = where(self._path, loop)

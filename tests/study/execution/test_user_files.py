@@ -9,7 +9,13 @@ import pytest
 from study.config import StudyConfig
 from study.config.compose import load
 from study.execution.preflight import preflight
-from study.execution.user_files import MOST_BYTES, collected_files, user_folders, user_modules
+from study.execution.user_files import (
+    MOST_BYTES,
+    check_user_files,
+    collected_files,
+    user_folders,
+    user_modules,
+)
 from study.plan.plan import make_plan
 from trainers.user_code import place_of_sent
 
@@ -95,3 +101,21 @@ def test_too_much_is_refused_with_its_size_before_anything_starts(
     with pytest.raises(ValueError, match=said):
         preflight(make_plan(study_in(code, "address=127.0.0.1:1")))
     preflight(make_plan(study_in(code)))
+
+
+def test_code_that_a_file_imports_through_a_link_is_refused_as_it_is_not_sent(
+    code: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "steps.py").touch()
+    (code / "common").symlink_to(tmp_path / "shared")
+    (code / "loop.py").write_text("from common import steps\n" + LOOP)
+    preflight(make_plan(study_in(code)))
+    study = study_in(code, "address=127.0.0.1:1")
+    with pytest.raises(
+        ValueError, match=r"common/steps\.py, which .*loop\.py:train imports, is not"
+    ):
+        check_user_files(study)
+    (code / "common").unlink()
+    (tmp_path / "shared").rename(code / "common")
+    check_user_files(study)

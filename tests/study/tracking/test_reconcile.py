@@ -145,6 +145,7 @@ def test_what_helps_where_the_database_is_damaged_is_said(
         assert f"if {place} is damaged, end what uses it and rename it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_say_what_helps_where_the_database_is_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ from trainers.user_code import (
     find_source,
     forget,
     load_code,
+    python_path,
 )
 
 KAHAN = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
@@ -136,7 +137,7 @@ def test_a_module_is_found_and_hashed_without_being_run(file: Path) -> None:
 
 NEIGHBOURS = {
     "net.py": "import os, torch\nfrom plain import *\nfrom parts.deep.net import Net as make_net",
-    "plain.py": "import json\nimport absent_module",
+    "plain.py": "import json\nimport absent_module\npattern = '\\d'",
     "parts/__init__.py": "",
     "parts/deep/net.py": "from ..shared import scale\nfrom . import late\nclass Net: ...",
     "parts/deep/late.py": "def run():\n    import parts.lazily",
@@ -147,26 +148,34 @@ NEIGHBOURS = {
     "json.py": "",
     "elsewhere.py": "",
 }
-"""A file that names code, and others of which it imports some; the standard library has json."""
-REACHED = {name for name in NEIGHBOURS if "other" not in name} - {"json.py", "elsewhere.py"}
+"""A file that names code, and others of which it imports some."""
+REACHED = {name for name in NEIGHBOURS if "other" not in name} - {"elsewhere.py"}
 
 
-@pytest.mark.parametrize("named", ["{folder}/net.py:make_net", "{package}.net:make_net"])
+@pytest.mark.parametrize(
+    ("named", "init"),
+    [
+        ("{folder}/net.py:make_net", False),
+        ("{package}.net:make_net", True),
+        ("{package}.net:make_net", False),
+    ],
+)
 def test_a_digest_covers_what_is_imported_from_beside_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, init: bool
 ) -> None:
-    """In a folder of files, and in a package that a checkout has; with what imports import."""
+    """In a folder of files, in a package and in a namespace; with what imports import."""
     package = tmp_path.name
     folder = tmp_path / package
     for name, source in NEIGHBOURS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if named.startswith("{package}"):
             source = source.replace("from ", f"from {package}.").replace(f"{package}..", ".")
-            source = source.replace("import parts", f"import {package}.parts")
+            for imported in ("parts", "json"):
+                source = source.replace(f"import {imported}", f"import {package}.{imported}")
         (folder / name).write_text(source)
-    if named.startswith("{package}"):
+    if init:
         (folder / "__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     name = named.format(folder=folder, package=package)
     first = digest_source("model.name", name)
     for changed in NEIGHBOURS:
@@ -195,8 +204,22 @@ def test_the_digest_of_a_file_without_neighbours_is_that_of_its_bytes(
     assert digest_source("model.name", "layered.net:make") == expected
 
 
-def test_a_trial_imports_neighbours_anew(file: Path) -> None:
+def test_a_neighbour_that_cannot_be_read_is_named(file: Path) -> None:
+    (file.parent / "plain.py").symlink_to("/proc/self/mem")
+    file.write_text("import plain")
+    with pytest.raises(
+        ValueError, match=r"plain\.py, which its code imports, cannot be read: Input"
+    ):
+        digest_source("model.name", f"{file}:make")
+
+
+@pytest.mark.parametrize("on_path", [False, True])
+def test_a_trial_imports_neighbours_anew(
+    file: Path, monkeypatch: pytest.MonkeyPatch, on_path: bool
+) -> None:
     """Files and packages beside the file; what a process has imported otherwise stays."""
+    if on_path:
+        monkeypatch.syspath_prepend(file.parent)
     (file.parent / "parts").mkdir()
     (file.parent / "parts" / "size.py").write_text("width = 1")
     file.write_text("import json\nfrom parts import size\ndef make():\n    return size.width")
@@ -210,9 +233,11 @@ def test_a_trial_imports_neighbours_anew(file: Path) -> None:
 
     forget()
     assert load_code("model.name", name)() == 20
+    assert (str(file.parent) in python_path()) == on_path
     forget()
     assert not {"parts", "parts.size"} & sys.modules.keys()
     assert sys.modules["json"] is json
+    assert (str(file.parent) in sys.path) == on_path
 
 
 def test_packages_that_the_process_had_before_are_not_imported_anew(
@@ -281,7 +306,7 @@ def test_a_package_that_raises_is_found_and_refused_with_its_file_and_line(
     module.write_text(NETWORK)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_source("model.name", f"{name}.parts.net:make_net") == module
-    assert digest_package(f"{name}.parts.net:make_net").startswith("code ")
+    assert digest_package(f"{name}.parts.net:make_net").startswith("checkout ")
     with pytest.raises(ValueError, match=rf"net\.py cannot be imported: {raised}.*; mend it there"):
         load_code("model.name", f"{name}.parts.net:make_net")
 
@@ -301,6 +326,11 @@ def test_the_digest_of_a_package_is_that_of_all_its_files(
             digests.append(digest_package("layered.net:make"))
     assert digests[0] != digests[1]
     assert MISSING not in digests
+    installed = tmp_path / "site-packages"
+    (tmp_path / "one").rename(installed)
+    with monkeypatch.context() as path:
+        path.syspath_prepend(installed)
+        assert digest_package("layered.net:make") == digests[0].replace("checkout", "installed")
     (tmp_path / "alone").mkdir()
     for name in ("alone", "neighbour"):
         (tmp_path / "alone" / f"{name}.py").touch()

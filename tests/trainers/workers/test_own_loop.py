@@ -90,6 +90,21 @@ def test_every_report_is_an_epoch_and_what_it_returns_is_final(
     assert TrialConfig.from_dict(state["config"]) == config
 
 
+def test_what_a_loop_imports_is_imported_anew_for_each_trial(alone: Hosted, tmp_path: Path) -> None:
+    """The process stays; a neighbour was changed by the first trial, and in its file after it."""
+    loop, neighbour = tmp_path / "counting.py", tmp_path / "counted.py"
+    loop.write_text(
+        "import counted\nfrom trainers import report\n\n"
+        "def train(config):\n"
+        "    counted.trials += 1\n"
+        "    report({'validation/error': counted.trials + counted.width})\n"
+    )
+    for place, width in (("first", 0.0), ("second", 10.0)):
+        neighbour.write_text(f"trials = 0\nwidth = {width}")
+        said = alone.train(trial(loop, "train", epochs=1), tmp_path / place)
+        assert metrics(said, "validation/error") == [1.0 + width]
+
+
 def test_a_loop_that_returns_early_ends_its_trial(
     alone: Hosted, file: Path, tmp_path: Path
 ) -> None:
