@@ -21,6 +21,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import random
 import sys
 import traceback
@@ -163,8 +164,8 @@ def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
     these import from the same folder, directly or through others.
 
     Import statements are read, wherever they stand, and looked up in that folder alone; what is
-    imported by other means is not found.
-    Of a module of an installed package (:data:`INSTALLED`) it is the file alone.
+    imported by other means is not found. Of an installed module (:data:`INSTALLED`) it is the file
+    alone.
 
     Returns:
         The folder in which all of them lie, and the files in order.
@@ -180,7 +181,8 @@ def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     else:
         unseen = _origins(place)
-        root = unseen[-1].parents[place.count(".") + (unseen[-1].stem == "__init__")]
+        above = unseen[-1].parents
+        root = above[min(place.count(".") + (path.stem == "__init__"), len(above) - 1)]
     files: set[Path] = set()
     asked: set[tuple[str, Path]] = set()
     while unseen:
@@ -371,6 +373,8 @@ def call(
 def forget() -> None:
     """Forget the files that were loaded, the modules beside them, and the packages beside them that
     they imported."""
+    if not _FOLDERS:
+        return
     for name in [name for name in sys.modules if name.startswith(PRIVATE) or _is_beside(name)]:
         del sys.modules[name]
     sys.path[:] = python_path()
@@ -389,7 +393,7 @@ def _is_beside(name: str) -> bool:
     files = [getattr(sys.modules[name], "__file__", None)]
     if outermost not in _BEFORE:
         files += getattr(sys.modules.get(outermost), "__path__", None) or ()
-    return name != "__main__" and any(str(Path(file).parent) in _FOLDERS for file in files if file)
+    return name != "__main__" and any(os.path.dirname(file) in _FOLDERS for file in files if file)
 
 
 @contextmanager
