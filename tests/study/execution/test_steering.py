@@ -217,7 +217,7 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
     that the gang has not ended by then."""
     slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
     one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null", EPOCHS)
-    undisturbed, _ = run(tiny("no hang", *one))
+    undisturbed, _ = run(tiny(f"no hang of {workers}", *one))
     stopped: list[int] = []
 
     def hang_once(event: Event) -> None:
@@ -228,7 +228,7 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
             stopped.append(ranks[rank].pid)
             ranks[rank].suspend()
 
-    outcome, view = run(tiny("hang", *one, "heartbeat=20"), hang_once)
+    outcome, view = run(tiny(f"hangs as {rank} of {workers}", *one, "heartbeat=20"), hang_once)
     (again,) = [event for event in view.events if event["event"] == "restarted"]
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)
@@ -253,7 +253,7 @@ def test_a_gang_that_hangs_while_it_meets_is_killed_and_started_again(
         return react(pool, group, key, message)
 
     monkeypatch.setattr(Pool, "_react", stop_and_react)
-    outcome, view = run(tiny(f"hangs as {rank}", *one, "heartbeat=20"))
+    outcome, view = run(tiny(f"meets and hangs as {rank}", *one, "heartbeat=20"))
     (again,) = [event for event in view.events if event["event"] == "restarted"]
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)
