@@ -250,11 +250,12 @@ def _imports(source: bytes) -> tuple[tuple[int, str], ...]:
 
 def digest_package(name: str) -> str:
     """Return how nodes tell which code they have of the package of ``package.module:name``:
-    :data:`MISSING`, or the first digits of the sha256 over its Python files."""
+    :data:`MISSING`, or the first digits of the sha256 over its Python files, and whether it is
+    installed, where :func:`digest_source` is another."""
     try:
         path, package = find_source("package", name), _package(split_name("package", name)[0])
-        kind = "installed" if INSTALLED & set(path.parts) else "checkout"
-        return f"{kind} {digest_files(package, sorted(package.rglob('*.py')) or [package])}"
+        kind = ", installed" if INSTALLED & set(path.parts) else ""
+        return f"code {digest_files(package, sorted(package.rglob('*.py')) or [package])}{kind}"
     except (ValueError, OSError):
         return MISSING
 

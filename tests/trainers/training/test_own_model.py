@@ -306,7 +306,7 @@ def test_a_package_that_raises_is_found_and_refused_with_its_file_and_line(
     module.write_text(NETWORK)
     monkeypatch.syspath_prepend(tmp_path)
     assert find_source("model.name", f"{name}.parts.net:make_net") == module
-    assert digest_package(f"{name}.parts.net:make_net").startswith("checkout ")
+    assert digest_package(f"{name}.parts.net:make_net").startswith("code ")
     with pytest.raises(ValueError, match=rf"net\.py cannot be imported: {raised}.*; mend it there"):
         load_code("model.name", f"{name}.parts.net:make_net")
 
@@ -330,7 +330,7 @@ def test_the_digest_of_a_package_is_that_of_all_its_files(
     (tmp_path / "one").rename(installed)
     with monkeypatch.context() as path:
         path.syspath_prepend(installed)
-        assert digest_package("layered.net:make") == digests[0].replace("checkout", "installed")
+        assert digest_package("layered.net:make") == f"{digests[0]}, installed"
     (tmp_path / "alone").mkdir()
     for name in ("alone", "neighbour"):
         (tmp_path / "alone" / f"{name}.py").touch()
