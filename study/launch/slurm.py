@@ -11,6 +11,7 @@ community/slurm.html
 
 from __future__ import annotations
 
+import re
 import subprocess
 from enum import Enum
 from pathlib import Path
@@ -19,6 +20,20 @@ from study.config import StudyConfig
 from study.errors import UserError
 from study.launch.package import Package
 
+ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+"""States of a job that runs no more, of those on the page "Job State Codes"
+(https://slurm.schedmd.com/job_state_codes.html)."""
 LOG = "slurm-{job}.log"
 """Output of a job, in the folder of the package; a requeued job appends to it."""
 
@@ -96,4 +111,7 @@ def look(job: str) -> Seen:
             return Seen.RUNNING
     if not known:
         return Seen.FORGOTTEN
-    return Seen.COMPLETED if "JobState=COMPLETED" in done.stdout else Seen.FAILED
+    state = re.search(r"JobState=(\w+)", done.stdout)
+    if state is None or state[1] not in ENDED:  # queued again since the first question
+        return Seen.RUNNING
+    return Seen.COMPLETED if state[1] == "COMPLETED" else Seen.FAILED

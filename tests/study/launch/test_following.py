@@ -40,6 +40,8 @@ def program(folder: Path, name: str, script: str) -> None:
 @pytest.mark.parametrize(
     ("squeue", "scontrol", "seen"),
     [
+        ("exit 0", "echo JobState=PENDING Reason=BeginTime", Seen.RUNNING),
+        ("exit 0", "echo JobState=NODE_FAIL", Seen.FAILED),
         ("echo '7 all tiny'", "exit 1", Seen.RUNNING),
         (AWAY, AWAY, Seen.AWAY),
         (GONE, AWAY, Seen.AWAY),
