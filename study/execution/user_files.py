@@ -44,9 +44,13 @@ def check_user_files(study: StudyConfig) -> None:
     Raises:
         ValueError: with the sizes or the files, the rule and the remedy.
     """
-    total, largest = 0, (0, Path())
-    for folder in user_folders(study) if study.address is not None else ():
+    if study.address is None:
+        return
+    total, largest, sent = 0, (0, Path()), dict[Path, set[Path]]()
+    for folder in user_folders(study):
+        sent[folder] = set()
         for path in _files_in(folder, study):
+            sent[folder].add(path.resolve())
             size = path.stat().st_size
             total, largest = total + size, max(largest, (size, path))
             if total > MOST_BYTES:
@@ -57,11 +61,10 @@ def check_user_files(study: StudyConfig) -> None:
                     " the limit; move the code, with what it imports and reads, to a folder of its"
                     " own"
                 )
-    for name in _named_files(study) if study.address is not None else ():
+    for name in _named_files(study):
         folder = Path(name.rpartition(":")[0]).parent
-        sent = {path.resolve() for path in _files_in(folder, study)}
         for path in code_files("name", name)[1]:
-            if path.resolve() not in sent:
+            if path.resolve() not in sent[folder]:
                 raise ValueError(
                     f"address={study.address!r}: {path}, which {name} imports, is not sent to the"
                     f" cluster's nodes: of {folder} files are, without hidden ones and folders"

@@ -112,6 +112,6 @@ def look(job: str) -> Seen:
     if not known:
         return Seen.FORGOTTEN
     state = re.search(r"JobState=(\w+)", done.stdout)
-    if state is None or state[1] not in ENDED:  # queued again since the first question
+    if state and state[1] not in ENDED:  # queued again since the first question
         return Seen.RUNNING
-    return Seen.COMPLETED if state[1] == "COMPLETED" else Seen.FAILED
+    return Seen.COMPLETED if state and state[1] == "COMPLETED" else Seen.FAILED

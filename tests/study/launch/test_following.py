@@ -42,6 +42,7 @@ def program(folder: Path, name: str, script: str) -> None:
     [
         ("exit 0", "echo JobState=PENDING Reason=BeginTime", Seen.RUNNING),
         ("exit 0", "echo JobState=NODE_FAIL", Seen.FAILED),
+        ("exit 0", "exit 0", Seen.FAILED),
         ("echo '7 all tiny'", "exit 1", Seen.RUNNING),
         (AWAY, AWAY, Seen.AWAY),
         (GONE, AWAY, Seen.AWAY),
