@@ -8,6 +8,7 @@ A run goes from the config to the report: plan, preflight, ledger, runner, track
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,7 @@ from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
 from study.search.agenda import adopt
+from study.text import counted
 from study.tracking.address import how_to_open, page
 from study.tracking.sinks import Sinks
 from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
@@ -190,6 +192,7 @@ def _run(
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
+    _say_unused_gpus(plan, say)
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
@@ -444,3 +447,9 @@ def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
             f"Resuming: {finished} of {len(state.trials)} trials are finished, {begun} continue"
             " from their last checkpoint."
         )
+
+
+def _say_unused_gpus(plan: Plan, say: Callable[[str], None]) -> None:
+    gpus = hardware()["gpus"]
+    if gpus and plan.study.address is None and '"cuda"' not in json.dumps(plan.study.to_dict()):
+        say(f"{counted(len(gpus), 'GPU')} ({gpus[0]}) not in use: trial.device=auto takes GPUs.")

@@ -33,6 +33,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from study import _compat
 from study.config import StudyConfig
 from study.errors import UserError
@@ -134,6 +136,7 @@ class OwnRay(Session):
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
         self._resources = {"CPU": cpus, "GPU": gpus}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._raylet: psutil.Process | None = None
         self._before = {name: os.environ.get(name) for name in TOKEN}
         if not any(self._before.values()):
             os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
@@ -148,8 +151,14 @@ class OwnRay(Session):
         self.renew()
 
     def look(self) -> bool:
-        """Check that its process runs, see :meth:`Session.look`."""
-        self.lost = "" if self._process.poll() is None else "one of its processes died"
+        """Check that its processes run, see :meth:`Session.look`.
+
+        A raylet whose agents died ends in order, and ``ray start`` takes that for intended.
+        """
+        if self._raylet is None:
+            self._raylet = _child(self._process.pid, "raylet")
+        died = self._process.poll() is not None or (self._raylet and not _runs(self._raylet))
+        self.lost = "one of its processes died" if died else ""
         return True
 
     def resources(self) -> dict[str, float]:
@@ -159,7 +168,7 @@ class OwnRay(Session):
     def renew(self) -> bool:
         """Start a new Ray."""
         if self._folder is not None:
-            self._folder.cleanup()
+            self._end()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         # Ray lets everybody write into its own folder; nobody else gets through the one around it
         folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
@@ -171,7 +180,7 @@ class OwnRay(Session):
             "--port=0",
             "--disable-usage-stats",
         ]
-        printed = folder.with_name("start.log")
+        printed, self._raylet = folder.with_name("start.log"), None
         with printed.open("wb") as log:
             self._process = subprocess.Popen(
                 [*start, *self._options, f"--temp-dir={folder}"],
@@ -197,14 +206,17 @@ class OwnRay(Session):
 
     def close(self) -> None:
         """End its processes."""
+        self._end()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+    def _end(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()  # it ends its processes, then itself
             self._process.wait()
         if self._folder is not None:
             self._folder.cleanup()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
 
 
 class Joined(Session):
@@ -441,6 +453,23 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _child(process: int, name: str) -> psutil.Process | None:
+    """Return the child of a process that has that name; None if there is none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() == name:
+                    return child
+    return None
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Tell whether a process runs; one that has ended and was not waited for does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _text(path: Path) -> str:

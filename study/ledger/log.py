@@ -105,8 +105,8 @@ def open_ledger(folder: Path) -> Contents:
     storage.refresh(folder)
     closed = _closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
     with suppress(FileNotFoundError):
-        return _contents((folder / FILE).read_bytes(), closed)
-    return _contents(b"", closed)
+        return _contents((folder / FILE).read_bytes(), closed, folder)
+    return _contents(b"", closed, folder)
 
 
 def read_ledger(folder: Path) -> list[Event]:
@@ -346,7 +346,7 @@ def make_header(id_: str, time_: float) -> Event:
     }
 
 
-def _contents(content: bytes, closed: int) -> Contents:
+def _contents(content: bytes, closed: int, folder: Path) -> Contents:
     lines = Lines()
     whole = content.rfind(b"\n") + 1
     # whole but for its line break, which a crash cut off
@@ -364,7 +364,8 @@ def _contents(content: bytes, closed: int) -> Contents:
         if _is_new(event, seen)
     ]
     return Contents(
-        events=[event for _, event in kept], numbers=[number for number, _ in kept],
+        events=[storage.where_it_lies(event, folder) for _, event in kept],
+        numbers=[number for number, _ in kept],
         damage=lines.damage, id=lines.id, number=lines.number, checked=lines.checked,
     )  # fmt: skip
 

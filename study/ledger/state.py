@@ -138,6 +138,7 @@ class StudyState:
         outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
             or after it was killed.
         runs: runs with the slots that trials held, the oldest first.
+        machines: machines from which trials were started, the first one first.
         damage: description of the ledger's damage; "" if there is none.
     """
 
@@ -147,6 +148,7 @@ class StudyState:
     limits: dict[str, Any] | None = None
     outcome: str = ""
     runs: list[Run] = field(default_factory=list)
+    machines: list[dict[str, Any]] = field(default_factory=list)
     damage: str = ""
     _early: dict[str, list[Event]] = field(default_factory=dict)
 
@@ -208,6 +210,9 @@ class StudyState:
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
             _apply_to_trial(trial, self._with_origin(event), self.plan)
+            machine = self.plan.get("hardware") if event["event"] == "started" else None
+            if machine and "source" not in event and machine not in self.machines:
+                self.machines.append(machine)
         elif "trial" in event:
             self._early.setdefault(event["trial"], []).append(event)
 

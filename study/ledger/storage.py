@@ -43,9 +43,9 @@ from typing import IO, Any, TypeVar
 
 import psutil
 
-from study.ledger.lines import Lines
+from study.ledger.lines import Event, Lines
 from trainers.files import write_whole
-from trainers.object_store import Store, access, local_folder, open_store, place_of
+from trainers.object_store import Store, access, is_url, local_folder, open_store, place_of
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
 SEGMENTS, PACKS, LOCKS, REPORT = "ledger", "packs", "locks", "report"
@@ -141,6 +141,16 @@ def refresh(folder: Path) -> None:
     with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         answered(_pull, folder, store, lock)
+
+
+def where_it_lies(event: Event, folder: Path) -> Event:
+    """Return the event of a checkpoint with the path that it has in ``folder``, the folder of the
+    study that is read, where that has been moved since the event was written."""
+    written = event.get("path", "") if event["event"] == "checkpoint" else ""
+    if not written or is_url(written) or written.startswith(f"{folder.absolute()}{os.sep}"):
+        return event
+    here = folder.absolute().joinpath(*Path(written).parts[-3:])  # checkpoints/TRIAL/EPOCH
+    return event if os.path.exists(written) or not here.exists() else event | {"path": str(here)}
 
 
 def is_locked_remotely(folder: Path) -> bool:

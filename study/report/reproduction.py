@@ -145,8 +145,7 @@ def _answer(studies: Sequence[Reproduced]) -> str:
 
 
 def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig) -> dict[str, str]:
-    known, machine = facts(state), state.plan.get("hardware", {})
-    gpus = ", ".join(machine.get("gpus", [])) or "no GPU"
+    known = facts(state)
     found = {name: known[name] for name in SHOWN_FACTS if name in known} | amended(file)
     if otherwise := differences_of(state.plan, file.to_dict()):
         found["Its file now"] = (
@@ -160,8 +159,13 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
         )
         or known["Data"]
     )
-    if machine:
-        found["Machine"] = f"{machine['processor']}, {machine['cores']} cores, {gpus}"
+    if state.machines:
+        shown = (
+            f"{machine['processor']}, {machine['cores']} cores,"
+            f" {', '.join(machine.get('gpus', [])) or 'no GPU'}"
+            for machine in state.machines
+        )
+        found["Machine"] = "; ".join(dict.fromkeys(shown))
     counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
     notes = {"Remarks": " ".join(remarks(state, summary))} if remarks(state, summary) else {}
     return {**found, "Trials": counts, **notes, "Command": command}

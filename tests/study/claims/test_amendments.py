@@ -42,6 +42,21 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
     assert not {"Amendments", "Its file now"} & reproduced(study.folder, "run", study).facts.keys()
 
 
+def test_the_page_has_every_machine_that_started_trials(tiny: Tiny) -> None:
+    study = tiny("machines", FIVE)
+    events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
+    planned = next(event for event in events if event["event"] == "planned")
+    other = next(index for index, event in enumerate(events) if event.get("trial")) + 3
+    machine = {"processor": "A", "cores": 16, "memory": 2**34}
+    idle = planned | {"hardware": {"processor": "C", "cores": 1, "gpus": []}}
+    planned["hardware"] = machine | {"gpus": ["H100"]}
+    events[other:other] = [idle, planned | {"hardware": machine | {"processor": "B"}}]
+    write_ledger(study, events)
+    assert reproduced(study.folder, "run", study).facts["Machine"] == (
+        "A, 16 cores, H100; B, 16 cores, no GPU"
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"date": "yesterday"}, "must be a day"), ({"reason": " "}, "reason is empty")],

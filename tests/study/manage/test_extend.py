@@ -54,6 +54,26 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         assert continuations(ledger, state) == 0
 
 
+def test_a_study_that_was_moved_has_its_checkpoints(local: Tiny, tmp_path: Path) -> None:
+    study = local("moved")
+    events = made_up_events(study)
+    trial = fold(events).trials[0].id
+    own = study.folder / "checkpoints" / trial / "000003"
+    imported = tmp_path / "elsewhere" / "checkpoints" / trial / "000002"
+    checkpoint = {"event": "checkpoint", "time": 1.0, "trial": trial}
+    events += [
+        checkpoint | {"epoch": 2, "path": str(imported)},
+        checkpoint | {"epoch": 3, "path": str(own)},
+        checkpoint | {"epoch": 4, "path": str(own.with_name("000004"))},
+    ]
+    write(study, events)
+    for folder in (own, imported):
+        folder.mkdir(parents=True)
+    moved = study.folder.rename(tmp_path / "moved")
+    left = fold(read_ledger(moved)).known[trial].checkpoints_left()
+    assert left == [str(moved / "checkpoints" / trial / "000003"), str(imported)]
+
+
 @pytest.mark.parametrize(
     "change", ["trial.workers=2", "trial.optimizer.lr=0.2", "trial.data.train_size=500"]
 )

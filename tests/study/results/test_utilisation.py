@@ -378,6 +378,13 @@ def test_a_run_that_used_little_says_so_at_its_end(
     assert not any(text.startswith("Slots were") for text in said)  # there was nothing left to run
 
 
+def test_a_run_says_that_gpus_are_not_in_use(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("study.api.hardware", lambda: {"gpus": ["NVIDIA H100", "NVIDIA H100"]})
+    said: list[str] = []
+    run_study(tiny("unused", "trial.epochs=1"), SilentView(), said.append)
+    assert "2 GPUs (NVIDIA H100) not in use: trial.device=auto takes GPUs." in said
+
+
 def test_the_way_to_the_first_epoch_by_stage() -> None:
     held = [
         Held(trial="a", begin=4.0, end=30.0, reports=(9.0, 12.0)),
