@@ -5,6 +5,12 @@ whole space a key explains; it takes complete configurations, so only keys that 
 PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides whether a
 configuration is among the best tenth: how far its distribution there is from that of all that have
 the key. It counts keys with a ``when`` too.
+
+Optuna's fANOVA gives a choice one column per value, and walks each tree once for every combination
+of the columns' thresholds, 2^values of them, and of two keys for the product. A choice of more than
+:data:`COLUMNS` values, such as the row of a study with many, is one column of places instead, in
+the order of its values' mean metric: the order in which a tree finds every best split of a mean
+(W. D. Fisher 1958).
 """
 
 from __future__ import annotations
@@ -24,6 +30,8 @@ from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, E
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
+COLUMNS, PAIR_COLUMNS = 10, 5
+"""Largest number of values of a choice that have a column each in fANOVA, of keys and of pairs."""
 ROW = "row"
 """The name of the row as a key."""
 PLACES = 24
@@ -59,11 +67,13 @@ def importance(state: StudyState) -> Importance | None:
     The row is a key too. Returns None with fewer than ten configurations.
     """
     sampled = _sampled(state)
-    single = _shares(sampled.study, sampled.observed, 0) if sampled else None
+    single = _shares(sampled.ordered(COLUMNS), sampled.observed, 0) if sampled else None
     if sampled is None or single is None:
         return None
     pairs = _pairs(
-        sampled.study, [domain.key for domain in sampled.observed], list(single)[:PAIRED]
+        sampled.ordered(PAIR_COLUMNS),
+        [domain.key for domain in sampled.observed],
+        list(single)[:PAIRED],
     )
     by_name = {domain.key: domain for domain in sampled.observed}
     curves = _dependence(sampled.study, [by_name[name] for name in single][:4])
@@ -80,17 +90,26 @@ def shares(state: StudyState, seed: int) -> dict[str, float] | None:
     """Return the share of the metric's variance by key, of a forest with this seed; None as for
     :func:`importance`."""
     sampled = _sampled(state)
-    return _shares(sampled.study, sampled.observed, seed) if sampled else None
+    return _shares(sampled.ordered(COLUMNS), sampled.observed, seed) if sampled else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sampled:
-    """The configurations of a search, as Optuna's study too."""
+    """The configurations of a search.
+
+    Attributes:
+        study: they as Optuna's study.
+    """
 
     found: list[Entry]
     domains: dict[str, Domain]
     observed: list[Domain]
+    mode: str
     study: Any
+
+    def ordered(self, columns: int) -> Any:
+        """Return Optuna's study for fANOVA: choices of more values than that are places."""
+        return _optuna_study(*_ordered(self.found, self.observed, columns), self.mode)
 
 
 def _sampled(state: StudyState) -> _Sampled | None:
@@ -101,10 +120,31 @@ def _sampled(state: StudyState) -> _Sampled | None:
     if len(found) < 10 or not keys:
         return None
     observed = _all_observed(found, domains, keys)
-    study = _optuna_study(found, observed, state.config.primary_metric.mode)
+    mode = state.config.primary_metric.mode
+    study = _optuna_study(found, observed, mode)
     if len({trial.value for trial in study.trials}) < 2:
         return None
-    return _Sampled(found=found, domains=domains, observed=observed, study=study)
+    return _Sampled(found=found, domains=domains, observed=observed, mode=mode, study=study)
+
+
+def _ordered(
+    found: Sequence[Entry], observed: Sequence[Domain], columns: int
+) -> tuple[Sequence[Entry], Sequence[Domain]]:
+    """Return both with choices of many values as places; see the head of this file."""
+    for domain in observed:
+        if not domain.categorical or len(domain.values) <= columns:
+            continue
+        metric: dict[str, list[float]] = {}
+        for entry in found:
+            metric.setdefault(_text(domain, entry), []).append(entry.values[METRIC])
+        order = sorted(metric, key=lambda text: (np.mean(metric[text]), text))
+        found = [
+            replace(entry, params={**entry.params, domain.key: order.index(_text(domain, entry))})
+            for entry in found
+        ]
+        place = replace(domain, kind="uniform", values=(-0.5, len(order) - 0.5))
+        observed = [place if each is domain else each for each in observed]
+    return found, observed
 
 
 def _shares(study: Any, observed: Sequence[Domain], seed: int) -> dict[str, float] | None:
@@ -198,8 +238,13 @@ def _has(entry: Entry, domain: Domain) -> bool:
 
 
 def _plain(domain: Domain, entry: Entry) -> int | float:
-    value = entry.row if domain.key == ROW else entry.params[domain.key]
-    return domain.values.index(show(value)) if domain.categorical else float(value)
+    if domain.categorical:
+        return domain.values.index(_text(domain, entry))
+    return float(entry.params[domain.key])
+
+
+def _text(domain: Domain, entry: Entry) -> str:
+    return show(entry.row if domain.key == ROW else entry.params[domain.key])
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
