@@ -8,7 +8,6 @@ A run goes from the config to the report: plan, preflight, ledger, runner, track
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 from study.claims.stated import state_claims
 from study.config import StudyConfig
 from study.errors import UserError, refusals
-from study.execution.control import Control, Decision, is_full
+from study.execution.control import Control, Decision, clear, is_full
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
@@ -30,7 +29,7 @@ from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyS
 from study.ledger.storage import check_storage, check_writable, share
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
-from study.manage.studies import read
+from study.manage.studies import placed, read
 from study.plan.candidates import by_rule
 from study.plan.identity import factories
 from study.plan.plan import Plan, make_plan
@@ -129,13 +128,14 @@ def run_study(
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
     """Check a study and enter its plan in its ledger, and run nothing; return its folder.
 
-    Nothing is entered if the ledger has a plan of the same config.
+    Nothing is entered if the ledger has a plan of the same config, data and code.
 
     Raises:
         UserError: the study cannot start, and nothing was done.
     """
     with _opened(study, say) as (plan, data, ledger, before, _):
-        if before.plan.get("study") != plan.study.to_dict():
+        changed = any(trial.id not in before.known for trial in plan.trials)
+        if changed or before.plan.get("study") != plan.study.to_dict():
             _enter_plan(plan, data, ledger, ALL)
             ledger.append("ended", outcome="stopped")
         return ledger.folder
@@ -158,6 +158,7 @@ def _opened(
         with refusals():
             ledger = Ledger(plan.study.folder)
         with ledger:
+            clear(plan.study.folder)  # before what is slow: later wishes are of this run
             with refusals():
                 before = fold(ledger.history)
                 check_same_name(plan.study, before)
@@ -192,7 +193,7 @@ def _run(
     if longer := continuations(ledger, state):
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
-    _say_unused_gpus(plan, say)
+    _say_unused_gpus(plan, state, say)
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)
@@ -281,14 +282,14 @@ def _describe_end(
     return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
 
 
-def write_report(state: StudyState, folder: Path) -> Path:
+def write_report(state: StudyState, folder: Path, study: Path | None = None) -> Path:
     """Write the report, see :func:`study.report.write.write_report`.
 
     The import is inside: it takes a second that no trial should wait for.
     """
     from study.report.write import write_report
 
-    return write_report(state, folder)
+    return write_report(state, folder, study)
 
 
 class _DeferredStart:
@@ -364,7 +365,7 @@ def report_study(
     with refusals():
         state = _reportable(folder)
         study = dataclasses.replace(
-            state.config, tracking_uri=tracking_uri or state.config.tracking_uri
+            placed(state.config, folder), tracking_uri=tracking_uri or state.config.tracking_uri
         )
         check_writable(
             folder / "report", "report", "mend its permissions, or move what is in its place"
@@ -449,7 +450,13 @@ def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:
         )
 
 
-def _say_unused_gpus(plan: Plan, say: Callable[[str], None]) -> None:
-    gpus = hardware()["gpus"]
-    if gpus and plan.study.address is None and '"cuda"' not in json.dumps(plan.study.to_dict()):
-        say(f"{counted(len(gpus), 'GPU')} ({gpus[0]}) not in use: trial.device=auto takes GPUs.")
+def _say_unused_gpus(plan: Plan, state: StudyState, say: Callable[[str], None]) -> None:
+    gpus = hardware()["gpus"] if plan.study.address is None else []
+    known = state.known
+    left = [
+        trial.config
+        for trial in (*plan.trials, *plan.first)
+        if trial.id not in known or known[trial.id].status not in ENDED
+    ]
+    if gpus and left and not any(config.device == "cuda" for config in left):
+        say(f"{counted(len(gpus), 'GPU')} ({gpus[0]}) not in use: trial.device=cuda takes GPUs.")

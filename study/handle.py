@@ -14,7 +14,6 @@ Everything is read from the study's ledger, also of a study that runs elsewhere.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,14 +33,13 @@ from study.ledger.state import ALL, UNFINISHED, StudyState
 from study.ledger.storage import refresh
 from study.manage.export import export_rows
 from study.manage.extend import extended
-from study.manage.studies import condition, find, read
+from study.manage.studies import condition, continued, find, placed, read
 from study.program import STORAGE
 from study.report.tables import cells, headings
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
 from study.tracking.sqlite import where_damaged
-from trainers.object_store import place_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +77,7 @@ class Study:
     @property
     def config(self) -> StudyConfig:
         """Config as last planned, with the storage in which the study lies now."""
-        return dataclasses.replace(self.state.config, storage=place_of(self.folder.parent))
+        return placed(self.state.config, self.folder)
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -202,11 +200,14 @@ class Study:
         """
         with refusals():
             changed = extended(self.state, as_overrides({**(overrides or {}), **keys}))
-        return _run(dataclasses.replace(changed, storage=place_of(self.folder.parent)), ALL)
+            study = continued(changed, self.folder)
+        return _run(study, ALL)
 
     def resume(self) -> Study:
         """Run what is left, without the trials that failed."""
-        return _run(self.config, UNFINISHED)
+        with refusals():
+            study = continued(self.config, self.folder)
+        return _run(study, UNFINISHED)
 
     def report(self, tracking_uri: str | None = None) -> Path:
         """Write the report again, send MLflow what it lacks, and return the report's page."""

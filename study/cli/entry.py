@@ -47,8 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     _print_whatever_the_locale()
     options = parse(arguments)
-    for notice in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(notice, _interrupt)
+    for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(notice) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(notice, _interrupt)
     try:
         code = int(options.command(options))
         sys.stdout.flush()

@@ -3,7 +3,6 @@ command ``doctor`` does."""
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from study.ledger.state import fold
 from study.ledger.storage import check_storage, refresh
 from study.manage.checkpoints import check_checkpoints
 from study.manage.repair import needs_repair, repair
-from study.manage.studies import find, folders
+from study.manage.studies import find, folders, placed
 from study.program import lns_study
 from study.text import counted
 from study.tracking.supervisor import OFF, check_tracking
@@ -156,13 +155,7 @@ def _folder(study: str, storage: str) -> Path:
 def _store(folder: Path, tracking_uri: str | None) -> str | None:
     """Return the MLflow store that may know the study; None if there is none."""
     plan = fold(read_ledger(folder)).plan
-    own = (
-        dataclasses.replace(
-            StudyConfig.from_dict(plan["study"]), storage=place_of(folder.parent)
-        ).tracking
-        if plan
-        else None
-    )
+    own = placed(StudyConfig.from_dict(plan["study"]), folder).tracking if plan else None
     uri = tracking_uri or own or default_tracking_uri(place_of(folder.parent))
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
     return None if uri == OFF or missing else uri

@@ -158,15 +158,17 @@ def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
     with refusals():
         folder = find(options.study, options.storage)
         state = read(folder)
+        name = state.config.name  # or it is of another version
     if state.damage:
-        print(f"lns-study: {state.config.name}: {state.damage}", file=sys.stderr)
+        print(f"lns-study: {name}: {state.damage}", file=sys.stderr)
     return folder, state
 
 
 def _list(options: argparse.Namespace) -> int:
     from study.manage.studies import folders, overview
 
-    lines = [overview(folder) for folder in folders(options.storage)]
+    with refusals():
+        lines = [overview(folder) for folder in folders(options.storage)]
     if not lines:
         print(
             f"no studies in {place_of(local_folder(options.storage))}; run one with"
@@ -291,11 +293,14 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.ledger.log import is_locked
     from study.ledger.state import FAILED, ONLY_FAILED
     from study.manage.extend import extended
+    from study.manage.studies import continued
 
     folder, state = _open(options)
     if only != "all":
         _check_place(options)
-    if is_locked(folder):
+    with refusals():
+        locked = is_locked(folder)
+    if locked:
         if only != "unfinished" or options.overrides:
             stop = lns_study("stop", options.study, storage=options.storage)
             raise UserError(
@@ -307,8 +312,8 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
         return _say_nothing_failed(options, state)
     with refusals():
-        study = extended(state, options.overrides)
-    return run(dataclasses.replace(study, storage=place_of(folder.parent)), options.plain, only)
+        study = continued(extended(state, options.overrides), folder)
+    return run(study, options.plain, only)
 
 
 def _check_place(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from study.cli.manage import add_storage
 from study.errors import UserError, refusals
+from study.ledger.storage import check_writable
 from study.program import NAME, lns_study
 from trainers.object_store import local_folder
 
@@ -53,12 +54,13 @@ def _reproduce(options: argparse.Namespace) -> int:
     changes = [word for word in options.overrides if "=" in word]
     names = [word for word in options.overrides if "=" not in word]
     small = ["--small"] if options.small else []
+    output = Path(options.output or local_folder(options.storage) / "claims")
     with refusals():
+        check_writable(output, "output", "choose another with --output /path/to/folder")
         studies = _load(_names(names, every=options.all), changes, options)
     again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
     words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
     commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}
-    output = Path(options.output or local_folder(options.storage) / "claims")
     worst = 0
     for place, (name, study) in enumerate(studies.items(), 1):
         if options.page_only:

@@ -289,8 +289,8 @@ def _simulate(options: argparse.Namespace) -> int:
             search = dataclasses.replace(study.search, algorithm="random")
             study = dataclasses.replace(study, search=search)
         plan = make_plan(study, download=False)
+        states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
     _say_damage(study)
-    states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
     seconds = recorded_seconds(plan, states, options.seconds)
     error = recorded_errors(states, next(iter(study.search.objectives)))
     lines = []
@@ -328,10 +328,9 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
     Raises:
         ValueError: none is found.
     """
-    import dataclasses
 
     from study.config.compose import change, find_study, load
-    from study.manage.studies import find, read
+    from study.manage.studies import find, placed, read
 
     overrides = [f"storage={options.storage}"] if options.storage else []
     folder = None
@@ -351,9 +350,7 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
             lambda line: print(line, file=sys.stderr),
             download=False,
         )
-    return dataclasses.replace(
-        change(read(folder).config, options.overrides), storage=place_of(folder.parent)
-    )
+    return placed(change(read(folder).config, options.overrides), folder)
 
 
 def _dry_run(study: StudyConfig) -> int:

@@ -12,7 +12,6 @@ from study.cli.manage import Commands, add_command
 from study.errors import UserError, refusals
 from study.program import lns_study
 from study.tracking.sqlite import where_damaged
-from trainers.object_store import place_of
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -114,17 +113,13 @@ def _dashboard(options: argparse.Namespace) -> int:
 def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
     """Return folder and config of a study that is not running and whose store answers."""
     from study.ledger.log import is_locked
-    from study.manage.studies import find, whole
+    from study.manage.studies import find, placed, whole
     from study.tracking.supervisor import OFF, check_tracking
 
     with refusals():
         folder = find(options.study, options.storage)
-        study = whole(folder).config
-        study = dataclasses.replace(
-            study,
-            storage=place_of(folder.parent),
-            tracking_uri=options.tracking_uri or study.tracking_uri,
-        )
+        study = placed(whole(folder).config, folder)
+        study = dataclasses.replace(study, tracking_uri=options.tracking_uri or study.tracking_uri)
         if study.tracking == OFF:
             raise UserError(
                 f"{study.name}: has tracking_uri=none; name a store with --tracking-uri"
@@ -162,7 +157,12 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> int:
+    from study.manage.studies import continued
+
     folder, study = _study(options)
+    with refusals():
+        if not options.check:
+            continued(study, folder)  # of a copy's runs those of newer trials look false
     audits = _audit(folder, study, repair=not options.check)
     if audits is None:
         return 1

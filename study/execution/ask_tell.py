@@ -32,7 +32,7 @@ from study.errors import UserError, refusals
 from study.ledger.lines import Event
 from study.ledger.log import Ledger, is_locked, read_ledger
 from study.ledger.state import ENDED, FAILED, RUNNING, StudyState, TrialState, fold
-from study.plan.plan import make_plan
+from study.plan.plan import Plan, make_plan
 from study.search.agenda import Agenda, adopt
 from trainers.config import TrialConfig
 
@@ -79,6 +79,7 @@ def ask(folder: Path) -> Suggestion | None:
         askers = _askers(ledger.history)
         with refusals():
             plan = adopt(make_plan(state.config), state)
+            _refuse_changed(plan, state)
             agenda = Agenda(
                 plan, state, lambda trial: _discard(ledger.append("added", planned=trial.to_dict()))
             )
@@ -90,6 +91,16 @@ def ask(folder: Path) -> Suggestion | None:
         if agenda.exhausted:
             _end(ledger, state)
         return None
+
+
+def _refuse_changed(plan: Plan, state: StudyState) -> None:
+    """Refuse a plan with trials that the study has not: what they are made of has changed."""
+    if new := [trial for trial in plan.trials if trial.id not in state.known]:
+        raise ValueError(
+            f"{plan.study.name}: {len(new)} of its {len(plan.trials)} trials are not those that"
+            " were planned: code or data of yours changed, or this machine has other GPUs or data;"
+            " call create() again, which plans them as they are now"
+        )
 
 
 def asked(folder: Path) -> list[Suggestion]:

@@ -98,7 +98,6 @@ class Control:
         """Whether Ctrl-C was pressed."""
         self.storage_error = ""
         """Error with which the storage refused a write; ends the study as *cancel* does."""
-        clear(folder)
 
     def begun(self, trial: str) -> None:
         """Note that a trial was handed out."""
@@ -215,10 +214,16 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
         UserError: the object store does not answer or refuses, as with credentials that only read.
     """
     path, store = folder / FILE, open_store(place_of(folder), ANSWER_SECONDS)
-    try:
-        values: dict[str, Any] = json.loads(store.get(FILE) if store else path.read_text())
-    except (FileNotFoundError, ValueError):
-        values = {}
+
+    def before() -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(store.get(FILE) if store else path.read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found
+
+    with refusals():
+        values = answered(before)
     if wish is not None:
         values["wish"] = wish.name.lower()
     if limits is not None:

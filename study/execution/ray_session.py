@@ -17,7 +17,6 @@ processes inherit; a cluster that requires none is refused unless ``insecure=tru
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -28,20 +27,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from study import _compat
 from study.config import StudyConfig
 from study.errors import UserError
+from study.execution.ray_token import TOKEN, check_token, keep_token
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
 from study.program import module_command
-from trainers.workers.fork_server import PR_SET_PDEATHSIG
+from trainers.workers.fork_server import end_with_parent
 
 ENVIRONMENT = {
     # Train polls its workers this often; the default adds 2 s to every report
@@ -54,14 +53,10 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 """Variables set before Ray starts, unless the user set them; Ray's processes inherit them."""
-TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
-"""Variables by which a Ray of our own admits only our processes, which inherit them."""
 TOKEN_BYTES = 32
 """Length of a token, as Ray takes it."""
 CURRENT = "ray_current_cluster"
 """File in Ray's temporary folder with the address of its control store."""
-CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-ANSWER_SECONDS = 10.0
 START_SECONDS = 120.0
 LOOK_SECONDS = 1.0
 """Seconds between looks at a cluster."""
@@ -69,10 +64,6 @@ LATE_SECONDS = 5.0
 """Seconds without an answer after which nothing more is asked of a cluster."""
 SILENT_SECONDS = 30.0
 """Seconds for which a control store may be silent before the study ends."""
-
-
-_LIBC = ctypes.CDLL(None)
-"""C library, loaded here: between fork and exec of a process with threads nothing may be."""
 
 
 class Session:
@@ -138,8 +129,8 @@ class OwnRay(Session):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._raylet: psutil.Process | None = None
         self._before = {name: os.environ.get(name) for name in TOKEN}
-        if not any(self._before.values()):
-            os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
+        # whatever the variables say of clusters: of this one nobody else may have the token
+        os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
         self._options = [
             f"--num-cpus={cpus:g}",
             f"--num-gpus={gpus}",
@@ -189,7 +180,7 @@ class OwnRay(Session):
                 stdin=subprocess.DEVNULL,
                 # out of reach of signals to our process group, such as Ctrl-C
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         until = time.monotonic() + START_SECONDS
         while not (address := _text(folder / CURRENT)):
@@ -208,8 +199,9 @@ class OwnRay(Session):
         """End its processes."""
         self._end()
         for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
     def _end(self) -> None:
         if self._process.poll() is None:
@@ -232,22 +224,23 @@ class Joined(Session):
     """
 
     def __init__(self, address: str, insecure: bool, files: Path | None = None) -> None:
-        self._given = address
+        self._given, self._insecure = address, insecure
         self._environment = {"py_modules": [str(files)]} if files else None
-        _keep_token(Path.home() / ".ray" / "auth_token")
-        on_sigterm = signal.getsignal(signal.SIGTERM)
+        keep_token(Path.home() / ".ray" / "auth_token")
         try:
-            _check_token(address, insecure)
             self._join()
+        except UserError:
+            raise
+        except RuntimeError as error:
+            raise UserError(
+                f"address={address!r}: this process cannot join it ({error}); Ray and Python must"
+                " have the cluster's versions"
+            ) from None
         except (ConnectionError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
             raise UserError(
                 f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
                 " --head`, correct the address, or use address=null for this machine alone"
             ) from None
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
 
     def _join(self) -> None:
         """Join the cluster, and start a thread that asks for its nodes.
@@ -256,12 +249,16 @@ class Joined(Session):
         """
         import ray
 
+        check_token(self._given, self._insecure)
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             address=self._given,
             logging_level=logging.ERROR,
             log_to_driver=False,
             runtime_env=self._environment,
         )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
         self._nodes: list[dict[str, Any]] = ray.nodes()
@@ -283,6 +280,11 @@ class Joined(Session):
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the last answer."""
         return self._nodes
+
+    def resources(self) -> dict[str, float]:
+        """Return ``CPU`` and ``GPU`` of the nodes of the last answer."""
+        alive = [node["Resources"] for node in self._nodes if node["Alive"]]
+        return {name: sum(each.get(name, 0.0) for each in alive) for name in ("CPU", "GPU")}
 
     def look(self) -> bool:
         """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""
@@ -315,7 +317,11 @@ class Joined(Session):
         ray.shutdown()
         try:
             self._join()
-        except (ConnectionError, ValueError, RuntimeError):
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if isinstance(error, UserError):
+                raise
+            if _answers(self.address):  # it lacks this machine alone, and is not silent
+                self._answered = time.monotonic()
             return False
         self.lost = ""
         return True
@@ -366,93 +372,19 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
             session.close()
 
 
-def asks_nobody(address: str, headers: Mapping[str, str] | None = None) -> bool:
-    """Tell whether the Ray whose control store is at ``address`` (host:port) requires no token
-    beyond ``headers``.
-
-    Raises:
-        ConnectionError: neither a Ray that lets us in nor one that asks for a token answers.
-    """
-    import grpc
-
-    with _channel(address) as channel:
-        try:
-            channel.unary_unary(CHECK_ALIVE)(
-                b"", timeout=ANSWER_SECONDS, metadata=list((headers or {}).items())
-            )
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                return False
-            raise ConnectionError(f"{error.code().name}: {error.details()}") from None
-    return True
-
-
-def _channel(address: str) -> Any:
-    """Return a gRPC channel as Ray's own: with TLS if Ray is told so, and past any proxy."""
-    import grpc
-
-    options = [("grpc.enable_http_proxy", 0)]
-    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
-        return grpc.insecure_channel(address, options)
-    chain, key, authority = _compat.ray_certificates()
-    return grpc.secure_channel(
-        address, grpc.ssl_channel_credentials(authority, key, chain), options
-    )
-
-
-def _check_token(address: str, insecure: bool) -> None:
-    """Refuse a cluster that requires no token, unless ``insecure``, or not one that we have.
-
-    Raises:
-        ConnectionError: no cluster answers there.
-        UserError: it is refused.
-    """
-    place = _compat.ray_head(address)
-    mode = os.environ.get(TOKEN[0])
-    if asks_nobody(place):
-        if not insecure:
-            raise UserError(
-                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches"
-                " it runs code as its user and reads the study's files; start it with"
-                " RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use"
-                " insecure=true where only you reach it"
-            )
-    # as in ray.init: to a cluster by address, which may be another's, no token goes unasked
-    elif not asks_nobody(place, _login(address == "auto" and mode is None)):
-        raise UserError(
-            f"address={address!r}: this Ray cluster asks for a token, and this process has none"
-            f" that it takes (RAY_AUTH_MODE={mode or ''}); set RAY_AUTH_MODE=token, and put the"
-            " cluster's token into ~/.ray/auth_token, or its file's name into RAY_AUTH_TOKEN_PATH"
-        )
-
-
-def _login(unasked: bool) -> dict[str, str]:
-    """Return the headers with this process's token for Ray; none if it has no token.
-
-    Args:
-        unasked: whether to take one although RAY_AUTH_MODE does not say so.
-    """
-    from ray.exceptions import AuthenticationError
-
-    loader = _compat.ray_token_loader()
-    with contextlib.suppress(AuthenticationError):
-        if loader.has_token(ignore_auth_mode=unasked):
-            return dict(loader.get_token_for_http_header(ignore_auth_mode=unasked))
-    return {}
-
-
-def _keep_token(path: Path) -> None:
-    """Make Ray's token file, which Ray lets everybody on the machine read, its user's alone."""
-    for place, mode in ((path.parent, 0o700), (path, 0o600)):
-        if place.exists() and place.stat().st_uid == os.getuid():
-            place.chmod(mode)
-
-
 def _free_port() -> int:
     """Return a port of this machine that nothing listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _answers(address: str) -> bool:
+    """Tell whether something listens at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 1.0):
+        return True
+    return False
 
 
 def _child(process: int, name: str) -> psutil.Process | None:
@@ -475,8 +407,3 @@ def _runs(process: psutil.Process) -> bool:
 def _text(path: Path) -> str:
     """Return the contents of a file; "" if there is none."""
     return path.read_text(errors="replace").strip() if path.exists() else ""
-
-
-def _end_with_parent() -> None:
-    """Arrange, in a child process, for SIGTERM once its parent has died."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

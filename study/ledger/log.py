@@ -138,7 +138,7 @@ class Follower:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._position, self._lines = folder / FILE, 0, Lines()
+        self._folder, self._position, self._lines = folder, 0, Lines()
         self._seen: set[tuple[object, ...]] = set()
 
     def poll(self) -> list[Event]:
@@ -147,7 +147,7 @@ class Follower:
         A line without its line break is left for the next call.
         """
         try:
-            with self._path.open("rb") as file:
+            with (self._folder / FILE).open("rb") as file:
                 file.seek(self._position)
                 content = file.read()
         except FileNotFoundError:
@@ -159,7 +159,11 @@ class Follower:
             for line in content[:whole].split(b"\n")[:-1]
             if (entry := self._lines.read(line)) is not None
         ]
-        return [event for _, event in read if _is_new(event, self._seen)]
+        return [
+            storage.where_it_lies(event, self._folder)
+            for _, event in read
+            if _is_new(event, self._seen)
+        ]
 
 
 class LedgerError(OSError):

@@ -76,6 +76,7 @@ class TrialState:
     restarts: int = 0
     error: str = ""
     commits: list[str] = field(default_factory=list)
+    machines: list[dict[str, Any]] = field(default_factory=list)
     number: int | None = None
     params: dict[str, Any] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +139,6 @@ class StudyState:
         outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
             or after it was killed.
         runs: runs with the slots that trials held, the oldest first.
-        machines: machines from which trials were started, the first one first.
         damage: description of the ledger's damage; "" if there is none.
     """
 
@@ -148,14 +148,19 @@ class StudyState:
     limits: dict[str, Any] | None = None
     outcome: str = ""
     runs: list[Run] = field(default_factory=list)
-    machines: list[dict[str, Any]] = field(default_factory=list)
     damage: str = ""
     _early: dict[str, list[Event]] = field(default_factory=dict)
 
     @property
     def config(self) -> StudyConfig:
-        """Config of the study as last planned."""
-        return StudyConfig.from_dict(self.plan["study"])
+        """Config of the study as last planned; ValueError if it has keys that no class here has."""
+        try:
+            return StudyConfig.from_dict(self.plan["study"])
+        except TypeError as error:
+            raise ValueError(
+                f"{self.plan['study'].get('name')}: {error}; its config is of another version of"
+                " this package: read it with that one"
+            ) from None
 
     @property
     def trials(self) -> list[TrialState]:
@@ -204,15 +209,13 @@ class StudyState:
             self.limits = event["limits"]
         elif event["event"] == "lost" and self.plan:
             self.plan |= {
-                "provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None}
+                "provenance": self.plan["provenance"] | {"commit": "unknown", "dirty": None},
+                "hardware": {},
             }
         elif event["event"] == "ended":
             self.outcome = event["outcome"]
         elif (trial := self.known.get(event.get("trial", ""))) is not None:
             _apply_to_trial(trial, self._with_origin(event), self.plan)
-            machine = self.plan.get("hardware") if event["event"] == "started" else None
-            if machine and "source" not in event and machine not in self.machines:
-                self.machines.append(machine)
         elif "trial" in event:
             self._early.setdefault(event["trial"], []).append(event)
 
@@ -244,7 +247,7 @@ class StudyState:
         if trial["id"] not in self.known:
             state = self.known[trial["id"]] = TrialState(**trial)
             for event in self._early.pop(trial["id"], []):
-                _apply_to_trial(state, event, {})
+                _apply_to_trial(state, event, LOST)
         state = self.known[trial["id"]]
         state.row, state.config = trial["row"], apply(trial["config"], state.relief)
         state.number, state.params, state.asked = (
@@ -254,6 +257,10 @@ class StudyState:
         )
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
+
+
+LOST: Event = {"provenance": {"commit": "unknown", "dirty": None}}
+"""Stands for a plan that was lost."""
 
 
 def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
@@ -305,6 +312,11 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
             else [event.get("code") or code_of(plan)]
         )
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
+        elsewhere = "source" in event or "pid" in event  # taken over, or asked for by a loop
+        machine = {} if elsewhere else plan.get("hardware", {})
+        for each in event.get("machines", [machine]):
+            if each and each not in trial.machines:
+                trial.machines.append(each)
     elif kind == "report":
         if event["epoch"] not in trial.reports:
             trial.reports[event["epoch"]] = event

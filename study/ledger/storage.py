@@ -149,8 +149,9 @@ def where_it_lies(event: Event, folder: Path) -> Event:
     written = event.get("path", "") if event["event"] == "checkpoint" else ""
     if not written or is_url(written) or written.startswith(f"{folder.absolute()}{os.sep}"):
         return event
+    # its own first: another study may have the old place by now
     here = folder.absolute().joinpath(*Path(written).parts[-3:])  # checkpoints/TRIAL/EPOCH
-    return event if os.path.exists(written) or not here.exists() else event | {"path": str(here)}
+    return event | {"path": str(here)} if here.exists() else event
 
 
 def is_locked_remotely(folder: Path) -> bool:

@@ -125,7 +125,8 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
     }
     if known.relief:
         ledger.append("relieved", **origin, **times["started"], error="", relief=known.relief)
-    ledger.append("started", **origin, **times["started"], commits=known.commits)
+    made_by = {"commits": known.commits, "machines": known.machines}
+    ledger.append("started", **origin, **times["started"], **made_by)
     _copy_reports(ledger, known, str(source), known.id)
     ledger.append("finished", **origin, **times["finished"], metrics=known.test)
 

@@ -6,6 +6,7 @@ study runs.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,26 @@ def find(study: str, storage: str) -> Path:
         f"study {study!r}: no such study in {place} (there: {names}); name its storage with"
         " --storage, in Python with storage=..."
     )
+
+
+def placed(study: StudyConfig, folder: Path) -> StudyConfig:
+    """Return a study's config with the storage that its folder lies in now."""
+    return dataclasses.replace(study, storage=place_of(folder.parent))
+
+
+def continued(study: StudyConfig, folder: Path) -> StudyConfig:
+    """Return the config with which the study in ``folder`` goes on there.
+
+    Raises:
+        ValueError: the folder has another name than the study; a run would write to another one.
+    """
+    if folder.name != study.slug:
+        raise ValueError(
+            f"{folder}: is a renamed folder, or a copy, of the study {study.name!r}, which goes on"
+            f" in a folder of its own name; name it {study.slug}, or run a study of the name"
+            f" {folder.name!r} after `lns-study import` has taken this one's trials"
+        )
+    return placed(study, folder)
 
 
 def folders(storage: str) -> list[Path]:
@@ -146,7 +167,16 @@ def overview(folder: Path) -> dict[str, Any]:
             "best": "-",
             "time": events[-1]["time"] if events else 0.0,
         }
-    metric = state.config.search.first
+    try:
+        metric = state.config.search.first
+    except (TypeError, ValueError):  # a key or value of a later version
+        return {
+            "name": folder.name,
+            "condition": "unreadable",
+            "trials": "?",
+            "best": "-",
+            "time": events[-1]["time"],
+        }
     values = [
         group.objectives[metric.name]
         for group in groups_of_seeds(state.trials, [metric.name], state.config.search.constraints)

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,11 +45,11 @@ from study.text import counted
 class Pair:
     """One matched trial of each study; errors in per cent.
 
-    ``name`` is the row's label, ``number`` that of the configuration in it.
+    ``name`` is the row's label, ``of`` tells the configurations in it apart.
     """
 
     name: str
-    number: int | None
+    of: Hashable
     seed: int
     first: float
     second: float
@@ -98,13 +98,13 @@ def compare(first: StudyState, second: StudyState) -> StudyComparison:
         for trial in (ours[name], theirs[name])
     )
     pairs = [
-        Pair(name=ours[name].row, number=ours[name].number, seed=ours[name].seed, first=a, second=b)
+        Pair(name=ours[name].row, of=_group(ours[name]), seed=ours[name].seed, first=a, second=b)
         for name in shared
         if (a := _figure(ours[name], metric, tested)) is not None
         and (b := _figure(theirs[name], metric, tested)) is not None
     ]
-    kept = {(pair.name, pair.number, pair.seed) for pair in pairs}
-    places = [(ours[name].row, ours[name].number, ours[name].seed) for name in shared]
+    kept = {(pair.name, pair.of, pair.seed) for pair in pairs}
+    places = [(ours[name].row, _group(ours[name]), ours[name].seed) for name in shared]
     if not pairs:
         raise ValueError(
             f"{first.config.name} and {second.config.name}: the matched trials have no finite"
@@ -133,6 +133,11 @@ def compare(first: StudyState, second: StudyState) -> StudyComparison:
     )
 
 
+def _group(trial: TrialState) -> Hashable:
+    """Tell a trial's configuration from others of its row, of which some may have its number."""
+    return trial.number, json.dumps(trial.params, sort_keys=True)
+
+
 def _shared_metric(first: StudyState, second: StudyState) -> Metric:
     """Return the metric that both studies are about, or refuse two.
 
@@ -153,9 +158,9 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
     """Return the contrast of pairs, over the seeds that every configuration has."""
-    gaps: dict[tuple[str, int | None], dict[int, float]] = {}
+    gaps: dict[tuple[str, Hashable], dict[int, float]] = {}
     for pair in pairs:
-        gaps.setdefault((pair.name, pair.number), {})[pair.seed] = pair.second - pair.first
+        gaps.setdefault((pair.name, pair.of), {})[pair.seed] = pair.second - pair.first
     seeds = set.intersection(*map(set, gaps.values()))
     if len(seeds) > 1:
         return paired(

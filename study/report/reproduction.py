@@ -159,11 +159,11 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
         )
         or known["Data"]
     )
-    if state.machines:
+    if machines := [machine for trial in state.trials for machine in trial.machines]:
         shown = (
             f"{machine['processor']}, {machine['cores']} cores,"
             f" {', '.join(machine.get('gpus', [])) or 'no GPU'}"
-            for machine in state.machines
+            for machine in machines
         )
         found["Machine"] = "; ".join(dict.fromkeys(shown))
     counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())

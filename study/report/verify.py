@@ -22,6 +22,7 @@ alters the ledger, its checksums, the report and MLflow alike leaves nothing to 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from study.config.search import broken
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report
+from study.manage.studies import placed
 from study.report.claims import markdown_cell
 from study.report.verify_pages import LIKE, verify_pages, verify_record
 from study.results.objectives import SPENT, objective
@@ -108,13 +110,14 @@ class Source:
         """Return the ids of the trials whose figures are a row's; of a searched row those of the
         configuration with the best mean of the first objective, the first of equals."""
         mine = [trial for trial in self.trials.values() if trial["row"] == label]
-        groups: dict[Any, list[str]] = {}
+        groups: dict[tuple[int | None, str], list[str]] = {}
         for trial in mine:
-            groups.setdefault(trial.get("number"), []).append(trial["id"])
-        if set(groups) <= {None}:
+            params = json.dumps(trial.get("params", {}), sort_keys=True)
+            groups.setdefault((trial.get("number"), params), []).append(trial["id"])
+        if all(number is None for number, _ in groups):
             return [trial["id"] for trial in mine]
         sign = 1.0 if self.mode == "min" else -1.0
-        in_order = [groups[number] for number in sorted(groups, key=lambda of: of or 0)]
+        in_order = [groups[of] for of in sorted(groups, key=lambda of: of[0] or 0)]
         last = [ids for ids in in_order if not any(map(self._is_early, ids))]
         whole = [ids for ids in last if all(id_ in self.finals for id_ in ids)]
         means = [(-len(ids), sign * self._mean(self.objective, ids), ids) for ids in whole]
@@ -177,7 +180,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
             yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
     yield from verify_record(figures, wanted)
     yield from verify_pages(state, summary, wanted["claims"], folder / "report")
-    uri = tracking_uri or StudyConfig.from_dict(source.plan["study"]).tracking
+    uri = tracking_uri or placed(StudyConfig.from_dict(source.plan["study"]), folder).tracking
     if uri != OFF:
         client = connect(uri)
         yield from _mlflow(client, figures, source)

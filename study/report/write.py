@@ -25,12 +25,18 @@ from study.results.utilisation import sentences
 from trainers.files import write_whole
 
 
-def write_report(state: StudyState, folder: Path) -> Path:
-    """Write the report's files into ``folder`` and return it."""
+def write_report(state: StudyState, folder: Path, study: Path | None = None) -> Path:
+    """Write the report's files into ``folder`` and return it.
+
+    Args:
+        state: the study's state.
+        folder: folder of the report.
+        study: folder of the study, for the checks of its claims; None if the report lies in it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     use = sentences(state)
-    figures = record(state, summary, judge(state, folder.parent))
+    figures = record(state, summary, judge(state, study or folder.parent))
     made = parts(state, summary, use)
     for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
         (folder / file).unlink(missing_ok=True)  # left by an earlier report

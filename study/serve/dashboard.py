@@ -59,9 +59,8 @@ class Page:
         with tempfile.TemporaryDirectory() as scratch:
             if (self._folder / WHERE).exists():
                 shutil.copy(self._folder / WHERE, scratch)  # the links to MLflow are made from it
-            return (write_report(shown, Path(scratch) / "report") / "report.html").read_text(
-                encoding="utf-8"
-            )
+            written = write_report(shown, Path(scratch) / "report", self._folder)
+            return (written / "report.html").read_text(encoding="utf-8")
 
     def _with_head(self, text: str, state: StudyState) -> str:
         now, trials = condition(self._folder, state), state.trials

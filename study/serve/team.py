@@ -201,6 +201,12 @@ def _check_artifacts(team: Team) -> None:
             f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what"
             " lies there can be fetched from the server; use a folder of its own"
         )
+    database = Path(team.uri.removeprefix("sqlite:///"))
+    if team.uri.startswith("sqlite:///") and database.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"--artifacts {team.artifacts}: must not hold the database {database}, which has the"
+            " users' passwords and could be fetched from the server; use a folder of its own"
+        )
     check_writable(folder, "artifacts", "choose another with --artifacts /path/to/folder")
 
 

@@ -30,6 +30,7 @@ from study.program import module_command
 from study.serve.mlflow_server import TOKEN, mlflow_command
 from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
+from trainers.workers.fork_server import end_with_parent
 
 EVERYWHERE = "0.0.0.0"
 MOST_LINKS = 10
@@ -103,6 +104,7 @@ def run(
         env=os.environ | variables,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=end_with_parent,
         cwd=folder,
     )
     reached = HOST if host == EVERYWHERE else host

@@ -21,6 +21,7 @@ from study.ledger.state import (
     STOPPED,
     StudyState,
     TrialState,
+    code_of,
     shown_study,
 )
 from study.results.objectives import bits_of
@@ -281,6 +282,8 @@ def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
     }
     if trial.number is not None:
         names |= {"configuration": str(trial.number), "sampled": describe(trial.params)[:TEXT]}
+    if set(trial.commits) - {code_of(plan)}:  # of which the packages are not known
+        return names | {"git.commit": ", ".join(trial.commits)}
     return names | _code_tags(plan)
 
 

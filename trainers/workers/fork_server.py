@@ -42,6 +42,7 @@ from trainers.user_code import names_code, python_path
 
 MESSAGE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 PR_SET_NAME = 15
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
@@ -66,6 +67,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",  # the current folder, in which others may have left a module, first
                     "-c",
                     (
                         "import sys; from trainers.workers.fork_server import main;"
@@ -228,15 +230,19 @@ def send(control: socket.socket, message: dict[str, Any]) -> None:
         control.send(json.dumps(message).encode())
 
 
+def end_with_parent(notice: int = signal.SIGTERM) -> None:
+    """Have this process, a child, sent a signal once its parent has died."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, notice)
+
+
 def _become_worker(
     control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]
 ) -> None:
     """Serve a forked child's own connection, and end the child."""
     status = 1
     try:
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_NAME, b"lns-study-work", 0, 0, 0)
+        end_with_parent(signal.SIGKILL)
+        _LIBC.prctl(PR_SET_NAME, b"lns-study-work", 0, 0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         control.close()

@@ -18,7 +18,14 @@ import os
 import queue
 import threading
 import time
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +87,10 @@ class RayTrainRun(Executor):
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """Start the run, or continue it from the newest checkpoint of its own."""
         damaged = set_damaged_aside(Path(self._plan["storage"]) / self._trial)
-        key = os.urandom(32)
+        key = self._key = os.urandom(32)
         here = ray.util.get_node_ip_address()
         alone = all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
-        self._listener = Listener(("127.0.0.1" if alone else here, 0), authkey=key)
+        self._listener = Listener(("127.0.0.1" if alone else here, 0))
         threading.Thread(target=self._listen, daemon=True).start()
         trainer = build_trainer(
             config,
@@ -152,11 +159,19 @@ class RayTrainRun(Executor):
         """Hear the controller until the run ends; one that was started again connects anew."""
         assert self._listener is not None
         while not self._stopped:
-            with contextlib.suppress(EOFError, OSError):
+            with contextlib.suppress(OSError):
                 connection = self._listener.accept()
-                while True:
-                    self._reports.put(connection.recv())
-                    connection.send(False if self._stopped else self._answers.get())
+                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+
+    def _hear(self, connection: Connection) -> None:
+        """Hear one that connected, if it has the key; who has none, or says nothing, holds up
+        nobody."""
+        with contextlib.suppress(EOFError, OSError, AuthenticationError), connection:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            while True:
+                self._reports.put(connection.recv())
+                connection.send(False if self._stopped else self._answers.get())
 
 
 def set_damaged_aside(run: Path) -> str:

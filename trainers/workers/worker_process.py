@@ -243,9 +243,9 @@ class Worker:
         if self._place["rank"] == 0:
             if is_url(place):
                 upload(local_folder(path), path)
-                for url in remote_checkpoints(place)[CHECKPOINTS_KEPT:]:
+                for url in _older(remote_checkpoints(place), epoch):
                     remove(url)
-            for old in checkpoints_in(local_folder(place))[CHECKPOINTS_KEPT:]:
+            for old in _older(checkpoints_in(local_folder(place)), epoch):
                 # first of all, so that one that is half removed is no checkpoint
                 with suppress(OSError):
                     (old / STATE).unlink()
@@ -338,6 +338,14 @@ def checkpoints_at(place: str) -> list[str]:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return a trial's checkpoints, the newest first."""
     return sorted((path for path in folder.glob("[0-9]*") if path.is_dir()), reverse=True)
+
+
+def _older(checkpoints: Sequence[Any], epoch: int) -> list[Any]:
+    """Return those of a trial's checkpoints, the newest first, that are needed no longer.
+
+    What is of later epochs than ``epoch`` was damaged, and takes the place of none that is whole.
+    """
+    return [each for each in checkpoints if int(Path(each).name) <= epoch][CHECKPOINTS_KEPT:]
 
 
 def _describe(error: BaseException) -> str:

@@ -169,6 +169,16 @@ def test_what_the_report_leaves_out_is_seen(reproduced: Path, part: str, said: s
             del values[part][1]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    reproduced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["--output", str(tmp_path / "file" / "claims"), "--storage", str(tmp_path / "none")]
+    assert main(["reproduce", str(reproduced / "mine.yaml"), *words]) == 2
+    assert "output=" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_falsified_page_is_seen(reproduced: Path) -> None:
     folder = study_of(reproduced).folder
     page = folder / "report" / "report.md"

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from study.errors import UserError
-from study.execution import ray_session
-from study.execution.ray_session import Joined, OwnRay, _keep_token, asks_nobody
+from study.execution import ray_token
+from study.execution.ray_session import Joined, OwnRay
+from study.execution.ray_token import asks_nobody, is_ours, keep_token
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
@@ -145,28 +147,31 @@ def test_rays_token_is_its_users_alone(tmp_path: Path) -> None:
     path.parent.mkdir(mode=0o755)
     path.write_text("0" * 64)
     path.chmod(0o644)
-    _keep_token(path)
+    keep_token(path)
     assert modes(path.parent, path) == [0o700, 0o600]
     assert path.read_text() == "0" * 64
-    _keep_token(tmp_path / "other" / "auth_token")
+    keep_token(tmp_path / "other" / "auth_token")
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
-def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(tmp_path: Path) -> None:
-    """A process of its own: Ray reads its settings once."""
+@pytest.mark.parametrize("mode", ["", "disabled", "token"])
+def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_path: Path) -> None:
+    """A process of its own: Ray reads its settings once. What was set is for clusters."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
         "HOME": str(tmp_path)
     }
+    env |= {"RAY_AUTH_MODE": mode} if mode else {}
     code = (
-        "import os; from study.execution.ray_session import OwnRay, asks_nobody\n"
+        "import os; from study.execution.ray_session import OwnRay\n"
+        "from study.execution.ray_token import asks_nobody\n"
         "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
-        "ray.close(); print('RAY_AUTH_TOKEN' in os.environ)"
+        "ray.close(); print('RAY_AUTH_TOKEN' in os.environ, os.environ.get('RAY_AUTH_MODE', ''))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout == "asks nobody: False\nFalse\n", done.stderr
+    assert done.stdout == f"asks nobody: False\nFalse {mode}\n", done.stderr
     assert not (tmp_path / ".ray").exists()
 
 
@@ -205,7 +210,7 @@ def test_what_does_not_say_that_it_asks_for_a_token_is_refused(
 ) -> None:
     """A closed port, a server that says nothing, and one that is no Ray."""
     grpc = pytest.importorskip("grpc")
-    monkeypatch.setattr(ray_session, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(ray_token, "ANSWER_SECONDS", 1.0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     silent, other = socket.socket(), grpc.server(futures.ThreadPoolExecutor(1))
     with silent:
@@ -261,6 +266,65 @@ def test_a_cluster_that_asks_for_a_token_says_so_to_who_has_none(
             assert "RAY_AUTH_MODE=token" in done.stderr
         assert TOKEN not in done.stderr
         assert wrong not in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root starts processes of another user")
+def test_a_raylet_of_another_user_is_none_of_ours() -> None:
+    words = ["raylet", "-c", "sleep 600; :", "--gcs-address=127.0.0.1:1"]
+    for user in (65534, os.getuid()):
+        process = subprocess.Popen(words, executable="/bin/sh", user=user, cwd="/")
+        try:
+            until(lambda of=process.pid: psutil.Process(of).cmdline() == words, 10)
+            assert is_ours("127.0.0.1:1") is (user == os.getuid())
+        finally:
+            process.kill()
+            process.wait()
+
+
+def joined(address: str) -> Joined:
+    """A cluster whose node of this machine has left it, as if joined."""
+    cluster = Joined.__new__(Joined)
+    cluster.address = address
+    cluster._given, cluster._insecure, cluster._environment = address, True, None
+    cluster._nodes = [{"NodeID": "n", "Alive": False, "Resources": {"CPU": 4.0}}]
+    cluster._node, cluster._left = "n", threading.Event()
+    cluster._answered = cluster._seen = time.monotonic()
+    return cluster
+
+
+def test_joining_again_is_tried_as_long_as_the_control_store_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(self: Joined) -> None:
+        raise RuntimeError("no node of this machine")
+
+    monkeypatch.setattr(Joined, "_join", refuse)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        store.listen()
+        cluster = joined(f"127.0.0.1:{store.getsockname()[1]}")
+        now = time.monotonic()
+        for later in (0.0, 20.0, 40.0, 90.0):
+            monkeypatch.setattr("time.monotonic", lambda at=now + later: at)
+            assert not cluster.renew()
+            cluster.look()
+            assert "has left the cluster" in cluster.lost
+    monkeypatch.setattr("time.monotonic", lambda: now + 130.0)
+    assert not cluster.renew()
+    with pytest.raises(UserError, match=r"its control store at .* does not answer"):
+        cluster.look()
+    assert cluster.resources() == {"CPU": 0.0, "GPU": 0.0}
+
+
+def test_a_cluster_of_other_versions_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("Version mismatch: the cluster has Python 3.11.9")
+
+    monkeypatch.setattr("ray.init", refuse)
+    monkeypatch.setattr("study.execution.ray_session.check_token", lambda *_: None)
+    with pytest.raises(UserError, match=r"cannot join it \(Version mismatch: .*versions"):
+        Joined("127.0.0.1:1", insecure=True)
 
 
 UNSTARTED = """

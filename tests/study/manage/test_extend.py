@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from study.ledger.lines import seal, unseal
-from study.ledger.log import Ledger, make_header, read_ledger
+from study.ledger.log import Follower, Ledger, make_header, read_ledger
 from study.ledger.state import FAILED, FINISHED, PLANNED, fold
 from study.manage.extend import continuations, extended, take_over
 from study.manage.repair import repair
@@ -70,8 +70,11 @@ def test_a_study_that_was_moved_has_its_checkpoints(local: Tiny, tmp_path: Path)
     for folder in (own, imported):
         folder.mkdir(parents=True)
     moved = study.folder.rename(tmp_path / "moved")
-    left = fold(read_ledger(moved)).known[trial].checkpoints_left()
-    assert left == [str(moved / "checkpoints" / trial / "000003"), str(imported)]
+    wanted = [str(moved / "checkpoints" / trial / "000003"), str(imported)]
+    assert fold(read_ledger(moved)).known[trial].checkpoints_left() == wanted
+    own.mkdir(parents=True)  # of another run of the same study, at the place of before
+    assert fold(read_ledger(moved)).known[trial].checkpoints_left() == wanted
+    assert fold(Follower(moved).poll()).known[trial].checkpoints_left() == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,7 @@ def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
     write(ours, made_up_events(ours)[:1])
     other = made_up_events(theirs)
     other[0]["provenance"] = other[0]["provenance"] | {"commit": "decade"}
+    other[0]["hardware"] = {"processor": "A", "cores": 16, "gpus": ["H100"]}
     relieved = {
         "event": "relieved",
         "time": other[0]["time"],
@@ -141,6 +145,7 @@ def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
         assert objective(trial, "seconds") == objective(known, "seconds")
         assert (trial.started, trial.ended, trial.took) == (known.started, known.ended, known.took)
         assert trial.commits == known.commits == ["decade"]
+        assert trial.machines == known.machines == [other[0]["hardware"]]
         assert trial.spent == 0.0
         assert trial.relief == known.relief
     assert state.trials[0].seconds == pytest.approx(3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import tomllib
 from collections.abc import Callable
 from importlib import metadata
@@ -100,6 +101,22 @@ def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
     assert [line[-1] for line in lines(found)] == ["+0.20 ± 0.63", "+0.40 ± 0.63"]
     assert "two minus one: +0.300 ± 0.6" in verdict(found)
     assert "undecided: a difference of 0.81 would have shown in 80 %" in verdict(found)
+
+
+def test_configurations_that_share_a_number_are_not_mixed(tiny: Tiny) -> None:
+    """A study whose space was changed numbers anew, beside what it had."""
+    first, second = searched(tiny), searched(tiny)
+    for state in (first, second):
+        for trial in state.trials:
+            trial.number = (trial.number or 0) % 2
+    gaps = []
+    for number, trial in enumerate(second.trials):
+        gaps.append(0.1 * (number % 3))
+        trial.test = {"test/error": trial.test["test/error"] + gaps[-1] / 100}
+    found = compare(first, second)
+    assert found.contrast is not None
+    assert found.difference == pytest.approx(statistics.fmean(gaps))
+    assert found.contrast.difference == pytest.approx(found.difference)
 
 
 def test_one_seed_of_many_configurations_is_compared_over_these(tiny: Tiny) -> None:
@@ -416,6 +433,22 @@ def test_the_live_page_grows_with_the_ledger(tiny: Tiny) -> None:
     assert b"2 of 2 trials have ended" in answer.data
     assert b'http-equiv="refresh"' not in answer.data
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def trials(study):\n"
+        "    return {'figure': len(study.state.trials), 'verdict': 'holds', 'unit': 'trials'}\n"
+    )
+    check = {"name": "c", "claim": "It is so.", "source": "a talk", "check": f"{file}:trials"}
+    study = tiny("live claims", f"claims={json.dumps([check])}")
+    write_ledger(study, made_up_events(study))
+    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
+    client.set_cookie("lns_study_dashboard", "secret")
+    text = client.get("/", headers={"Host": "localhost"}).text
+    assert "2.00 trials" in text
+    assert "raised" not in text
 
 
 def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> None:

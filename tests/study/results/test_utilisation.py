@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.api import run_study
+from study.api import _say_unused_gpus, run_study
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
 from study.ledger.slots import Run
-from study.ledger.state import fold
+from study.ledger.state import StudyState, fold
+from study.plan.plan import make_plan
 from study.results import utilisation as module
 from study.results.utilisation import (
     BEFORE,
@@ -382,7 +383,22 @@ def test_a_run_says_that_gpus_are_not_in_use(tiny: Tiny, monkeypatch: pytest.Mon
     monkeypatch.setattr("study.api.hardware", lambda: {"gpus": ["NVIDIA H100", "NVIDIA H100"]})
     said: list[str] = []
     run_study(tiny("unused", "trial.epochs=1"), SilentView(), said.append)
-    assert "2 GPUs (NVIDIA H100) not in use: trial.device=auto takes GPUs." in said
+    line = "2 GPUs (NVIDIA H100) not in use: trial.device=cuda takes GPUs."
+    assert said.count(line) == 1
+    run_study(tiny("unused", "trial.epochs=1"), SilentView(), said.append)
+    assert said.count(line) == 1  # nothing was left to run
+
+
+def test_no_run_says_so_of_gpus_that_device_auto_takes(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("study.api.hardware", lambda: {"gpus": ["NVIDIA H100"]})
+    monkeypatch.setattr("study.plan.trials._auto_device", lambda *_: "cuda")
+    said: list[str] = []
+    plan = make_plan(tiny("used", "trial.device=auto"))
+    assert {trial.config.device for trial in plan.trials} == {"cuda"}
+    _say_unused_gpus(plan, StudyState(), said.append)
+    assert said == []
 
 
 def test_the_way_to_the_first_epoch_by_stage() -> None:

@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from study.config import default_tracking_uri
 from study.serve.ui import check_servable
 from study.tracking.address import WHERE, how_to_open, pages_of
+from tests.study.servers import free_port
+
+WAITS = """
+import sys
+from study.cli.entry import main
+from study.serve import ui
+code = f"import os, time; open({sys.argv[1]!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+ui.command = lambda *_: [sys.executable, "-c", code]
+main(["ui", "--tracking-uri", sys.argv[2], "--port", sys.argv[3]])
+"""
+
+
+@pytest.mark.parametrize("notice", [signal.SIGHUP, signal.SIGKILL])
+def test_no_server_outlives_its_command(notice: signal.Signals, tmp_path: Path) -> None:
+    """A terminal that is closed, and the command killed."""
+    pid, uri = tmp_path / "pid", f"sqlite:///{tmp_path / 'm.db'}"
+    words = [sys.executable, "-c", WAITS, str(pid), uri, str(free_port())]
+    process = subprocess.Popen(words, cwd=tmp_path, start_new_session=True)
+    until = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.05)
+    server = psutil.Process(int(pid.read_text()))
+    process.send_signal(notice)
+    process.wait(60)
+    _, alive = psutil.wait_procs([server], timeout=30)
+    assert not alive
+
 
 PAGE = "#/experiments/1/runs/2"
 THEN = "   then open its link to this study"

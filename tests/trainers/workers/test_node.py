@@ -35,7 +35,7 @@ from trainers.workers.messages import (
 from trainers.workers.node import Node
 from trainers.workers.out_of_memory import relief
 from trainers.workers.resources import PACKED
-from trainers.workers.worker_process import checkpoints_in
+from trainers.workers.worker_process import _older, checkpoints_in
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +205,33 @@ def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(
                     == "the trial's process died (SIGKILL)"
                 )
         assert list(node._processes) == [1]
+
+
+def test_the_current_folder_is_imported_from_by_no_process(tmp_path: Path) -> None:
+    """Others may leave modules where they write, such as in /tmp."""
+    (tmp_path / "numba.py").write_text(f"open({str(tmp_path / 'trapped')!r}, 'w')")
+    code = "from trainers.workers.node import Node\nwith Node() as node: print(node.load([]))\n"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_checkpoints_after_damaged_ones_are_kept() -> None:
+    """A trial whose checkpoints 19 and 20 are damaged begins anew, and is killed again."""
+    damaged = [Path("000020"), Path("000019")]
+    assert _older([*damaged, Path("000001")], 1) == []
+    newer = [Path(f"{epoch:06d}") for epoch in (4, 3, 2)]
+    assert _older(damaged + newer, 4) == [Path("000002")]
+    assert _older(["s3://b/t/000003", "s3://b/t/000002", "s3://b/t/000001"], 3) == [
+        "s3://b/t/000001"
+    ]
 
 
 def test_each_process_has_its_own_environment(driver: Driver, key: int, tmp_path: Path) -> None:

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
+import socket
+import threading
 from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
+from trainers.workers.ray_train_run import RayTrainRun
 from trainers.workers.ray_train_worker import FailAtOnce, build_trainer, read_results, train_loop
 from trainers.workers.resources import WorkerResources
 
@@ -243,3 +249,22 @@ def test_a_run_whose_driver_died_tells_of_every_epoch(ray_cluster: None, tmp_pat
         [5.0],
         [6.0],
     ]
+
+
+def test_who_connects_without_the_key_holds_up_nobody() -> None:
+    """One that says nothing, and one with another key, before the controller."""
+    run = RayTrainRun.__new__(RayTrainRun)
+    run._reports, run._answers, run._stopped = queue.SimpleQueue(), queue.SimpleQueue(), False
+    run._key, run._listener = b"k" * 32, Listener(("127.0.0.1", 0))
+    threading.Thread(target=run._listen, daemon=True).start()
+    address = run._listener.address
+    with socket.create_connection(address):
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            Client(address, authkey=b"another")
+        with Client(address, authkey=run._key) as controller:
+            controller.send({"epoch": 1})
+            assert run._reports.get(timeout=10) == {"epoch": 1}
+            run._answers.put(True)
+            assert controller.recv() is True
+    run._stopped = True
+    run._listener.close()
