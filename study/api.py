@@ -23,7 +23,7 @@ from study.execution.control import Control, Decision, clear, is_full
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
-from study.ledger.log import FILE, Ledger, is_locked
+from study.ledger.log import FILE, Ledger, LedgerError, is_locked
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.ledger.storage import check_storage, check_writable, share
@@ -176,6 +176,29 @@ def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: st
     )
 
 
+def _begin(
+    plan: Plan,
+    data: list[dict[str, Any]],
+    ledger: Ledger,
+    state: StudyState,
+    only: str,
+    say: Callable[[str], None],
+) -> None:
+    """Enter the plan of a run, and say what is left of it."""
+    try:
+        _enter_plan(plan, data, ledger, only)
+        longer = continuations(ledger, state)
+    except LedgerError as error:
+        raise UserError(
+            f"storage: ledger: {error}; see that {plan.study.folder} can be written; nothing was"
+            " started, and the same command goes on"
+        ) from None
+    if longer:
+        say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
+    _say_what_is_left(state, say)
+    _say_unused_gpus(plan, state, say)
+
+
 def _run(
     plan: Plan,
     data: list[dict[str, Any]],
@@ -189,11 +212,7 @@ def _run(
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
     ledger.listen(state.apply)
-    _enter_plan(plan, data, ledger, only)
-    if longer := continuations(ledger, state):
-        say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
-    _say_what_is_left(state, say)
-    _say_unused_gpus(plan, state, say)
+    _begin(plan, data, ledger, state, only, say)
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)

@@ -56,8 +56,8 @@ def _reproduce(options: argparse.Namespace) -> int:
     small = ["--small"] if options.small else []
     output = Path(options.output or local_folder(options.storage) / "claims")
     with refusals():
-        check_writable(output, "output", "choose another with --output /path/to/folder")
         studies = _load(_names(names, every=options.all), changes, options)
+        check_writable(output, "output", "choose another with --output /path/to/folder")
     again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
     words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
     commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}

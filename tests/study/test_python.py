@@ -311,24 +311,6 @@ def test_ask_and_tell(algorithm: str, tiny: Tiny) -> None:
     assert len(read_ledger(found.folder)) == before  # nothing is planned anew
 
 
-def test_asking_after_the_code_has_changed_says_what_to_do(tiny: Tiny, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    net = (
-        "from torch import nn\n"
-        "def net(classes):\n"
-        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
-    )
-    file.write_text(net)
-    found = study.create(
-        tiny("asked anew", f"trial.model.name={file}:net", "trial.model.hidden=[512]")
-    )
-    file.write_text(net + "# edited\n")
-    with pytest.raises(UserError, match=r"not those that were planned: code .* call create\(\)"):
-        found.ask()
-    found = study.create(found.config)
-    assert found.ask() is not None
-
-
 def test_a_ledger_that_was_replaced_by_one_as_long_is_read_again(tiny: Tiny) -> None:
     found = study.create(tiny("replaced"))
     assert not found.state.damage

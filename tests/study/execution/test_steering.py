@@ -145,6 +145,22 @@ def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
     assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
 
 
+def test_a_ledger_that_takes_no_plan_starts_nothing(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full but for the byte of a probe."""
+    study = tiny("full from the start", "trial.epochs=1")
+
+    def refuse(file: Any, lines: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "_write_all", refuse)
+        with pytest.raises(UserError, match=r"storage: ledger: .*; nothing was started"):
+            run(study)
+    assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"wish": "x"}'])
 def test_a_wish_that_cannot_be_read_is_looked_at_again(
     tiny: Tiny, content: str, tmp_path: Path

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from study import create
 from study.api import Outcome, run_study
 from study.config.compose import load
 from study.errors import UserError
@@ -281,3 +282,11 @@ def test_a_study_that_was_killed_ends_with_the_bits_of_one_that_was_not(folder: 
     assert [trial.status for trial in again.trials] == [FINISHED] * 2
     assert results(again) == results(whole)
     assert weights(again) == weights(whole)
+
+
+def test_asking_after_the_code_has_changed_says_what_to_do(folder: Path) -> None:
+    made = create(str(folder / "own.yaml"), storage=str(folder))
+    (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))
+    with pytest.raises(UserError, match=r"not those that were planned: code .* call create\(\)"):
+        made.ask()
+    assert create(str(folder / "own.yaml"), storage=str(folder)).ask() is not None

@@ -33,7 +33,12 @@ def test_no_server_outlives_its_command(notice: signal.Signals, tmp_path: Path) 
     """A terminal that is closed, and the command killed."""
     pid, uri = tmp_path / "pid", f"sqlite:///{tmp_path / 'm.db'}"
     words = [sys.executable, "-c", WAITS, str(pid), uri, str(free_port())]
-    process = subprocess.Popen(words, cwd=tmp_path, start_new_session=True)
+    process = subprocess.Popen(
+        words,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not as nohup has it
+    )
     until = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()):
         assert time.monotonic() < until
