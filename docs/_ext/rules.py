@@ -12,8 +12,8 @@ from typing import Any
 
 from study.config.keys import apply
 from trainers.config import TrialConfig
-from trainers.config.compatibility import RULES, Rule
-from trainers.config.validation import show
+from trainers.config.compatibility import RULES
+from trainers.config.validation import Rule, show
 
 Choice = Mapping[str, Any]
 

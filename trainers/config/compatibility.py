@@ -6,48 +6,14 @@ wrong together, by :data:`RULES`, from which ``docs/_ext/rules.py`` makes the si
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from lns_ops.formats import parse
 from trainers.config.layout import DEFERRING
 from trainers.config.optimizer import SLICEABLE, WHOLE_TENSORS
 from trainers.config.schedule_changes import check_changes
 from trainers.config.trial import TrialKeys
-from trainers.config.validation import show
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination of keys that is refused.
-
-    Attributes:
-        keys: dotted names of the keys, the one that asks for too much first.
-        when: whether a config has the combination.
-        because: why the keys cannot be together.
-        use: what to use instead. Both texts may name keys in braces, which stand for their values,
-            and ``{common_multiple}`` (:func:`common_multiple`).
-    """
-
-    keys: tuple[str, ...]
-    when: Callable[[TrialKeys], bool]
-    because: str
-    use: str
-
-    def message(self, config: TrialKeys) -> str:
-        """Return what is wrong with a config that has the combination."""
-        first, *others = [f"{key}={show(attrgetter(key)(config))}" for key in self.keys]
-        values = vars(config) | {"common_multiple": common_multiple(config)}
-        texts = f"{self.because}; use {self.use}".format(**values)
-        return f"{first} with {', '.join(others)}: {texts}"
-
-
-def common_multiple(config: TrialKeys) -> int:
-    """Return the smallest batch that every number of workers of a trial shares evenly."""
-    sizes = range(config.min_workers or config.workers, config.workers + 1)
-    return math.lcm(*sizes) * config.layout.micro_batches
+from trainers.config.validation import Rule, common_multiple
 
 
 def _alone(config: TrialKeys) -> bool:
@@ -97,6 +63,15 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.lr_schedule.warmup_epochs >= c.epochs,
         "the rate would never reach its full value",
         "lr_schedule.warmup_epochs below {epochs}",
+    ),
+    Rule(
+        ("optimizer.name", "lr_schedule.decay", "lr_schedule.warmup_epochs", "changes"),
+        lambda c: (
+            c.optimizer.name == "rprop"
+            and (c.lr_schedule.varies or any("optimizer.lr" in each for each in c.changes))
+        ),
+        "it takes the rate in its first step alone",
+        "a constant rate without warm-up and changes, or another optimizer",
     ),
     Rule(
         ("analysis_every", "precision.format"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -172,3 +173,34 @@ def share_of_one(name: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value}: must be at least 0 and below 1; use for example 0.1")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of keys that is refused.
+
+    Attributes:
+        keys: dotted names of the keys, the one that asks for too much first.
+        when: whether a config has the combination.
+        because: why the keys cannot be together.
+        use: what to use instead. Both texts may name keys in braces, which stand for their values,
+            and ``{common_multiple}`` (:func:`common_multiple`).
+    """
+
+    keys: tuple[str, ...]
+    when: Callable[[Any], bool]
+    because: str
+    use: str
+
+    def message(self, config: Any) -> str:
+        """Return what is wrong with a config that has the combination."""
+        first, *others = [f"{key}={show(attrgetter(key)(config))}" for key in self.keys]
+        values = vars(config) | {"common_multiple": common_multiple(config)}
+        texts = f"{self.because}; use {self.use}".format(**values)
+        return f"{first} with {', '.join(others)}: {texts}"
+
+
+def common_multiple(config: Any) -> int:
+    """Return the smallest batch that every number of workers of a trial shares evenly."""
+    sizes = range(config.min_workers or config.workers, config.workers + 1)
+    return math.lcm(*sizes) * int(config.layout.micro_batches)

@@ -95,11 +95,27 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
             f" {type(module).__name__} without {', '.join(names)}; give it a parameter train, or"
             " return a LightningDataModule"
         )
+    if config.validation_size is not None:
+        raise ValueError(
+            f"data.validation_size={config.validation_size} with {KEY}={config.name!r}: the module"
+            " gives the validation examples; leave it out"
+        )
     for name, arguments in (("prepare_data", ()), ("setup", (None,))):
         getattr(module, name, lambda *_: None)(*arguments)
-    loaders = [getattr(module, name)() for name in names]
+    loaders = [_only(config, name, getattr(module, name)()) for name in names]
     train, validation, test = (_examples(config, loader.dataset) for loader in loaders)
     return train, validation, test
+
+
+def _only(config: DataConfig, name: str, loader: Any) -> Any:
+    """Return a loader, or the only one of a list."""
+    found = list(loader) if isinstance(loader, list | tuple) else [loader]
+    if len(found) != 1 or not hasattr(found[0], "dataset"):
+        raise ValueError(
+            f"{named(KEY, config.name)}: its {name}() returned {len(found)} of"
+            f" {type(found[0] if found else loader).__name__}; return one DataLoader"
+        )
+    return found[0]
 
 
 def _examples(config: DataConfig, made: Any) -> Examples:

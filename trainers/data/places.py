@@ -33,6 +33,11 @@ def resolve(
     """
     name, root = config.name, config.root
     if names_code(name):
+        if root is not None:
+            raise ValueError(
+                f"data.root={root!r} with data.name={name!r}: a factory is not told of it; give the"
+                " folder in data.args, as a parameter of the factory"
+            )
         return config
     if name in REMOTES:
         config = _located(config)

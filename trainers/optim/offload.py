@@ -78,20 +78,22 @@ class Offload:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copied(module: nn.Module, made: dict[Tensor, nn.Parameter] | None = None) -> nn.Module:
     """Return a module like ``module`` without its code, with its parameters on the CPU.
 
-    Buffers are shared, and the number format of each layer is kept.
+    Buffers are shared, the number format of each layer is kept, and tied parameters stay tied:
+    ``made`` has the copies of those that were met before.
     """
-    copy = nn.Module()
+    copy, made = nn.Module(), {} if made is None else made
     for name, parameter in module.named_parameters(recurse=False):
-        copy.register_parameter(
-            name, nn.Parameter(_on_cpu(parameter.detach()), requires_grad=parameter.requires_grad)
-        )
+        if parameter not in made:
+            here = _on_cpu(parameter.detach())
+            made[parameter] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+        copy.register_parameter(name, made[parameter])
     for name, buffer in module.named_buffers(recurse=False):
         copy.register_buffer(name, buffer)
     for name, child in module.named_children():
-        copy.add_module(name, _copied(child))
+        copy.add_module(name, _copied(child, made))
     if hasattr(module, "simulation"):
         copy.simulation = module.simulation
     return copy

@@ -17,8 +17,9 @@ each metric):
 - **tensors**: the most bytes that those made in the trial's first step take at once, activations
   and gradients among them, whatever the allocator does (:mod:`trainers.telemetry.tensors`).
 - **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
-  over the trial's first step, and their rate as a share of the kernel's measured ceiling
-  (:mod:`trainers.telemetry.roofline`).
+  over the trial's first step (absent where an operator has some that it does not count: torch's
+  fused recurrent layers in float32, and attention on a CPU), and their rate as a share of the
+  kernel's measured ceiling (:mod:`trainers.telemetry.roofline`).
 - **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), of whole devices.
 - **modelled energy** of the products, in hardware made for their format
   (:mod:`trainers.telemetry.energy`): the only metric that is not measured.
@@ -88,6 +89,14 @@ def repeatable(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
+def _uncounted(operator: Any, counter: FlopCounterMode) -> bool:
+    """Tell whether an operator has matrix products within that the counter has no formula for:
+    torch's fused recurrent layers, and attention on a CPU."""
+    name = str(operator)
+    inside = any(word in name for word in ("rnn", "lstm", "gru", "attention"))
+    return inside and operator not in counter.flop_registry
+
+
 class _WholeModel(nullcontext[None]):
     """What stands in for FlopCounterMode's tracker of modules, whose hooks keep alive what a step
     with activation checkpoints drops: the memory of all activations would be measured."""
@@ -152,6 +161,9 @@ class Telemetry:
         with counter, TensorBytes() as tensors:
             yield
         self._tensor_bytes = tensors.peak
+        if any(_uncounted(operator, counter) for operator in tensors.operators):
+            self._macs = math.nan
+            return
         self._macs = counter.get_total_flops() / 2 / steps
         counts = counter.get_flop_counts().get("Global", {})
         self._step_joules = 1e-12 * sum(

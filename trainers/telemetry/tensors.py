@@ -26,11 +26,13 @@ class TensorBytes(TorchDispatchMode):
     Attributes:
         live: bytes of those that there are.
         peak: the most that there were at once.
+        operators: operators that ran, without their overloads.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
+        self.operators: set[Any] = set()
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -42,6 +44,7 @@ class TensorBytes(TorchDispatchMode):
     ) -> Any:
         """Run an operator, and count the storages of what it returns."""
         results = func(*args, **(kwargs or {}))
+        self.operators.add(getattr(func, "overloadpacket", func))
         for result in results if isinstance(results, (list, tuple)) else (results,):
             if isinstance(result, Tensor):
                 self._add(storage_of(result).untyped_storage())

@@ -231,7 +231,8 @@ def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
     """Return the trial's model, made for the shapes of its data, its weights drawn."""
     x, y = data.train.head(1)
     held = [split.x for split in data if isinstance(split, Split)]
-    tokens = 0 if x.is_floating_point() else 1 + max((int(x.max()) for x in held), default=0)
+    known = [1 + int(x.max()) for x in held] or [data.outputs]  # as many as it is to tell apart
+    tokens = 0 if x.is_floating_point() else max(known)
     each_step = y.dim() - int(y.is_floating_point()) > 1
     return make_model(
         config.model, x.shape[1:], data.outputs, config.seed, tokens=tokens, each_step=each_step
@@ -257,7 +258,9 @@ def load_data(config: TrialConfig) -> Dataset:
     data = load(config.data) if own else _load_fitting(config.data, config.loss.name)
     if config.model.name != "mlp" or data.train.head(1).x.dim() == 2:
         return data
-    return Dataset(*(split.map(lambda part: Split(part.x.flatten(1), part.y)) for split in data))
+    return Dataset(
+        *(split.map(lambda part: Split(part.x.reshape(len(part.x), -1), part.y)) for split in data)
+    )
 
 
 def check_batch(config: TrialConfig, examples: int) -> None:

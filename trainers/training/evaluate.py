@@ -46,9 +46,10 @@ class Metrics:
 
     def reset(self, alone: bool) -> None:
         """Forget all answers; ``alone`` says that every replica now sees all examples."""
+        shared = not alone and self._place is not None and self._place.dp > 1
         for metric in self._metrics.values():
             metric.reset()
-            metric.sync_on_compute = not alone and self._place is not None and self._place.dp > 1
+            metric.distributed_available_fn = lambda: shared  # sync_on_compute is its constructor's
             metric.process_group = None if self._place is None else self._place.dp_group
 
     def update(self, outputs: Tensor, targets: Tensor, of_classes: bool) -> None:

@@ -33,6 +33,7 @@ RANKS_SHARE = (
     "layout.tp",
     "layout.dp",
     "layout.virtual_stages",
+    "layout.schedule",
     "wire",
     "sync.name",
 )

@@ -136,7 +136,8 @@ class Step:
                 steps.append(step)
                 yield share(order, batch_size=size, step=step, part=part, parts=place.dp)
 
-        seed = seed_of(f"examples/{self._config.seed}/{epoch}/{self._components.workers.rank}")
+        # all workers of a replica draw the same examples
+        seed = seed_of(f"examples/{self._config.seed}/{epoch}/{place.dp_rank}")
         for batch in split.load(shares(), seed):
             yield steps.popleft(), batch
 
@@ -209,9 +210,10 @@ class StatefulStep(Step):
         """
         if not _stateful(self._config):
             return nullcontext()
-        seed, rank = self._config.seed, self._components.workers.rank
-        place = f"{epoch}/{seed}" if isinstance(epoch, str) else f"{seed}/{epoch}"
-        return seeded(seed_of(f"{place}/{rank}"))
+        seed, here = self._config.seed, self._place
+        name = f"{epoch}/{seed}" if isinstance(epoch, str) else f"{seed}/{epoch}"
+        # the workers that hold parts of one layer draw the same; without such it is the rank
+        return seeded(seed_of(f"{name}/{here.pp_rank * here.dp + here.dp_rank}"))
 
 
 @torch.no_grad()

@@ -231,7 +231,9 @@ class Training:
                 tally = faulty(examples.size, self._components.answers)
         total = self._summed_over_workers(tally)
         found = total.metrics(name, loss.config.counts_errors)
-        finite = math.isfinite(total.loss)
+        if self.diverged:  # the weights are those before the update that was left out
+            found[f"{name}/loss"] = math.nan
+        finite = math.isfinite(found[f"{name}/loss"])
         return found | (metrics.compute(name) if finite else metrics.missing(name))
 
     def _summed_over_workers(self, tally: Tally) -> Tally:

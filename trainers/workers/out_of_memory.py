@@ -35,8 +35,8 @@ def relief(config: TrialConfig) -> dict[str, Any] | None:
     """Return keys under which the trial needs less memory, or has more; None if there are none."""
     if config.device == "cuda" and config.workers == 1 and (config.gpus or 1.0) < 1:
         return {"gpus": 1.0}
-    if config.own_loop:
-        return None
+    if config.own_loop or config.model.normed or config.model.own or config.loss.own:
+        return None  # with smaller micro-batches it may be another function that is trained
     parts = config.layout.micro_batches
     while (parts := 2 * parts) <= config.batch_size:
         try:

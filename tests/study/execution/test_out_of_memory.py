@@ -17,7 +17,7 @@ from study.results.summary import summarise
 from study.search.agenda import Agenda
 from tests.study.conftest import SilentView
 from tests.study.sleeping import executor
-from trainers.config import DataConfig, TrialConfig
+from trainers.config import DataConfig, ModelConfig, TrialConfig
 from trainers.config.layout import Layout
 from trainers.workers.out_of_memory import is_out_of_memory, relief
 
@@ -29,6 +29,10 @@ def test_what_helps() -> None:
     assert relief(config) == {"layout.micro_batches": 2}
     assert relief(replace(config, layout=Layout(micro_batches=3))) == {"layout.micro_batches": 6}
     assert relief(replace(config, batch_size=1)) is None
+    # batch norm takes its statistics from a micro-batch: it would be another function
+    normed = replace(config, model=ModelConfig(name="resnet"))
+    assert relief(normed) is None
+    assert relief(replace(normed, device="cuda", gpus=0.1)) == {"gpus": 1.0}
     assert relief(replace(config, device="cuda", gpus=0.1)) == {"gpus": 1.0}
     assert relief(replace(config, device="cuda", gpus=1.0)) == {"layout.micro_batches": 2}
 

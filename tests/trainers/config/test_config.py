@@ -11,6 +11,7 @@ from lns_ops import lns12
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.compatibility import RULES
 from trainers.config.layout import Layout
+from trainers.config.lr_schedule import LRSchedule
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.models import build
@@ -224,3 +225,16 @@ def test_of_several_rules_that_apply_the_first_is_raised() -> None:
         TrialConfig(**both)
     with pytest.raises(ValueError, match=r"wire.name=int8 with workers=1, .* one replica"):
         TrialConfig(**both | {"analysis_every": 0})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_schedule": LRSchedule(decay="cosine")},
+        {"lr_schedule": LRSchedule(warmup_epochs=1.0)},
+        {"epochs": 2, "changes": [{"epoch": 1, "optimizer.lr": 1.0}]},
+    ],
+)
+def test_rprop_takes_its_rate_once(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"optimizer.name=rprop with .* in its first step alone"):
+        TrialConfig(optimizer=OptimizerConfig(name="rprop"), **changes)

@@ -9,7 +9,7 @@ import http.server
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from trainers import data
 from trainers.config import DataConfig
 from trainers.data import batches, digits, find_mnist, load, prepare, read_idx, resolve
+from trainers.data.batches import evaluation_batches
 from trainers.data.mnist import FILES
 
 
@@ -302,3 +303,21 @@ def test_order_depends_on_seed_and_epoch_alone(world_size: int) -> None:
     assert single.unique().numel() == 96
     assert not torch.equal(epoch(1, 3), single)
     assert not torch.equal(epoch(2, 2), single)
+
+
+class FromDisk:
+    """Examples that are not in memory."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def load(self, parts: Iterable[torch.Tensor], seed: int) -> Iterator[int]:
+        yield from (len(part) for part in parts)
+
+
+@pytest.mark.parametrize("size", [250, 251])
+def test_replicas_that_step_together_evaluate_equally_many_parts(size: int) -> None:
+    """One replica has an example more, whose forward pass the others must take part in."""
+    parts = list(evaluation_batches(FromDisk(size), like=251))  # type: ignore[arg-type]
+    assert (len(parts), sum(parts)) == (2, size)  # type: ignore[arg-type]
+    assert list(evaluation_batches(FromDisk(501))) == [250, 250, 1]  # type: ignore[arg-type]

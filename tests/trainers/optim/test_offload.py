@@ -247,3 +247,11 @@ def test_a_gpu_holds_nothing_of_the_optimizer(precision: PrecisionConfig) -> Non
     of_each = 4 if precision.format == "float32" else 2
     copies = 3 if precision.kahan_sum else 2
     assert held[1] - held[0] >= 0.9 * copies * of_each * parameters
+
+
+def test_tied_weights_stay_tied_on_the_cpu() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    own = Offload(model).own
+    assert len(list(own.parameters())) == 3
+    assert own.get_parameter("0.weight") is own.get_parameter("1.weight")

@@ -70,6 +70,23 @@ def test_an_epoch_tells_what_it_cost_and_learns_the_same(precision: PrecisionCon
         assert torch.equal(storage_of(a), storage_of(b))
 
 
+@pytest.mark.parametrize("model", ["lstm", "gpt"])
+def test_products_that_nobody_counts_are_absent_and_not_zero(model: str) -> None:
+    """Torch's fused LSTM and its attention on a CPU are float32; in LNS they are products."""
+    config = replace(
+        BASE,
+        data=DataConfig(name="copy", args={"length": 3, "examples": 100, "test": 20}),
+        model=ModelConfig(name=model, args={"width": 16}),
+        epochs=1,
+        batch_size=20,
+        telemetry=True,
+    )
+    counts = {"macs_per_step", "ceiling_fraction", "modelled_joules"}
+    assert not counts & told(Training(config).train_epoch()).keys()
+    lns = replace(config, precision=PrecisionConfig(format="lns16"))
+    assert counts <= told(Training(lns).train_epoch()).keys()
+
+
 def test_a_trial_without_telemetry_says_nothing_of_it() -> None:
     assert told(Training(BASE).train_epoch()) == {}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lns_ops import LNSTensor
 from tests.trainers.processes import spawned
 from tests.trainers.user_network import NETWORK
-from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
+from trainers.config import DataConfig, LossConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import load
 from trainers.training.trainer import Training
 from trainers.user_code import (
@@ -114,6 +115,55 @@ def test_data_are_split_as_the_factory_gives_them(
     assert (len(data.train.y), len(data.validation.y)) == sizes
     assert data.train.x.shape[1:] == (1, 8, 8)
     assert data.train.x.dtype == torch.float32
+
+
+MODULE = """
+
+class Module:
+    def __init__(self, loaders=1):
+        self.loaders = loaders
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(Examples(True))
+
+    def val_dataloader(self):
+        return [torch.utils.data.DataLoader(Examples(False))] * self.loaders
+
+    def test_dataloader(self):
+        return torch.utils.data.DataLoader(Examples(False))
+
+
+def line(train):
+    x = torch.linspace(0, 1, 40)
+    return x, 3 * x
+"""
+
+
+def test_a_list_of_one_loader_is_that_loader(file: Path) -> None:
+    file.write_text(file.read_text() + MODULE)
+    data = DataConfig(name=f"{file}:Module")
+    assert load(data).validation.size == 100
+    with pytest.raises(ValueError, match=r"its val_dataloader\(\) returned 2 of DataLoader"):
+        load(dataclasses.replace(data, args={"loaders": 2}))
+    with pytest.raises(ValueError, match=r"data.validation_size=30 .* gives the validation exam"):
+        load(dataclasses.replace(data, validation_size=30))
+
+
+def test_a_root_that_no_factory_is_told_of_is_refused(file: Path) -> None:
+    with pytest.raises(ValueError, match=r"data.root='/data' .*give the folder in data.args"):
+        load(DataConfig(name=f"{file}:digits", root="/data"))
+
+
+def test_examples_of_one_number_each_are_trained_on(file: Path) -> None:
+    file.write_text(file.read_text() + MODULE)
+    config = TrialConfig(
+        data=DataConfig(name=f"{file}:line"),
+        model=ModelConfig(hidden=[8]),
+        loss=LossConfig(name="mse"),
+        batch_size=8,
+        epochs=1,
+    )
+    assert math.isfinite(Training(config).train_epoch()["validation/loss"])
 
 
 def test_a_file_loads_under_a_private_name_and_shadows_nothing(file: Path) -> None:

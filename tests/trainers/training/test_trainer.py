@@ -16,6 +16,7 @@ from lns_ops import LNSTensor
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.loops import load as load_loop
 from trainers.checkpoint.manifest import STATE, read_state, sealed
+from trainers.comm.mesh import Place
 from trainers.config import (
     DataConfig,
     LossConfig,
@@ -27,6 +28,7 @@ from trainers.config import (
 from trainers.data import prepare
 from trainers.models import build
 from trainers.models.init import initialize_
+from trainers.training import strategies
 from trainers.training.trainer import Training, check
 
 PRECISIONS = {
@@ -137,8 +139,13 @@ def test_a_value_that_was_only_counted_ends_training(monkeypatch: pytest.MonkeyP
     """As on a GPU, whose kernels encode a NaN as zero and count it."""
     training = Training(config("matmul"))
     monkeypatch.setattr(type(training._components.workers), "faultless", lambda _: False)
-    assert math.isnan(training.train_epoch()["train/loss"])
+    metrics = training.train_epoch()
+    assert math.isnan(metrics["train/loss"])
     assert training.diverged
+    # of the weights before the update that was left out, which are finite
+    assert math.isnan(metrics["validation/loss"])
+    assert math.isnan(training.test()["test/loss"])
+    assert 0 < training.test()["test/error"] < 1
 
 
 def test_what_can_only_fail_is_known_beforehand() -> None:
@@ -279,3 +286,25 @@ def test_saving_again_keeps_one_tensor_file(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, {"x": torch.full((2,), float(epoch))}, {"epoch": epoch})
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
     assert json.loads((tmp_path / STATE).read_text())["epoch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("place", "seed"),
+    [
+        (Place(dp=2, dp_rank=1, tp_rank=0), "examples/0/1"),
+        (Place(dp=2, dp_rank=1, tp_rank=1), "examples/0/1"),
+        (Place(dp=2, dp_rank=1), "examples/0/1"),
+        (Place(dp=2, pp=2, dp_rank=1, pp_rank=1), "examples/0/3"),
+    ],
+)
+def test_workers_of_one_replica_draw_the_same(
+    place: Place, seed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one layer must see one loss and one dropout; stages draw on their own."""
+    asked: list[str] = []
+    monkeypatch.setattr(strategies, "seed_of", lambda text: asked.append(text) or 0)
+    monkeypatch.setattr(strategies, "_stateful", lambda config: True)
+    step = strategies.StatefulStep.__new__(strategies.StatefulStep)
+    step._config, step._place = config(), place
+    step._seeded("examples")
+    assert asked == [seed]
