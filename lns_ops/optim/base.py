@@ -115,6 +115,28 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
     return value.codes if isinstance(value, LNSTensor) else value
 
 
+def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
+    """Refuse a saved state of a parameter in another number format.
+
+    Raises:
+        ValueError: it is.
+    """
+    fmt = parameter.fmt if isinstance(parameter, LNSTensor) else None
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+            continue
+        theirs = value.fmt if isinstance(value, LNSTensor) else None
+        plain = theirs is None and value.is_floating_point()
+        expected = plain and (fmt is None or group["arithmetic"] == "float32")
+        if theirs != fmt and not expected and (theirs is not None or plain):
+            raise ValueError(
+                f"state {name!r} of {theirs or value.dtype} for a parameter of"
+                f" {fmt or parameter.dtype}: an optimizer's state is of its parameters' format;"
+                " load it before the network is converted to another one, or begin with a new"
+                " optimizer"
+            )
+
+
 class LNSOptimizer(torch.optim.Optimizer):
     """The base class of the optimizers: rounding options, loop over parameters, integer state."""
 
@@ -138,19 +160,33 @@ class LNSOptimizer(torch.optim.Optimizer):
             )
         super().__init__(params, defaults)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if isinstance(parameter, LNSTensor):
-                    self._check(group, parameter.fmt)
-                elif group["stochastic_rounding"]:
-                    raise ValueError(
-                        f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS"
-                        " parameters only; use kahan_sum=True, or convert the module with"
-                        " scope='everywhere'"
-                    )
+            self._check_group(group)
+        self._made = True
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if isinstance(parameter, LNSTensor):
+                self._check(group, parameter.fmt)
+            elif group["stochastic_rounding"]:
+                raise ValueError(
+                    f"stochastic_rounding=True for a {parameter.dtype} parameter: LNS parameters"
+                    " only; use kahan_sum=True, or convert the module with scope='everywhere'"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, without loading torch's compiler."""
+        """Add a group as torch does, without loading torch's compiler.
+
+        Raises:
+            ValueError: its hyperparameters cannot be used, as the constructor says.
+        """
         without_compiler(super().add_param_group)(param_group)
+        if not getattr(self, "_made", False):
+            return
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, without loading torch's compiler."""
@@ -199,7 +235,13 @@ class LNSOptimizer(torch.optim.Optimizer):
         """Load state as torch does, but keep integer state integer.
 
         torch would turn it into the parameter's dtype.
+
+        Raises:
+            ValueError: the state is of parameters in other number formats.
         """
+        for theirs, ours in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            for key, parameter in zip(theirs["params"], ours["params"], strict=False):
+                _refuse_other_formats(state_dict["state"].get(key, {}), parameter, ours)
         super().load_state_dict(state_dict)
         saved, groups = (
             state_dict["state"],

@@ -234,15 +234,15 @@ class _FromArgument(torch.autograd.Function):
 
 
 @replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)
-def sigmoid(x: LNSTensor) -> LNSTensor:
-    """Return ``1 / (1 + e^-x)``, its derivative taken at ``x``."""
-    return _FromArgument.apply(x, "sigmoid")  # type: ignore[no-untyped-call, no-any-return]
+def sigmoid(input: LNSTensor) -> LNSTensor:
+    """Return ``1 / (1 + e^-x)``, its derivative taken at ``x``, the input."""
+    return _FromArgument.apply(input, "sigmoid")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(torch.tanh, torch.Tensor.tanh, F.tanh)
-def tanh(x: LNSTensor) -> LNSTensor:
-    """Return the hyperbolic tangent, its derivative taken at ``x``."""
-    return _FromArgument.apply(x, "tanh")  # type: ignore[no-untyped-call, no-any-return]
+def tanh(input: LNSTensor) -> LNSTensor:
+    """Return the hyperbolic tangent, its derivative taken at the input."""
+    return _FromArgument.apply(input, "tanh")  # type: ignore[no-untyped-call, no-any-return]
 
 
 @replaces(F.glu)

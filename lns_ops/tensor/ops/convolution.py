@@ -108,10 +108,16 @@ def _col2im(
     func: Any, x: LNSTensor, size: Any, kernel: Any, dilation: Any, padding: Any, stride: Any
 ) -> LNSTensor:
     """Return ``F.fold``: sums of what overlaps, in the contract's order."""
-    planes = x.codes.shape[:-2].numel() * (x.shape[-2] // math.prod(kernel))
+    taps = math.prod(kernel)
+    planes = x.codes.shape[:-2].numel() * (x.shape[-2] // taps)
     places = torch.arange(1, planes * math.prod(size) + 1, device=x.codes.device).reshape(
         planes, 1, *size
     )
     columns = _columns(places, kernel, dilation, padding, stride)  # 0 in the padding
+    if x.shape[-2] % taps or x.shape[-1] != columns.shape[-1]:
+        raise ValueError(
+            f"fold of shape {tuple(x.shape)}: must be [..., C * {taps}, {columns.shape[-1]}] for"
+            f" output_size={tuple(size)} and kernel_size={tuple(kernel)}, as unfold gives it"
+        )
     total = index_sum(x.codes.reshape(-1), columns.reshape(-1) - 1, places.numel(), x.fmt)
     return LNSTensor(total.reshape(*x.shape[:-2], -1, *size), x.fmt)

@@ -65,6 +65,11 @@ def _embedding_bag(
         raise ValueError(
             f"embedding_bag with offsets[0]={int(offsets[0])}: the first bag begins at 0; make it 0"
         )
+    if type(offsets) is Tensor and not offsets.is_cuda and (offsets > len(indices)).any():
+        raise ValueError(
+            f"embedding_bag with offsets[-1]={int(offsets[-1])}: no bag begins after the"
+            f" {len(indices)} indices"
+        )
     fmt, bags, count = weight.fmt, len(offsets) - include_last_offset, len(indices)
     places = torch.arange(count, device=indices.device, dtype=offsets.dtype)
     bag = torch.searchsorted(offsets, places, right=True).sub_(1)
@@ -182,6 +187,7 @@ def _index_put(
         and indices[0].dtype == torch.int64
         and codes.dim() > 1
     ):
+        _check_places("index_put", indices[0], len(codes), 0, codes.dim(), -len(codes))
         rows = torch.where(indices[0] < 0, indices[0] + codes.shape[0], indices[0])
         terms = source.expand(*rows.shape, *codes.shape[1:]).reshape(rows.numel(), -1)
         result = lns.add(
@@ -193,6 +199,23 @@ def _index_put(
         codes.copy_(result)
         return x
     return LNSTensor(result, fmt)
+
+
+def _check_places(name: str, index: Tensor, size: int, dim: int, rank: int, low: int = 0) -> None:
+    """Refuse a dimension that there is none of, and on a CPU indices out of low .. size - 1.
+
+    Raises:
+        IndexError: as torch does.
+    """
+    if not -max(rank, 1) <= dim < max(rank, 1):
+        raise IndexError(f"{name}: there is no dimension {dim} of {rank}")
+    if type(index) is Tensor and not index.is_cuda and index.numel():
+        least, most = (int(bound) for bound in index.aminmax())
+        if least < low or most >= size:
+            wrong = least if least < low else most
+            raise IndexError(
+                f"{name}: index {wrong} is out of bounds for dimension {dim} with size {size}"
+            )
 
 
 def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
@@ -213,6 +236,14 @@ def _along(shape: Sequence[int], dim: int, index: Tensor) -> Tensor:
 @handles(aten.scatter_add.default)
 def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor) -> LNSTensor:
     codes, terms, fmt = operands("scatter_add", x, source)
+    sizes = codes.shape or (1,)
+    _check_places("scatter_add", index, sizes[dim % len(sizes)], dim, codes.dim())
+    for other, (length, most) in enumerate(zip(index.shape, codes.shape, strict=False)):
+        if other != dim % len(sizes) and length > most:
+            raise RuntimeError(
+                f"scatter_add: index of shape {tuple(index.shape)} must not be larger than"
+                f" {tuple(codes.shape)} but in dimension {dim}"
+            )
     if codes.dim() and index.dim():
         terms = terms[tuple(slice(0, size) for size in index.shape)]
     return LNSTensor(
@@ -281,6 +312,7 @@ def _index_add(
         return LNSTensor(
             _added(codes.reshape(1), terms.reshape(-1), index.reshape(-1), fmt).reshape(()), fmt
         )
+    _check_places("index_add", index, codes.shape[dim % codes.dim()], dim, codes.dim())
     moved = codes.movedim(dim, 0)
     rows = terms.reshape(terms.shape or (1,)).movedim(dim, 0).reshape(index.numel(), -1)
     total = index_sum(rows, index.reshape(-1), moved.shape[0], fmt).reshape(moved.shape)

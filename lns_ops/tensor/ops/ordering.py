@@ -213,8 +213,9 @@ def _never(func: Any, x: LNSTensor) -> Tensor:
 
 
 @handles(aten.equal.default)
-def _equal(func: Any, x: LNSTensor, y: Any) -> bool:
-    return isinstance(y, LNSTensor) and x.fmt == y.fmt and torch.equal(_key(x), _key(y))
+def _equal(func: Any, x: Any, y: Any) -> bool:
+    both = isinstance(x, LNSTensor) and isinstance(y, LNSTensor)
+    return both and x.fmt == y.fmt and torch.equal(_key(x), _key(y))
 
 
 @handles(

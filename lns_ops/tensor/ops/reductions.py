@@ -37,8 +37,26 @@ from lns_ops.tensor.registry import aten, handles, replaces
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
-    dims = range(x.dim()) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    return [d % x.dim() for d in dims] if x.dim() else []
+    """Return dimensions as whole numbers from 0; all of them for None and [].
+
+    Raises:
+        IndexError: there is no such dimension.
+        RuntimeError: a dimension is named twice.
+    """
+    count = x.dim()
+    dims = range(count) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    if not count:
+        return []
+    for each in dims:
+        if not -count <= each < count:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but"
+                f" got {each})"
+            )
+    found = [each % count for each in dims]
+    if len(set(found)) < len(found):
+        raise RuntimeError(f"dim appears multiple times in the list of dims {list(dims)}")
+    return found
 
 
 def _total(x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:

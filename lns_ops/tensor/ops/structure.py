@@ -73,18 +73,21 @@ def _parts(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> list[LNSTensor
 
 
 @handles(aten.cat.default, aten.stack.default)
-def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> LNSTensor:
+def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> Tensor:
+    formats = {t.fmt for t in tensors if isinstance(t, LNSTensor)}
+    if len(formats) > 1 and not any(t.dim() for t in tensors):
+        # norms of gradients of several formats, which clip_grad_norm_ stacks
+        return func([in_float32(t) for t in tensors], dim)  # type: ignore[no-any-return]
     fmt = next(t.fmt for t in tensors if isinstance(t, LNSTensor))
     empty = LNSTensor(torch.zeros((), dtype=torch.int16), fmt)
     codes = []
     for tensor in tensors:
-        if tensor.numel() and not isinstance(tensor, LNSTensor):
-            operands(func, empty, tensor)
-        codes.append(
-            operands(func, tensor, empty)[0]
-            if isinstance(tensor, LNSTensor)
-            else tensor.to(torch.int16)
-        )
+        if isinstance(tensor, LNSTensor):
+            codes.append(operands(func, tensor, empty)[0])
+        elif tensor.numel():
+            codes.append(operands(func, empty, tensor)[1])
+        else:
+            codes.append(tensor.to(torch.int16))
     return LNSTensor(func(codes, dim), fmt)
 
 
@@ -287,6 +290,13 @@ def _is_same_size(func: Any, x: Tensor, y: Tensor) -> bool:
 def _scattered(func: Any, x: LNSTensor, source: Any, *args: Any, **kwargs: Any) -> LNSTensor:
     x_codes, source_codes, fmt = operands(func, x, source)
     return LNSTensor(func(x_codes, source_codes, *args, **kwargs), fmt)
+
+
+@replaces_untraced(torch.Tensor.apply_)
+def apply_(self: LNSTensor, function: Any) -> LNSTensor:
+    """Set each value to ``function(value)``, in float32, encoded once."""
+    self.copy_(self.to_float().cpu().apply_(function))
+    return self
 
 
 @replaces_untraced(torch.Tensor.share_memory_)

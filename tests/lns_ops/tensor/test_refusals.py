@@ -1,0 +1,133 @@
+"""What torch refuses, or takes as values, and what once ended the process or read other memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lns_ops
+from lns_ops import LNSTensor, lns12
+
+
+def lns(values: Any) -> LNSTensor:
+    return LNSTensor.from_float(torch.as_tensor(values, dtype=torch.float32))
+
+
+X = lns([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+@pytest.mark.parametrize("other", [torch.tensor([[1, 0, 2], [4, 8, 1]]), torch.ones(2, 3).bool()])
+def test_integers_and_truth_values_are_joined_as_values(
+    join: Callable[..., Tensor], other: Tensor
+) -> None:
+    assert torch.equal(join([X, other]).to_float(), join([X.to_float(), other.float()]))
+    assert torch.equal(join([other, X]).to_float(), join([other.float(), X.to_float()]))
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.sum(5),
+        lambda x: x.mean(dim=(2, 3)),
+        lambda x: x.var(dim=-4),
+        lambda x: x.norm(dim=5),
+        lambda x: x.logsumexp(2),
+        lambda x: x.sum((1, 1)),
+        lambda x: x.sum((0, -2)),
+        lambda x: functional.normalize(x[0]),
+        lambda x: torch.zeros_like(x).scatter_add(1, torch.tensor([[5]]), x[:1, :1]),
+        lambda x: torch.zeros_like(x).scatter_add(3, torch.tensor([[1]]), x[:1, :1]),
+        lambda x: x.scatter_add(1, torch.tensor([[1], [1], [1]]), x.reshape(3, 2)[:, :1]),
+        lambda x: x.index_add(0, torch.tensor([5]), x[:1]),
+        lambda x: x.index_add(0, torch.tensor([-1]), x[:1]),
+        lambda x: x.index_put((torch.tensor([7]),), x[:1], accumulate=True),
+        lambda x: x.index_put((torch.tensor([-7]),), x[:1], accumulate=True),
+        lambda x: functional.embedding_bag(torch.tensor([0, 1]), x, torch.tensor([0, 5])),
+        lambda x: functional.fold(x.reshape(1, 6, 1), (3, 4), (2, 2)),
+        lambda x: functional.fold(
+            torch.ones_like(x).expand(4, 2, 3).reshape(1, 4, 6), (9, 9), (2, 2)
+        ),
+    ],
+)
+def test_what_torch_refuses_is_refused(reduce: Callable[[Tensor], Tensor]) -> None:
+    refusals = (IndexError, RuntimeError, ValueError)
+    with pytest.raises(refusals):
+        reduce(X.to_float())
+    with pytest.raises(refusals):
+        reduce(X)
+
+
+def test_negative_indices_are_taken_where_torch_takes_them() -> None:
+    put = lambda x: x.index_put((torch.tensor([-1, 0]),), x, accumulate=True)  # noqa: E731
+    torch.testing.assert_close(put(X).to_float(), put(X.to_float()), rtol=2e-3, atol=0)
+
+
+def test_a_function_of_python_is_applied_in_place() -> None:
+    x = X.clone()
+    assert x.apply_(lambda value: value * 2) is x
+    assert torch.equal(x.to_float(), X.to_float() * 2)
+
+
+def test_equal_takes_either_order() -> None:
+    assert torch.equal(X, X.clone())
+    assert not torch.equal(X.to_float(), X)
+    assert not torch.equal(X, X.to_float())
+
+
+def test_functions_take_torchs_names() -> None:
+    for function in (torch.sigmoid, torch.tanh):
+        assert torch.equal(function(input=X).to_float(), function(X).to_float())
+
+
+def test_gradients_of_several_formats_are_clipped_together() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    lns_ops.convert_(net, {"0": "lns16", "1": "lns12"}, scope="everywhere")
+    net(torch.ones(2, 4)).to_float().sum().backward()
+    before = [p.grad.to_float() for p in net.parameters()]
+    norm = torch.stack([grad.norm() for grad in before]).norm()
+    found = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert float(found) == pytest.approx(float(norm), rel=0.02)
+    for parameter, grad in zip(net.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad.to_float(), grad / norm, rtol=0.05, atol=1e-3)
+
+
+def step(name: str, fmt: str | None, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net: nn.Module = nn.Linear(3, 2)
+    if fmt:
+        net = lns_ops.convert_(net, fmt, scope="everywhere")
+    optimizer = getattr(lns_ops.optim, name)(net.parameters(), lr=0.1, **options)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "Lion"])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("lns12", "lns16"), ("lns16", "lns12"), (None, "lns16"), ("lns16", None)]
+)
+def test_state_of_another_format_is_refused(name: str, theirs: str | None, ours: str) -> None:
+    """Its codes would be read as those of this one."""
+    options = {"momentum": 0.5} if name == "SGD" else {}
+    _, optimizer = step(name, ours, **options)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="an optimizer's state is of its parameters' format"):
+        optimizer.load_state_dict(step(name, theirs, **options)[1].state_dict())
+    assert str(optimizer.state_dict()) == str(before)
+    optimizer.load_state_dict(step(name, ours, **options)[1].state_dict())
+
+
+def test_a_group_that_is_added_is_checked_like_the_first() -> None:
+    net = lns_ops.convert_(nn.Linear(3, 2), lns12, scope="everywhere")
+    optimizer = lns_ops.optim.SGD([net.weight], lr=0.1, momentum=0.5)
+    with pytest.raises(ValueError, match=r"momentum=0\.999"):
+        optimizer.add_param_group({"params": [net.bias], "momentum": 0.999})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [net.bias], "momentum": 0.25})
