@@ -115,6 +115,21 @@ def state_codes(state: dict[str, Tensor], name: str) -> Tensor | None:
     return value.codes if isinstance(value, LNSTensor) else value
 
 
+def _refuse_strided(parameter: Tensor) -> None:
+    """Refuse an LNS parameter whose codes lie in another order.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if isinstance(parameter, LNSTensor) and not parameter.codes.is_contiguous():
+        raise ValueError(
+            f"parameter of shape {tuple(parameter.shape)} with strides"
+            f" {parameter.codes.stride()}: updates need contiguous codes; call"
+            " module.to(memory_format=torch.channels_last) before lns_ops.convert_, and make"
+            " parameters of views with .contiguous()"
+        )
+
+
 def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
     """Refuse a saved state of a parameter in another number format.
 
@@ -219,6 +234,7 @@ class LNSOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
+                    _refuse_strided(parameter)
                     key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
                     self._update(parameter, self.state[parameter], group, key)
                 index += 1

@@ -214,6 +214,13 @@ def batch_norm(
             "running statistics as LNSTensors: they are float32; convert_ leaves buffers alone,"
             " keep them so"
         )
+    channels = input.shape[1] if input.dim() > 1 else 0
+    for values in (running_mean, running_var, weight, bias):
+        if values is not None and values.numel() != channels:
+            raise ValueError(
+                f"batch norm of {channels} channels with statistics or weights of"
+                f" {values.numel()}: must be as many"
+            )
     if training or running_mean is None:
         return _batch(input, running_mean, running_var, weight, bias, momentum, eps)
     y = _with_statistics(input, running_mean, running_var, eps)

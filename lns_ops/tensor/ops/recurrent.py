@@ -183,6 +183,12 @@ def _cell(function: Any, step: _Step, states: int) -> None:
     @replaces(function)
     def cell(x: Tensor, hx: Any, w_x: Tensor, w_h: Tensor, b_x: Any = None, b_h: Any = None) -> Any:
         state = tuple(_encoded(s, w_x) for s in (hx if states == 2 else (hx,)))
+        for each in state:
+            if each.shape[:-1] != x.shape[:-1] or each.shape[-1] != w_h.shape[-1]:
+                raise ValueError(
+                    f"state of shape {tuple(each.shape)} for an input of {tuple(x.shape)}: must be"
+                    f" {(*x.shape[:-1], w_h.shape[-1])}"
+                )
         new = step(F.linear(_encoded(x, w_x), w_x, b_x), F.linear(state[0], w_h, b_h), state)
         return new if states == 2 else new[0]
 

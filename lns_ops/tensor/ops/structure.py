@@ -122,7 +122,16 @@ _DTYPES = {
 }  # fmt: skip
 
 
-@replaces(torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as)
+@replaces_untraced(torch.Tensor.type)
+def type_of(self: LNSTensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """Return torch's name of the type, or the values in another one, as ``Tensor.type``."""
+    like = torch.empty(0, device=self.device)
+    if dtype is None:
+        return like.type()
+    return to(self, like.type(dtype).dtype, non_blocking=non_blocking)
+
+
+@replaces(torch.Tensor.to, torch.Tensor.type_as)
 def to(self: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Convert as ``Tensor.to``; another dtype than float32 takes the values out of LNS."""
     wanted = [

@@ -98,6 +98,40 @@ def test_gradients_of_several_formats_are_clipped_together() -> None:
         torch.testing.assert_close(parameter.grad.to_float(), grad / norm, rtol=0.05, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("layer", "inputs"),
+    [
+        (nn.BatchNorm1d(3), (torch.ones(2, 1),)),
+        (nn.BatchNorm2d(3), (torch.ones(2, 1, 2, 2),)),
+        (nn.GRUCell(3, 4), (torch.ones(2, 3), torch.ones(1, 4))),
+        (nn.LSTMCell(3, 4), (torch.ones(2, 3), (torch.ones(2, 4), torch.ones(1, 4)))),
+    ],
+    ids=str,
+)
+def test_shapes_that_torch_refuses_are_refused(layer: nn.Module, inputs: Any) -> None:
+    refusals = (RuntimeError, ValueError)
+    with pytest.raises(refusals):
+        layer.eval()(*inputs)
+    converted = lns_ops.convert_(copy.deepcopy(layer), "lns16", scope="everywhere")
+    with pytest.raises(refusals):
+        converted(lns(inputs[0]), *inputs[1:])
+
+
+def test_types_have_torchs_names() -> None:
+    assert X.type() == "torch.FloatTensor"
+    assert X.type("torch.DoubleTensor").dtype == X.type(torch.float64).dtype == torch.float64
+    assert isinstance(X.type(torch.float32), LNSTensor)
+
+
+def test_a_parameter_in_another_order_is_named() -> None:
+    net = lns_ops.convert_(nn.Conv2d(3, 4, 3), "lns16", scope="everywhere")
+    net = net.to(memory_format=torch.channels_last)
+    optimizer = lns_ops.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 3, 5, 5)).sum().backward()
+    with pytest.raises(ValueError, match=r"channels_last\) before lns_ops.convert_"):
+        optimizer.step()
+
+
 def step(name: str, fmt: str | None, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     net: nn.Module = nn.Linear(3, 2)
