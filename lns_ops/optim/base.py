@@ -174,9 +174,6 @@ class LNSOptimizer(torch.optim.Optimizer):
                 " example 0"
             )
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            self._check_group(group)
-        self._made = True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         for parameter in group["params"]:
@@ -195,8 +192,6 @@ class LNSOptimizer(torch.optim.Optimizer):
             ValueError: its hyperparameters cannot be used, as the constructor says.
         """
         without_compiler(super().add_param_group)(param_group)
-        if not getattr(self, "_made", False):
-            return
         try:
             self._check_group(self.param_groups[-1])
         except ValueError:

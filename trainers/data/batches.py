@@ -64,9 +64,12 @@ def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Spl
     if not isinstance(split, Split):
         import torch
 
-        count = math.ceil((like or split.size) / STREAMED)
         places = torch.arange(split.size)
-        parts = places.split(STREAMED) if like is None else places.tensor_split(count)
+        parts = (
+            places.split(STREAMED)
+            if like is None
+            else places.tensor_split(math.ceil(like / STREAMED))
+        )
         yield from split.load(parts, 0)
         return
     size = max(1, EVALUATION_BATCH[split.y.device.type] // _weight(split))

@@ -43,6 +43,7 @@ from trainers.user_code import names_code, python_path
 MESSAGE_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+"""C library, loaded here: between fork and exec of a process with threads nothing may be."""
 PR_SET_NAME = 15
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
