@@ -189,10 +189,8 @@ def _begin(
         _enter_plan(plan, data, ledger, only)
         longer = continuations(ledger, state)
     except LedgerError as error:
-        raise UserError(
-            f"storage: ledger: {error}; see that {plan.study.folder} can be written; nothing was"
-            " started, and the same command goes on"
-        ) from None
+        refused = f"storage: ledger: {error}; nothing was started"
+        raise _storage_refused(refused, plan.study.folder) from None
     if longer:
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
