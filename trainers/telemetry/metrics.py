@@ -1,7 +1,7 @@
 """Telemetry: what an epoch of a trial cost, beside what it learned.
 
-With ``telemetry=true`` an epoch reports, over its training steps alone (:data:`NAMES` describes
-each metric):
+With ``telemetry=true`` an epoch reports, over its training steps alone and not the capture of a
+CUDA graph that comes before the first of them (:data:`NAMES` describes each metric):
 
 - **where a step's time goes**. Every worker times its collectives
   (:mod:`trainers.telemetry.spans`). On the worker that arrives last a collective takes as long as
@@ -32,6 +32,7 @@ with :data:`PREFIX`. Times, memory and energy depend on the machine and its load
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -145,6 +146,7 @@ class Telemetry:
         self._tensor_bytes = math.inf
         self._picojoules, self._step_joules = picojoules, math.inf
         self._resettable = self._begun = False
+        self._began = self._prepared = 0.0
         spans.timing = True
 
     @contextmanager
@@ -177,7 +179,16 @@ class Telemetry:
             self._ceiling_rate = self._ceiling()
         if self._device.type != "cuda" or not self._begun:
             self._reset_peak()
-        self._begun = True
+        self._begun, self._began, self._prepared = True, time.perf_counter(), 0.0
+        self._gpu.begin()
+        self._spans.begin()
+
+    def begin_steps(self) -> None:
+        """Begin times, energy and activity anew: what came before was no step.
+
+        It was compiling kernels and capturing them in a graph, once a trial.
+        """
+        self._prepared = time.perf_counter() - self._began
         self._gpu.begin()
         self._spans.begin()
 
@@ -186,6 +197,7 @@ class Telemetry:
 
         The same on every worker; a collective.
         """
+        seconds -= self._prepared
         self._spans.end()
         counted, peak = self._gpu.end(), self._peak()  # before this method allocates
         steps, macs, possible = (

@@ -67,6 +67,9 @@ class NoTelemetry:
     def begin(self) -> None:
         """Do nothing."""
 
+    def begin_steps(self) -> None:
+        """Do nothing."""
+
     def metrics(self, seconds: float) -> dict[str, float]:
         """Report nothing."""
         return {}

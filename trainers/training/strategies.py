@@ -287,7 +287,7 @@ class GraphStep(StatefulStep):
                     config.layout.micro_batches,
                     updates=not config.lr_schedule.varies,
                 )
-            components.spans.begin()
+            components.telemetry.begin_steps()
         order = epoch_order(len(split.y), config.seed, epoch).to(components.workers.device)
         with self._seeded(epoch):
             tally = self._graphed.train(order, before_step)

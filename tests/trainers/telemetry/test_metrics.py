@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,3 +222,19 @@ def test_a_gpu_tells_energy_and_activity() -> None:
     assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
     assert found.get("joules", 1.0) >= 0
     assert all(0 <= found.get(name, 0.0) <= 1 for name in GPM)
+
+
+def test_what_comes_before_the_steps_is_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five seconds of capturing a graph, then one step of two; 128 products in the last of six."""
+    clock = SimpleNamespace(perf_counter=scripted([10.0, 15.0]))
+    monkeypatch.setattr("trainers.telemetry.metrics.time", clock)
+    spans = Spans(clock=scripted([0.0, 5.0, 7.0, 7.0]))
+    telemetry = Telemetry(spans, torch.device("cpu"), 1, lambda: 256.0, aligned=True)
+    telemetry.begin()
+    with telemetry.counting():
+        torch.ones(4, 4) @ torch.ones(4, 8)
+    telemetry.begin_steps()
+    spans.step()
+    found = told(telemetry.metrics(6.0))
+    assert found["step_seconds"] == 2.0
+    assert found["ceiling_fraction"] == 0.5
