@@ -74,7 +74,8 @@ def measured(study: Study) -> dict[str, Any]:
             if trial.row == row:
                 whole = trial.status == FINISHED  # a trial that failed took less
                 joules = measure(trial, "joules", metric) if whole else None
-                by_seed[trial.seed] = by_seed.get(trial.seed, 0.0) + (joules or math.nan)
+                more = math.nan if joules is None else joules
+                by_seed[trial.seed] = by_seed.get(trial.seed, 0.0) + more
         sums.append(by_seed)
     return ratio(*sums)
 

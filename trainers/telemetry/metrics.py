@@ -64,12 +64,18 @@ NAMES = {
     "ceiling_fraction": (
         "multiply-accumulates a second over what the kernel reaches on a large product, a worker"
     ),
-    "joules": "energy of the workers' GPUs during the epoch's training, whole devices",
+    "joules": (
+        "energy of the workers' GPUs during the epoch's training, whole devices; even within a step"
+        " of their counters (0.1 s on an H100)"
+    ),
     "modelled_joules": (
         "energy of the epoch's products by a model of single operations' energies, all workers; not"
         " measured"
     ),
-    "sm_busy": "share of multiprocessors that were busy, mean over time and GPUs",
+    "sm_busy": (
+        "share of multiprocessors that were busy, mean over time and GPUs; these shares are of"
+        " epochs that train for more than 0.1 s"
+    ),
     "sm_occupancy": "share of the possible warps that were resident",
     "integer_busy": "share of time with integer operations",
     "tensor_busy": "share of time with tensor operations",

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from study.config.compose import load, studies_with
+from study.config.compose import load, override_trial, studies_with
 from study.plan.plan import make_plan
+from trainers.config import TrialConfig
+from trainers.training.check import check_optimizer
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,3 +37,16 @@ def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
     comment = (ROOT / "conf" / "study" / f"{name}.yaml").read_text()
     said = re.findall(r"--small +(\d+) trials", comment)
     assert said in ([], [str(size)])
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
+def test_every_rate_of_every_study_has_a_code(small: bool) -> None:
+    """Of the studies whose trials are known before they run; the data are not looked at."""
+    files = (ROOT / "conf" / "study").glob("*.yaml")
+    for name in studies_with("small") if small else [file.stem for file in files]:
+        study = load(name, small=small, download=False)
+        if study.space or study.trial.own_loop:
+            continue
+        for row in study.rows:
+            values = override_trial(study.trial.to_dict(), row.overrides)
+            check_optimizer(TrialConfig.from_dict(values))
