@@ -159,6 +159,9 @@ class LNSTensor(torch.Tensor):
             return promotion.written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
         name = getattr(func, "__name__", "")
+        if name in promotion.CONVERTED and kwargs.get("dtype") not in (None, torch.float32):
+            x, *others = args or (kwargs.pop("input"),)
+            return func(x.to(kwargs.pop("dtype")), *others, **kwargs)
         if replacement is None and is_decoded(name) and (name[-1] != "_" or name[:2] == "__"):
             return _in_float32(func, args, kwargs)
         if func not in promotion.KEPT and _meets_floats(args, kwargs):

@@ -34,6 +34,11 @@ encoded_by: Counter[str] = Counter()
 """How many float tensors met LNS in this process and were encoded, by operation."""
 KEPT: set[Any] = set()
 """The torch functions that take float tensors beside LNS ones as they are."""
+CONVERTED = {
+    "sum", "nansum", "mean", "prod", "cumsum", "cumprod", "norm", "linalg_norm",
+    "linalg_vector_norm", "linalg_matrix_norm",
+}  # fmt: skip
+"""The torch functions that convert their terms to ``dtype`` first."""
 
 
 def takes_floats(*functions: Any) -> None:

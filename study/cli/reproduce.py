@@ -41,7 +41,7 @@ def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     reproduce.add_argument("--all", action="store_true", help="all studies that have claims")
     reproduce.add_argument("--small", action="store_true", help="their small forms")
     reproduce.add_argument(
-        "--page-only", action="store_true", help="run nothing; write the page from the storage"
+        "--page-only", action="store_true", help="run no trials; write the page from the storage"
     )
     add_storage(reproduce)
     reproduce.add_argument(

@@ -28,7 +28,8 @@ def resolve(
         say: called with the reason for which ``auto`` becomes ``digits``.
 
     Raises:
-        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files.
+        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files, or ``root`` is
+            given for data that are read from none.
         DownloadError: MNIST is asked for by name and cannot be downloaded.
     """
     name, root = config.name, config.root
@@ -39,6 +40,11 @@ def resolve(
                 " folder in data.args, as a parameter of the factory"
             )
         return config
+    if root is not None and name in DATA and not DATA[name].files:
+        raise ValueError(
+            f"data.root={root!r} with data.name={name}: these data are read from no files; leave"
+            " data.root out, or name the data that it holds"
+        )
     if name in REMOTES:
         config = _located(config)
         root = config.root

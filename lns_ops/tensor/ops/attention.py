@@ -76,10 +76,25 @@ class _MaskedSoftmax(torch.autograd.Function):
         return _softmax_backward(None, grad, ctx.saved_tensors[0], -1, None), None
 
 
+def _spreads(shape: torch.Size, over: torch.Size) -> bool:
+    """Tell whether a tensor of one shape can be expanded to another."""
+    last = over[len(over) - len(shape) :]
+    return len(shape) <= len(over) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
+
+
 def _masks(
     mask: Tensor | None, is_causal: bool, scores: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return which scores to keep, and what to add to them."""
+    """Return which scores to keep, and what to add to them.
+
+    Raises:
+        ValueError: the mask has sizes that the scores have not.
+    """
+    if mask is not None and not _spreads(mask.shape, scores.shape):
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} for scores of shape {tuple(scores.shape)}: its"
+            " sizes must be theirs or 1, from the last on"
+        )
     kept = None
     if is_causal:
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

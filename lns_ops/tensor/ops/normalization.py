@@ -72,7 +72,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _normalized(
-    x: LNSTensor, dims: Sequence[int], eps: float, weight: Tensor | None = None,
+    x: Tensor, dims: Sequence[int], eps: float, weight: Tensor | None = None,
     bias: Tensor | None = None, shape: Sequence[int] = (), *, centred: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and mean and variance in codes.
@@ -80,12 +80,14 @@ def _normalized(
     The mean is subtracted only if ``centred``, else it is empty; the first is multiplied by
     ``weight`` and has ``bias`` added, as they are in ``shape``.
     """
+    given = [parameter for parameter in (weight, bias) if parameter is not None]
+    if not isinstance(x, LNSTensor):  # floats that meet an LNS weight
+        x = LNSTensor.from_float(x, next(p.fmt for p in given if isinstance(p, LNSTensor)))
     if not x.codes.numel():
         raise ValueError(
             f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
             " it out"
         )
-    given = [parameter for parameter in (weight, bias) if parameter is not None]
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
     w, b = (weight, bias) if fused else (None, None)
     y, mean, variance = _Normalize.apply(x, w, b, list(shape), list(dims), eps, centred)  # type: ignore[no-untyped-call]

@@ -32,9 +32,19 @@ def _replicated(at: Tensor, length: int) -> Tensor:
 def _places(
     x: Tensor, padding: Sequence[int], rule: Callable[[Tensor, int], Tensor]
 ) -> list[tuple[int, Tensor]]:
-    """Return the input position of each output position, per padded dimension, the last first."""
+    """Return the input position of each output position, per padded dimension, the last first.
+
+    Raises:
+        ValueError: a reflection longer than what it reflects.
+    """
     pairs = list(zip(padding[::2], padding[1::2], strict=True))
     each = [(-1 - i, x.shape[-1 - i], before, after) for i, (before, after) in enumerate(pairs)]
+    for d, length, before, after in each:
+        if rule is _reflected and max(before, after) >= length:
+            raise ValueError(
+                f"padding {(before, after)} by reflection of dimension {d} with {length} values:"
+                " must be fewer than these; pad less, or with mode='replicate'"
+            )
     return [
         (d, rule(torch.arange(-before, length + after, device=x.device), length))
         for d, length, before, after in each

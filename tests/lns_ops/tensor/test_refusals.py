@@ -51,6 +51,10 @@ def test_integers_and_truth_values_are_joined_as_values(
         lambda x: x.index_put((torch.tensor([-7]),), x[:1], accumulate=True),
         lambda x: functional.embedding_bag(torch.tensor([0, 1]), x, torch.tensor([0, 5])),
         lambda x: functional.fold(x.reshape(1, 6, 1), (3, 4), (2, 2)),
+        lambda x: functional.pad(x, (3, 0), mode="reflect"),
+        lambda x: functional.pad(x, (0, 4), mode="reflect"),
+        lambda x: functional.scaled_dot_product_attention(x, x, x, torch.zeros(5, 2, 2)),
+        lambda x: functional.scaled_dot_product_attention(x, x, x, torch.zeros(3, 2)),
         lambda x: functional.fold(
             torch.ones_like(x).expand(4, 2, 3).reshape(1, 4, 6), (9, 9), (2, 2)
         ),
@@ -165,3 +169,35 @@ def test_a_group_that_is_added_is_checked_like_the_first() -> None:
         optimizer.add_param_group({"params": [net.bias], "momentum": 0.999})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [net.bias], "momentum": 0.25})
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.sum(dtype=torch.float64),
+        lambda x: x.sum(1, dtype=torch.float16),
+        lambda x: torch.sum(input=x, dim=1, dtype=torch.float64),
+        lambda x: x.mean(0, dtype=torch.float64),
+        lambda x: x.cumsum(1, dtype=torch.float64),
+        lambda x: x.prod(1, dtype=torch.float64),
+        lambda x: torch.linalg.vector_norm(x, dim=1, dtype=torch.float64),
+    ],
+)
+def test_a_reduction_in_another_type_is_torchs(reduce: Callable[[Tensor], Tensor]) -> None:
+    x = X.clone().requires_grad_()
+    found = reduce(x)
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, reduce(X.to_float()))
+    found.sum().backward()
+    assert isinstance(x.grad, LNSTensor)
+
+
+def test_floats_are_normalized_with_lns_weights() -> None:
+    x, weight = torch.tensor([[1.0, 2.0, 4.0]], requires_grad=True), lns([1.0, 2.0, 0.5])
+    found = functional.layer_norm(x, (3,), weight)
+    assert torch.equal(
+        found.to_float(), functional.layer_norm(lns(x.detach()), (3,), weight).to_float()
+    )
+    found.to_float()[0, 1].backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0

@@ -242,6 +242,59 @@ def test_a_list_shows_studies_of_other_versions_as_unreadable(
     assert "its config is of another version" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["resume"], ["extend", "seeds=[0,1]"], ["reconcile"]])
+def test_a_renamed_folder_is_refused_by_what_would_write_to_another(
+    local: Tiny, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    study = local("before", f"tracking_uri=sqlite:///{Path(local('x').storage).parent}/m.db")
+    copy = write(study, made_up_events(study)).rename(study.folder.with_name("after"))
+    lines_before = (copy / "ledger.jsonl").read_bytes()
+    verb, *overrides = words
+    assert main([verb, "after", *overrides, "--storage", study.storage]) == 2
+    assert "renamed folder, or a copy, of the study 'before'" in capsys.readouterr().err
+    assert [path.name for path in Path(study.storage).iterdir()] == ["after"]
+    assert (copy / "ledger.jsonl").read_bytes() == lines_before
+    with pytest.raises(UserError, match="name it before"):
+        Study(copy).resume()
+    with pytest.raises(UserError, match="name it before"):
+        Study(copy).run(seeds=[0, 1])
+    assert main(["status", "after", "--storage", study.storage]) == 0
+
+
+def test_a_report_of_a_moved_storage_feeds_the_mlflow_beside_it(
+    local: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = local("moved", "storage=studies", "tracking_uri=null")
+    study = dataclasses.replace(study, storage="studies")
+    events = made_up_events(study)
+    monkeypatch.chdir(tmp_path)
+    write(study, events)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = (tmp_path / "studies").rename(tmp_path / "archive") / "moved"
+    monkeypatch.chdir(elsewhere)
+    outcome = report_study(folder, lambda line: None)
+    assert outcome.tracking == f"sqlite:///{tmp_path}/archive/mlflow.db"
+    assert not list(elsewhere.iterdir())
+    assert verify(folder, None) == []
+
+
+def test_a_list_shows_studies_of_other_versions_as_unreadable(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, later = local("ours"), local("later")
+    write(study, made_up_events(study))
+    events = made_up_events(later)
+    events[0]["study"] = events[0]["study"] | {"telepathy": True}
+    write(later, events)
+    assert main(["list", "--storage", study.storage]) == 0
+    listed = {line.split()[0]: line.split()[1] for line in lines(capsys)[1:]}
+    assert listed["ours"] == "finished"
+    assert listed["later"] == "unreadable"
+    assert main(["status", "later", "--storage", study.storage]) == 2
+    assert "its config is of another version" in capsys.readouterr().err
+
+
 def test_a_running_study_is_told_not_touched(
     local: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:

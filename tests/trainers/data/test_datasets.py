@@ -321,3 +321,9 @@ def test_replicas_that_step_together_evaluate_equally_many_parts(size: int) -> N
     parts = list(evaluation_batches(FromDisk(size), like=251))  # type: ignore[arg-type]
     assert (len(parts), sum(parts)) == (2, size)  # type: ignore[arg-type]
     assert list(evaluation_batches(FromDisk(501))) == [250, 250, 1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist1d", "copy"])
+def test_a_folder_of_data_that_have_no_files_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"are read from no files; leave data\.root out"):
+        resolve(DataConfig(name=name, root=str(tmp_path)))
