@@ -185,18 +185,18 @@ class Telemetry:
             self._ceiling_rate = self._ceiling()
         if self._device.type != "cuda" or not self._begun:
             self._reset_peak()
-        self._begun, self._began, self._prepared = True, time.perf_counter(), 0.0
         self._gpu.begin()
         self._spans.begin()
+        self._begun, self._began, self._prepared = True, time.perf_counter(), 0.0
 
     def begin_steps(self) -> None:
         """Begin times, energy and activity anew: what came before was no step.
 
         It was compiling kernels and capturing them in a graph, once a trial.
         """
-        self._prepared = time.perf_counter() - self._began
         self._gpu.begin()
         self._spans.begin()
+        self._prepared = time.perf_counter() - self._began
 
     def metrics(self, seconds: float) -> dict[str, float]:
         """Return the metrics of the epoch, whose training took ``seconds``.

@@ -44,9 +44,9 @@ class EnergyMeter:
     """A device's energy, read between the steps in which its counter moves.
 
     With a step to ``E_i`` seen at ``t_i``, the energy at a time ``t`` is linear between two steps,
-    and goes on as between the last two::
+    and goes on as between the last two, but by no whole step, as the counter would have moved::
 
-        E(t) = E_i + (E_{i+1} - E_i) (t - t_i) / (t_{i+1} - t_i)
+        E(t) = E_i + (E_{i+1} - E_i) min(2, (t - t_i) / (t_{i+1} - t_i))
 
     What happens within a step is so taken as even: an epoch far shorter than one has the mean power
     around it. :meth:`watch` looks from a thread, which ends with the meter.
@@ -104,7 +104,7 @@ class EnergyMeter:
         later = [place for place, (seen, _) in enumerate(self._steps) if seen > when]
         place = max(1, later[0] if later else len(self._steps) - 1)
         (start, low), (stop, high) = self._steps[place - 1 : place + 1]
-        return low + (high - low) * (when - start) / (stop - start)
+        return low + (high - low) * min(2.0, (when - start) / (stop - start))
 
 
 def _look(meter: weakref.ref[EnergyMeter]) -> None:
