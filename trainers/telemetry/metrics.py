@@ -24,7 +24,7 @@ CUDA graph that comes before the first of them (:data:`NAMES` describes each met
 - **modelled energy** of the products, in hardware made for their format
   (:mod:`trainers.telemetry.energy`): the only metric that is not measured.
 
-A metric that the hardware or the system does not offer is absent, never estimated. All names begin
+A metric that the hardware or the system does not offer is absent. All names begin
 with :data:`PREFIX`. Times, memory and energy depend on the machine and its load;
 ``tensor_bytes`` and the counts do not. All are left out where results are compared.
 """
@@ -65,8 +65,8 @@ NAMES = {
         "multiply-accumulates a second over what the kernel reaches on a large product, a worker"
     ),
     "joules": (
-        "energy of the workers' GPUs during the epoch's training, whole devices; even within a step"
-        " of their counters (0.1 s on an H100)"
+        "energy of the workers' GPUs during the epoch's training, whole devices; within a step of"
+        " their counters (0.1 s on an H100) foretold, and set right in the epoch after"
     ),
     "modelled_joules": (
         "energy of the epoch's products by a model of single operations' energies, all workers; not"

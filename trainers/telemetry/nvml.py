@@ -34,7 +34,7 @@ GPM = {
 """Our names of GPM's metrics, which are percentages there and shares from 0 to 1 here."""
 GPM_SECONDS = 0.1
 """The least time between two samples of GPM, which are made anew that often."""
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 """The time between two looks at the energy counter; one took 3 ms on an H100's host."""
 STEPS_SECONDS = 1.0
 """The longest wait for an energy counter's first two steps; one that is slower is left out."""
@@ -48,8 +48,10 @@ class EnergyMeter:
 
         E(t) = E_i + (E_{i+1} - E_i) min(2, (t - t_i) / (t_{i+1} - t_i))
 
-    What happens within a step is so taken as even: an epoch far shorter than one has the mean power
-    around it. :meth:`watch` looks from a thread, which ends with the meter.
+    What an epoch took after the last step is so foretold; what the next step says otherwise is
+    added to the epoch after. The sum over epochs is thus the counter's but for the last step;
+    within a step the power counts as even. :meth:`watch` looks from a thread, which ends with the
+    meter.
 
     Args:
         read: returns the counter in joules, or None where it cannot be read.
@@ -63,6 +65,9 @@ class EnergyMeter:
         self._steps: list[tuple[float, float]] = []
         self._last: float | None = None
         self._begun: float | None = None
+        self._foretold: list[tuple[float, float, float]] = []  # from, to, joules
+        self._owed = 0.0
+        self._waited = False
 
     def watch(self) -> None:
         """Look at the counter from a thread, until the meter is dropped."""
@@ -74,19 +79,22 @@ class EnergyMeter:
             energy, now = self._read(), self._clock()
             if energy is None:
                 self._steps.clear()
-                self._last = self._begun = None
+                self._foretold.clear()
+                self._last, self._begun, self._owed = None, None, 0.0
                 return
             if self._last is not None and energy != self._last:
                 self._steps.append((now, energy))
                 if len(self._steps) > 5:  # two before begin, one after it, and the last two
                     del self._steps[3]
+                self._settle()
             self._last = energy
 
     def begin(self) -> None:
-        """Begin to measure; wait for the counter's first two steps."""
+        """Begin to measure; the first time wait for the counter's first two steps."""
         deadline = time.monotonic() + STEPS_SECONDS
-        while len(self._steps) < 2 and time.monotonic() < deadline:
+        while len(self._steps) < 2 and not self._waited and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
+        self._waited = True
         with self._lock:
             del self._steps[:-2]
             self._begun = self._clock() if len(self._steps) == 2 else None
@@ -97,7 +105,20 @@ class EnergyMeter:
         with self._lock:
             if self._begun is None:
                 return None
-            return self._at(self._clock()) - self._at(self._begun)
+            now, known = self._clock(), max(self._begun, self._steps[-1][0])
+            found = self._between(self._begun, now) + self._owed
+            self._foretold.append((known, now, self._between(known, now)))
+            self._owed = min(0.0, found)  # an epoch takes no less than nothing
+            return max(0.0, found)
+
+    def _settle(self) -> None:
+        """Note by how much the step that was just seen departs from what was foretold."""
+        for start, stop, joules in self._foretold:
+            self._owed += self._between(start, stop) - joules
+        self._foretold.clear()
+
+    def _between(self, start: float, stop: float) -> float:
+        return self._at(stop) - self._at(start)
 
     def _at(self, when: float) -> float:
         """Return the energy at a time."""
