@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from study.claims.stated import state_claims
 from study.config import StudyConfig
-from study.errors import UserError, refusals
-from study.execution.control import Control, Decision, clear, is_full
+from study.errors import refusals
+from study.execution.control import Control, Decision, clear, storage_refused
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
@@ -42,7 +42,7 @@ from study.tracking.sinks import Sinks
 from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, stored
-from trainers.object_store import is_url, local_folder, place_of
+from trainers.object_store import local_folder
 from trainers.workers.node import Node
 
 EXCLUDED_SHOWN = 3
@@ -131,13 +131,15 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
     Nothing is entered if the ledger has a plan of the same config, data and code.
 
     Raises:
-        UserError: the study cannot start, and nothing was done.
+        UserError: the study cannot start, and nothing was done; or its storage refuses a write.
     """
     with _opened(study, say) as (plan, data, ledger, before, _):
-        changed = any(trial.id not in before.known for trial in plan.trials)
-        if changed or before.plan.get("study") != plan.study.to_dict():
-            _enter_plan(plan, data, ledger, ALL)
-            ledger.append("ended", outcome="stopped")
+        if not _in_plan(plan, before) or before.plan.get("study") != plan.study.to_dict():
+            try:
+                _enter_plan(plan, data, ledger, ALL)
+                ledger.append("ended", outcome="stopped")
+            except LedgerError as error:
+                raise storage_refused(f"storage: ledger: {error}", ledger.folder) from None
         return ledger.folder
 
 
@@ -168,6 +170,12 @@ def _opened(
             yield plan, data, ledger, before, own
 
 
+def _in_plan(plan: Plan, state: StudyState) -> bool:
+    """Tell whether a study's last plan has the trials of a plan made now."""
+    last = {trial.id for trial in state.trials}
+    return all(trial.id in last for trial in plan.trials)
+
+
 def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     stated = state_claims(plan.study.to_dict())
@@ -190,7 +198,7 @@ def _begin(
         longer = continuations(ledger, state)
     except LedgerError as error:
         refused = f"storage: ledger: {error}; nothing was started"
-        raise _storage_refused(refused, plan.study.folder) from None
+        raise storage_refused(refused, plan.study.folder) from None
     if longer:
         say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
     _say_what_is_left(state, say)
@@ -239,7 +247,7 @@ def _run(
             report, error = _close(state, folder / "report", tracker, sinks)
             _share(report, say)
     if control.storage_error:
-        raise _storage_refused(control.storage_error, folder)
+        raise storage_refused(control.storage_error, folder)
     if idle := remark(state.runs[-1]):
         say(idle)
     return _outcome(state, report, plan.study, error, tracker.where())
@@ -249,21 +257,6 @@ def _ended_early(reason: str) -> str:
     limited = reason.startswith("limits.")
     left = "raise or drop it to go on" if limited else "the same command continues"
     return f"Ended early: {reason}; {left}."
-
-
-def _storage_refused(error: str, folder: Path) -> UserError:
-    """Return what says that a study's storage refused a write, and what to do."""
-    place = place_of(folder.parent)
-    if is_full(error):
-        mend = f"free some space in {place}"
-    elif is_url(place):
-        mend = f"see that {place} answers and that no other driver continues the study"
-    else:
-        mend = f"see that {place} can be written"
-    return UserError(
-        f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
-        " others continue from their last checkpoint"
-    )
 
 
 def _share(report: Path, say: Callable[[str], None]) -> None:
@@ -394,6 +387,8 @@ def report_study(
     error, where = "", dict[str, str]()
     if state.damage:
         say(f"{state.config.name}: {state.damage}")
+    elif folder.name != study.slug:
+        say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {study.name!r}")
     elif not is_locked(folder) and study.tracking != OFF:
         error, where = sync_study(folder, study, report)
     return _outcome(state, report, study, error, where)

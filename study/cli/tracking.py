@@ -110,15 +110,18 @@ def _dashboard(options: argparse.Namespace) -> int:
     return serve(folder, options.port, options.every, lambda line: print(line, flush=True))
 
 
-def _study(options: argparse.Namespace) -> tuple[Path, StudyConfig]:
-    """Return folder and config of a study that is not running and whose store answers."""
+def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, StudyConfig]:
+    """Return folder and config of a study that is not running and whose store answers.
+
+    What writes to the store refuses a copy: of the study's runs those of newer trials look false.
+    """
     from study.ledger.log import is_locked
-    from study.manage.studies import find, placed, whole
+    from study.manage.studies import continued, find, placed, whole
     from study.tracking.supervisor import OFF, check_tracking
 
     with refusals():
         folder = find(options.study, options.storage)
-        study = placed(whole(folder).config, folder)
+        study = (continued if writes else placed)(whole(folder).config, folder)
         study = dataclasses.replace(study, tracking_uri=options.tracking_uri or study.tracking_uri)
         if study.tracking == OFF:
             raise UserError(
@@ -157,12 +160,7 @@ def _sync(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> int:
-    from study.manage.studies import continued
-
-    folder, study = _study(options)
-    with refusals():
-        if not options.check:
-            continued(study, folder)  # of a copy's runs those of newer trials look false
+    folder, study = _study(options, writes=not options.check)
     audits = _audit(folder, study, repair=not options.check)
     if audits is None:
         return 1

@@ -29,9 +29,11 @@ import psutil
 
 from study.config.metric import DERIVED
 from study.errors import UserError, refusals
+from study.execution.control import storage_refused
 from study.ledger.lines import Event
-from study.ledger.log import Ledger, is_locked, read_ledger
+from study.ledger.log import Ledger, LedgerError, is_locked, read_ledger
 from study.ledger.state import ENDED, FAILED, RUNNING, StudyState, TrialState, fold
+from study.manage.studies import continued
 from study.plan.plan import Plan, make_plan
 from study.search.agenda import Agenda, adopt
 from trainers.config import TrialConfig
@@ -95,7 +97,8 @@ def ask(folder: Path) -> Suggestion | None:
 
 def _refuse_changed(plan: Plan, state: StudyState) -> None:
     """Refuse a plan with trials that the study has not: what they are made of has changed."""
-    if new := [trial for trial in plan.trials if trial.id not in state.known]:
+    last = {trial.id for trial in state.trials}
+    if new := [trial for trial in plan.trials if trial.id not in last]:
         raise ValueError(
             f"{plan.study.name}: {len(new)} of its {len(plan.trials)} trials are not those that"
             " were planned: code or data of yours changed, or this machine has other GPUs or data;"
@@ -166,7 +169,12 @@ def tell(
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[tuple[Ledger, StudyState]]:
-    """Provide the ledger in ``folder`` and its state, which follows it; wait for the lock."""
+    """Provide the ledger in ``folder`` and its state, which follows it; wait for the lock.
+
+    Raises:
+        UserError: the folder is a copy, the study runs, its ledger is damaged, or the storage
+            refuses a write.
+    """
     until = time.monotonic() + LOCK_SECONDS
     while True:
         try:
@@ -176,10 +184,15 @@ def _opened(folder: Path) -> Iterator[tuple[Ledger, StudyState]]:
             if not is_locked(folder) or time.monotonic() > until:
                 raise UserError(str(error)) from error
             time.sleep(0.05)
-    with ledger:
-        state = fold(ledger.history)
-        ledger.listen(state.apply)
-        yield ledger, state
+    try:
+        with ledger:
+            state = fold(ledger.history)
+            with refusals():
+                continued(state.config, folder)
+            ledger.listen(state.apply)
+            yield ledger, state
+    except LedgerError as error:
+        raise storage_refused(f"storage: ledger: {error}", folder) from None
 
 
 def _askers(events: list[Event]) -> dict[str, Event]:

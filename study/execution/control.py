@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from study.config import LimitsConfig
-from study.errors import refusals
+from study.errors import UserError, refusals
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
 from study.results.objectives import gpu_seconds, joules
 from trainers.files import write_whole
-from trainers.object_store import open_store, place_of
+from trainers.object_store import is_url, open_store, place_of
 
 FILE = "control.json"
 POLL_SECONDS = 0.5
@@ -48,6 +48,26 @@ _REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
 def is_full(error: str) -> bool:
     """Tell whether an error's text says that a storage is full."""
     return any(os.strerror(code) in error for code in _FULL)
+
+
+def storage_refused(error: str, folder: Path) -> UserError:
+    """Return what says that a study's storage refused a write, and what to do.
+
+    Args:
+        error: the error.
+        folder: folder of the study.
+    """
+    place = place_of(folder.parent)
+    if is_full(error):
+        mend = f"free some space in {place}"
+    elif is_url(place):
+        mend = f"see that {place} answers and that no other driver continues the study"
+    else:
+        mend = f"see that {place} can be written"
+    return UserError(
+        f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
+        " others continue from their last checkpoint"
+    )
 
 
 class Wish(enum.IntEnum):

@@ -153,10 +153,10 @@ class StudyState:
 
     @property
     def config(self) -> StudyConfig:
-        """Config of the study as last planned; ValueError if it has keys that no class here has."""
+        """Config of the study as last planned; ValueError if no class here takes it."""
         try:
             return StudyConfig.from_dict(self.plan["study"])
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.plan['study'].get('name')}: {error}; its config is of another version of"
                 " this package: read it with that one"

@@ -161,6 +161,7 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
         _refuse_searched(row, space, study.search.population)
     bases = [Base(study, row, download) for row in rows_of(study)]
     for base in bases:
+        _refuse_one_rate(study, base, space)
         found, left_out = (_first_points if study.search.adaptive else _configurations)(
             study, base, space
         )
@@ -195,6 +196,18 @@ def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
                 f"row {row.label!r}: {clash[0]}: its overrides and {name} both set it, so that its"
                 " trials would be another row's; take it out of one of them"
             )
+
+
+def _refuse_one_rate(study: StudyConfig, base: Base, space: Space) -> None:
+    """Refuse a population that changes the rate of an optimizer which takes it once."""
+    rates = any(domain.key == "optimizer.lr" for domain in space.domains)
+    if study.search.population and rates and base.values({})["optimizer"]["name"] == "rprop":
+        raise ValueError(
+            f"row {base.row.label!r}: optimizer.name=rprop with"
+            f" search.scheduler={study.search.scheduler} and space.optimizer.lr: it takes the rate"
+            " in its first step alone, and the population changes it later; use another optimizer,"
+            " or leave the rate out of the space"
+        )
 
 
 def _first_points(

@@ -65,15 +65,6 @@ RULES: tuple[Rule, ...] = (
         "lr_schedule.warmup_epochs below {epochs}",
     ),
     Rule(
-        ("optimizer.name", "lr_schedule.decay", "lr_schedule.warmup_epochs", "changes"),
-        lambda c: (
-            c.optimizer.name == "rprop"
-            and (c.lr_schedule.varies or any("optimizer.lr" in each for each in c.changes))
-        ),
-        "it takes the rate in its first step alone",
-        "a constant rate without warm-up and changes, or another optimizer",
-    ),
-    Rule(
         ("analysis_every", "precision.format"),
         lambda c: c.analysis_every > 0 and c.precision.format == "float32",
         "it compares a format with float32",

@@ -84,15 +84,23 @@ def _answers_each(config: TrialConfig) -> int:
 
 
 def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
-    """Refuse options of the optimizer that its number format has no code for.
+    """Refuse options of the optimizer that its number format has no code for, or that do nothing.
 
     Args:
         config: the trial.
         answers: answers of an example.
 
     Raises:
-        ValueError: a learning rate or momentum underflows, or rounds to 1.
+        ValueError: a learning rate or momentum underflows, or rounds to 1, or Rprop's rate varies.
     """
+    new_rates = any("optimizer.lr" in change for change in config.changes)
+    if config.optimizer.name == "rprop" and (config.lr_schedule.varies or new_rates):
+        raise ValueError(
+            f"optimizer.name=rprop with lr_schedule.decay={config.lr_schedule.decay},"
+            f" lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g} and"
+            f" changes={config.changes}: it takes the rate in its first step alone; use a constant"
+            " rate without warm-up and changes, or another optimizer"
+        )
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         options = optimizer_at(config.optimizer, config.changes, epoch)

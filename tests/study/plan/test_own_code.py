@@ -290,3 +290,19 @@ def test_asking_after_the_code_has_changed_says_what_to_do(folder: Path) -> None
     with pytest.raises(UserError, match=r"not those that were planned: code .* call create\(\)"):
         made.ask()
     assert create(str(folder / "own.yaml"), storage=str(folder)).ask() is not None
+
+
+def test_code_that_is_changed_back_is_planned_anew(folder: Path) -> None:
+    """Trials of the plan before last are none of the study's."""
+    first = create(str(folder / "own.yaml"), storage=str(folder))
+    before = [trial.id for trial in first.state.trials]
+    (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))
+    create(str(folder / "own.yaml"), storage=str(folder))
+    (folder / "net.py").write_text(NETWORK)
+    with pytest.raises(UserError, match="not those that were planned"):
+        first.ask()
+    again = create(str(folder / "own.yaml"), storage=str(folder))
+    assert [trial.id for trial in again.state.trials] == before
+    suggestion = again.ask()
+    assert suggestion is not None
+    assert suggestion.trial in before

@@ -259,6 +259,7 @@ def test_values_and_units_are_inverse_and_moves_stay_inside(
             "search.scheduler=halving with search.algorithm=tpe",
         ),
         (["executor=train"], "executor=train with search.scheduler=pbt"),
+        (["trial.optimizer.name=rprop"], "optimizer.name=rprop with search.scheduler=pbt"),
     ],
 )
 def test_populations_that_cannot_be_are_refused(

@@ -15,6 +15,7 @@ from trainers.config.lr_schedule import LRSchedule
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.models import build
+from trainers.training.check import check_optimizer
 
 
 def test_round_trip_through_plain_values() -> None:
@@ -231,10 +232,12 @@ def test_of_several_rules_that_apply_the_first_is_raised() -> None:
     "changes",
     [
         {"lr_schedule": LRSchedule(decay="cosine")},
-        {"lr_schedule": LRSchedule(warmup_epochs=1.0)},
+        {"lr_schedule": LRSchedule(warmup_epochs=1.0), "epochs": 2},
         {"epochs": 2, "changes": [{"epoch": 1, "optimizer.lr": 1.0}]},
     ],
 )
 def test_rprop_takes_its_rate_once(changes: dict[str, Any]) -> None:
+    """Refused before it trains, not where records of earlier versions are read."""
+    config = TrialConfig(optimizer=OptimizerConfig(name="rprop"), **changes)
     with pytest.raises(ValueError, match=r"optimizer.name=rprop with .* in its first step alone"):
-        TrialConfig(optimizer=OptimizerConfig(name="rprop"), **changes)
+        check_optimizer(config)
