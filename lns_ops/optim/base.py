@@ -138,7 +138,7 @@ def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[
     """
     fmt = parameter.fmt if isinstance(parameter, LNSTensor) else None
     for name, value in state.items():
-        if not isinstance(value, Tensor) or value.shape != parameter.shape or name == "step":
+        if not isinstance(value, Tensor) or value.shape != parameter.shape or state_dtype(name):
             continue
         theirs = value.fmt if isinstance(value, LNSTensor) else None
         plain = theirs is None and value.is_floating_point()

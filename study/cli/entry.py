@@ -47,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     _print_whatever_the_locale()
     options = parse(arguments)
-    for notice in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(notice) is not signal.SIG_IGN:  # as nohup has it
+    for notice in (signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(notice) is not signal.SIG_IGN:
             signal.signal(notice, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        signal.signal(signal.SIGHUP, lambda *_: _hang_up(terminals))
     try:
         code = int(options.command(options))
         sys.stdout.flush()
@@ -80,6 +83,13 @@ def _interrupt(*_: object) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
+
+
+def _hang_up(terminals: Sequence[int]) -> None:
+    """End as cleanly where the terminal, which those descriptors write to, is gone."""
+    for stream in terminals:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    _interrupt()
 
 
 def build_parser() -> argparse.ArgumentParser:

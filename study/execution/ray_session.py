@@ -2,9 +2,10 @@
 for the time of a study that needs one.
 
 A Ray of our own runs in processes of its own (``ray start --block``), and the process that drives
-the study does not join it. If a part of Ray dies, ``ray start`` ends all of it; the driver sees
-that within a second and starts it again. Only trials are lost; they begin again from their
-checkpoints. A process that had joined would be ended by Ray with its control store.
+the study does not join it. If a part of Ray dies, ``ray start`` ends all of it, but for agents,
+whose raylet ends alone; the driver sees either within a second and starts it again. Only trials
+are lost; they begin again from their checkpoints. A process that had joined would be ended by Ray
+with its control store.
 
 To use a cluster the driver must join it. If the node that it has joined dies, the driver joins
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
@@ -36,7 +37,7 @@ import psutil
 
 from study.config import StudyConfig
 from study.errors import UserError
-from study.execution.ray_token import TOKEN, check_token, keep_token
+from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_token
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
 from study.program import module_command
@@ -320,7 +321,8 @@ class Joined(Session):
         except (ConnectionError, ValueError, RuntimeError) as error:
             if isinstance(error, UserError):
                 raise
-            if _answers(self.address):  # it lacks this machine alone, and is not silent
+            with contextlib.suppress(ConnectionError):
+                asks_nobody(self.address)  # it lacks this machine alone, and is not silent
                 self._answered = time.monotonic()
             return False
         self.lost = ""
@@ -377,14 +379,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _answers(address: str) -> bool:
-    """Tell whether something listens at ``host:port``."""
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), 1.0):
-        return True
-    return False
 
 
 def _child(process: int, name: str) -> psutil.Process | None:

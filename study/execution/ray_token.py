@@ -64,7 +64,10 @@ def check_token(address: str, insecure: bool) -> None:
         UserError: it is refused.
     """
     place = _compat.ray_head(address)
-    if address == "auto" and not os.environ.get("RAY_ADDRESS") and not is_ours(place):
+    here = address == "auto" and not os.environ.get("RAY_ADDRESS")
+    if here and not (owners := users_of(place)):
+        raise ConnectionError(f"no node of the Ray at {place} runs on this machine")
+    if here and os.getuid() not in owners:
         raise UserError(
             f"address='auto': the Ray of this machine, at {place}, is another user's, who would get"
             " this user's token; to join it all the same give its address"
@@ -87,14 +90,13 @@ def check_token(address: str, insecure: bool) -> None:
         )
 
 
-def is_ours(place: str) -> bool:
-    """Tell whether a raylet of this user's belongs to the cluster at ``host:port``."""
-    return any(
-        process.info["uids"].real == os.getuid()
-        and f"--gcs-address={place}" in (process.info["cmdline"] or ())
+def users_of(place: str) -> set[int]:
+    """Return the users whose raylets on this machine belong to the cluster at ``host:port``."""
+    return {
+        process.info["uids"].real
         for process in psutil.process_iter(["uids", "cmdline"])
-        if process.info["uids"]
-    )
+        if process.info["uids"] and f"--gcs-address={place}" in (process.info["cmdline"] or ())
+    }
 
 
 def _login(unasked: bool) -> dict[str, str]:

@@ -29,9 +29,9 @@ each with ``event`` and ``time`` (seconds since 1970)::
     lost        a plan was here that nobody knows any more      what
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
-the time at which it happened there, and has the ``commits`` of the code. An event that a repair
-restored names where it was found under ``recovered``. The differences between the times of one
-writer are those of a monotonic clock, whatever the machine's clock is set to meanwhile.
+the time at which it happened there, and has the ``commits`` of the code and the ``machines``. An
+event that a repair restored names where it was found under ``recovered``. The differences between
+the times of one writer are those of a monotonic clock, whatever the machine's clock is set to.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
 report of each. A machine that dies while a line is written leaves a torn last line: readers skip

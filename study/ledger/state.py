@@ -57,6 +57,7 @@ class TrialState:
             trial was retried.
         took: seconds by reported epoch, evaluation included; without epochs whose seconds were not
             noted.
+        machines: hardware that it was trained on, as a plan has it.
         spent: seconds in this trial and study, without epochs that were taken over.
         source: id of the trial or folder of the study that epochs were taken over from, or "".
         stopped_by: scheduler that ended it early, or "".
@@ -314,14 +315,13 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", trained_by)]))
         elsewhere = "source" in event or "pid" in event  # taken over, or asked for by a loop
         machine = {} if elsewhere else plan.get("hardware", {})
-        for each in event.get("machines", [machine]):
-            if each and each not in trial.machines:
-                trial.machines.append(each)
+        _note_machines(trial, event.get("machines", [machine]))
     elif kind == "report":
         if event["epoch"] not in trial.reports:
             trial.reports[event["epoch"]] = event
             _take_time(trial, event)
         trial.commits = list(dict.fromkeys([*trial.commits, *event.get("commits", [])]))
+        _note_machines(trial, event.get("machines", []))
         trial.last_heard = time
     elif kind == "checkpoint":
         trial.checkpoints.append(event["path"])
@@ -341,6 +341,10 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
         trial.ends.append(
             (time, trial.seconds if trial.took.keys() == trial.reports.keys() else None)
         )
+
+
+def _note_machines(trial: TrialState, machines: Iterable[dict[str, Any]]) -> None:
+    trial.machines += [each for each in machines if each and each not in trial.machines]
 
 
 def _take_time(trial: TrialState, event: Event) -> None:

@@ -142,6 +142,7 @@ def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) ->
             metrics=event["metrics"],
             seconds=known.took.get(epoch),
             commits=known.commits,
+            machines=known.machines,
             source=source,
         )
 

@@ -10,7 +10,8 @@ Optuna's fANOVA gives a choice one column per value, and walks each tree once fo
 of the columns' thresholds, 2^values of them, and of two keys for the product. A choice of more than
 :data:`COLUMNS` values, such as the row of a study with many, is one column of places instead, in
 the order of its values' mean metric: the order in which a tree finds every best split of a mean
-(W. D. Fisher 1958).
+(W. D. Fisher 1958). With fewer than :data:`REPEATS` configurations a value that order would be the
+metric itself, and such a choice is left out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
 COLUMNS, PAIR_COLUMNS = 10, 5
 """Largest number of values of a choice that have a column each in fANOVA, of keys and of pairs."""
+REPEATS = 3
+"""Least number of configurations a value of a choice whose values are put in order."""
 ROW = "row"
 """The name of the row as a key."""
 PLACES = 24
@@ -130,13 +133,17 @@ def _sampled(state: StudyState) -> _Sampled | None:
 def _ordered(
     found: Sequence[Entry], observed: Sequence[Domain], columns: int
 ) -> tuple[Sequence[Entry], Sequence[Domain]]:
-    """Return both with choices of many values as places; see the head of this file."""
+    """Return both with choices of many values as places, without those of which too little is
+    known; see the head of this file."""
     for domain in observed:
         if not domain.categorical or len(domain.values) <= columns:
             continue
         metric: dict[str, list[float]] = {}
         for entry in found:
             metric.setdefault(_text(domain, entry), []).append(entry.values[METRIC])
+        if len(found) < REPEATS * len(metric):
+            observed = [each for each in observed if each is not domain]
+            continue
         order = sorted(metric, key=lambda text: (np.mean(metric[text]), text))
         found = [
             replace(entry, params={**entry.params, domain.key: order.index(_text(domain, entry))})
@@ -148,11 +155,14 @@ def _ordered(
 
 
 def _shares(study: Any, observed: Sequence[Domain], seed: int) -> dict[str, float] | None:
-    optuna = quiet_optuna()
+    optuna, known = quiet_optuna(), study.trials[0].distributions
+    keys = [domain.key for domain in observed if domain.key in known]
+    if not keys:
+        return None
     try:
         single = optuna.importance.FanovaImportanceEvaluator(
             n_trees=TREES, max_depth=DEPTH, seed=seed
-        ).evaluate(study, params=[domain.key for domain in observed])
+        ).evaluate(study, params=keys)
     except RuntimeError:  # no variance in any tree
         return None
     return dict(single)
@@ -255,11 +265,14 @@ def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[st
     optuna = quiet_optuna()
     distributions = study.trials[0].distributions
     # in the order of the evaluator's columns
+    names = [name for name in names if name in distributions]
     varied = sorted(name for name in names if not distributions[name].single())
     evaluator = optuna.importance.FanovaImportanceEvaluator(
         n_trees=TREES, max_depth=PAIR_DEPTH, seed=0
     )
-    single = evaluator.evaluate(study, params=list(names))
+    if not varied:
+        return {}
+    single = evaluator.evaluate(study, params=names)
     found = {}
     for first, second in combinations([name for name in of if name in varied], 2):
         shares = marginal_shares(evaluator, [varied.index(first), varied.index(second)])

@@ -193,9 +193,9 @@ def _check_names(team: Team) -> None:
 
 
 def _check_artifacts(team: Team) -> None:
-    if "://" in team.artifacts:
+    folder = Path(team.artifacts.removeprefix("file://"))
+    if "://" in str(team.artifacts).removeprefix("file://"):
         return
-    folder = Path(team.artifacts)
     if team.storage.is_relative_to(folder):
         raise ValueError(
             f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what"

@@ -96,11 +96,19 @@ def repeatable(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("mv", "addmv", "addr", "dot", "vdot", "_trilinear", "_cdist_forward")
+)
+"""The operators of torch with products that its counter leaves out."""
+
+
 def _uncounted(operator: Any, counter: FlopCounterMode) -> bool:
-    """Tell whether an operator has matrix products within that the counter has no formula for:
-    torch's fused recurrent layers, and attention on a CPU."""
+    """Tell whether an operator has products within that the counter has no formula for: torch's
+    fused recurrent layers, attention on a CPU, and products with vectors."""
     name = str(operator)
-    inside = any(word in name for word in ("rnn", "lstm", "gru", "attention"))
+    whole = any(word in name for word in ("rnn", "lstm", "gru", "attention"))
+    inside = (whole and "_thnn_fused" not in name) or operator in _PRODUCTS
     return inside and operator not in counter.flop_registry
 
 

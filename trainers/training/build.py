@@ -233,9 +233,10 @@ def _known(split: Examples) -> Split:
 def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
     """Return the trial's model, made for the shapes of its data, its weights drawn."""
     x, y = data.train.head(1)
-    held = [split.x for split in data if isinstance(split, Split)]
-    known = [1 + int(x.max()) for x in held] or [data.outputs]  # as many as it is to tell apart
-    tokens = 0 if x.is_floating_point() else max(known)
+    tokens = 0
+    if not x.is_floating_point():
+        held = [split.x for split in data if isinstance(split, Split)]
+        tokens = max([1 + int(each.max()) for each in held] or [data.outputs])  # to tell apart
     each_step = y.dim() - int(y.is_floating_point()) > 1
     return make_model(
         config.model, x.shape[1:], data.outputs, config.seed, tokens=tokens, each_step=each_step

@@ -16,8 +16,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
+import struct
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -41,6 +44,10 @@ from trainers.workers.process_reset import LeakError
 from trainers.workers.ray_train_worker import build_trainer, read_results
 
 Address = tuple[str, int]
+KEY_SECONDS = 10
+"""The longest wait for the answer of one that connected, who may not have the key."""
+ACCEPT_SECONDS = 0.1
+"""The wait after a connection could not be accepted."""
 
 
 class ReportCallback(UserCallback):  # type: ignore[misc]
@@ -159,19 +166,36 @@ class RayTrainRun(Executor):
         """Hear the controller until the run ends; one that was started again connects anew."""
         assert self._listener is not None
         while not self._stopped:
-            with contextlib.suppress(OSError):
+            try:
                 connection = self._listener.accept()
-                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+            except OSError:  # closed, or too many are open
+                time.sleep(ACCEPT_SECONDS)
+                continue
+            threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
     def _hear(self, connection: Connection) -> None:
         """Hear one that connected, if it has the key; who has none, or says nothing, holds up
         nobody."""
         with contextlib.suppress(EOFError, OSError, AuthenticationError), connection:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            with _patient(connection, KEY_SECONDS):
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
             while True:
                 self._reports.put(connection.recv())
-                connection.send(False if self._stopped else self._answers.get())
+                answer = False if self._stopped else self._answers.get()
+                if self._stopped:  # one who waits behind this connection is answered, too
+                    self._answers.put(False)
+                connection.send(answer)
+
+
+@contextlib.contextmanager
+def _patient(connection: Connection, seconds: int) -> Iterator[None]:
+    """Have reads of a connection fail with OSError that take longer than that."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        for limit in (seconds, 0):
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit, 0))
+            if limit:
+                yield
 
 
 def set_damaged_aside(run: Path) -> str:

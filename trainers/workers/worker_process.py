@@ -343,7 +343,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def _older(checkpoints: Sequence[Any], epoch: int) -> list[Any]:
     """Return those of a trial's checkpoints, the newest first, that are needed no longer.
 
-    What is of later epochs than ``epoch`` was damaged, and takes the place of none that is whole.
+    What is of later epochs than ``epoch`` was damaged, or differed between ranks, and takes the
+    place of none that is whole.
     """
     return [each for each in checkpoints if int(Path(each).name) <= epoch][CHECKPOINTS_KEPT:]
 

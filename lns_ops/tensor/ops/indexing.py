@@ -70,6 +70,11 @@ def _embedding_bag(
             f"embedding_bag with offsets[-1]={int(offsets[-1])}: no bag begins after the"
             f" {len(indices)} indices"
         )
+    if type(offsets) is Tensor and not offsets.is_cuda and (offsets.diff() < 0).any():
+        raise ValueError(
+            f"embedding_bag with offsets={offsets.tolist()}: must not fall, each bag begins where"
+            " the one before it ends"
+        )
     fmt, bags, count = weight.fmt, len(offsets) - include_last_offset, len(indices)
     places = torch.arange(count, device=indices.device, dtype=offsets.dtype)
     bag = torch.searchsorted(offsets, places, right=True).sub_(1)
@@ -314,6 +319,8 @@ def _index_add(
         )
     _check_places("index_add", index, codes.shape[dim % codes.dim()], dim, codes.dim())
     moved = codes.movedim(dim, 0)
+    if not index.numel():
+        return LNSTensor(codes.clone(), fmt)
     rows = terms.reshape(terms.shape or (1,)).movedim(dim, 0).reshape(index.numel(), -1)
     total = index_sum(rows, index.reshape(-1), moved.shape[0], fmt).reshape(moved.shape)
     return LNSTensor(lns.add(moved, total, fmt).movedim(0, dim).contiguous(), fmt)

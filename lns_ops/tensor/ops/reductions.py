@@ -45,14 +45,15 @@ def dimensions(x: LNSTensor, dim: Any) -> list[int]:
     """
     count = x.dim()
     dims = range(count) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    if not count:
-        return []
+    most = max(count, 1)  # a number takes dimensions 0 and -1
     for each in dims:
-        if not -count <= each < count:
+        if not -most <= each < most:
             raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-count}, {count - 1}], but"
+                f"Dimension out of range (expected to be in range of [{-most}, {most - 1}], but"
                 f" got {each})"
             )
+    if not count:
+        return []
     found = [each % count for each in dims]
     if len(set(found)) < len(found):
         raise RuntimeError(f"dim appears multiple times in the list of dims {list(dims)}")

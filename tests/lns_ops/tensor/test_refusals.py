@@ -50,6 +50,8 @@ def test_integers_and_truth_values_are_joined_as_values(
         lambda x: x.index_put((torch.tensor([7]),), x[:1], accumulate=True),
         lambda x: x.index_put((torch.tensor([-7]),), x[:1], accumulate=True),
         lambda x: functional.embedding_bag(torch.tensor([0, 1]), x, torch.tensor([0, 5])),
+        lambda x: functional.embedding_bag(torch.tensor([0, 1]), x, torch.tensor([0, 2, 1])),
+        lambda x: x[0, 0].sum(5),
         lambda x: functional.fold(x.reshape(1, 6, 1), (3, 4), (2, 2)),
         lambda x: functional.pad(x, (3, 0), mode="reflect"),
         lambda x: functional.pad(x, (0, 4), mode="reflect"),
@@ -201,3 +203,20 @@ def test_floats_are_normalized_with_lns_weights() -> None:
     found.to_float()[0, 1].backward()
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
+
+
+def test_state_of_a_number_is_taken_again() -> None:
+    """Of a parameter without dimensions, whose state has values in float64 of the same shape."""
+    parameter = nn.Parameter(lns(2.0))
+    for make in (lns_ops.optim.NAdam, lns_ops.optim.SignMul):
+        optimizer = make([parameter], lr=0.01)
+        parameter.grad = lns(0.5)
+        optimizer.step()
+        again = make([parameter], lr=0.01)
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        again.step()
+
+
+def test_an_empty_index_adds_nothing() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(X.index_add(0, none, X[:0]).to_float(), X.to_float())

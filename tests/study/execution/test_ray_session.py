@@ -21,7 +21,7 @@ import pytest
 from study.errors import UserError
 from study.execution import ray_token
 from study.execution.ray_session import Joined, OwnRay
-from study.execution.ray_token import asks_nobody, is_ours, keep_token
+from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
@@ -275,10 +275,19 @@ def test_a_raylet_of_another_user_is_none_of_ours() -> None:
         process = subprocess.Popen(words, executable="/bin/sh", user=user, cwd="/")
         try:
             until(lambda of=process.pid: psutil.Process(of).cmdline() == words, 10)
-            assert is_ours("127.0.0.1:1") is (user == os.getuid())
+            assert users_of("127.0.0.1:1") == {user}
         finally:
             process.kill()
             process.wait()
+
+
+def test_a_ray_without_a_node_here_is_waited_for_and_none_of_anothers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("study._compat.ray_head", lambda _: "127.0.0.1:1")
+    with pytest.raises(ConnectionError, match=r"no node of the Ray at 127.0.0.1:1 runs on this"):
+        check_token("auto", insecure=True)
 
 
 def joined(address: str) -> Joined:
@@ -298,18 +307,23 @@ def test_joining_again_is_tried_as_long_as_the_control_store_answers(
     def refuse(self: Joined) -> None:
         raise RuntimeError("no node of this machine")
 
+    answers = [True]
+
+    def ask(address: str) -> bool:
+        if not answers[0]:
+            raise ConnectionError("DEADLINE_EXCEEDED")
+        return True
+
     monkeypatch.setattr(Joined, "_join", refuse)
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))
-        store.listen()
-        cluster = joined(f"127.0.0.1:{store.getsockname()[1]}")
-        now = time.monotonic()
-        for later in (0.0, 20.0, 40.0, 90.0):
-            monkeypatch.setattr("time.monotonic", lambda at=now + later: at)
-            assert not cluster.renew()
-            cluster.look()
-            assert "has left the cluster" in cluster.lost
+    monkeypatch.setattr("study.execution.ray_session.asks_nobody", ask)
+    cluster, now = joined("127.0.0.1:1"), time.monotonic()
+    for later in (0.0, 20.0, 40.0, 90.0):
+        monkeypatch.setattr("time.monotonic", lambda at=now + later: at)
+        assert not cluster.renew()
+        cluster.look()
+        assert "has left the cluster" in cluster.lost
+    answers[0] = False  # it listens, and is stopped
     monkeypatch.setattr("time.monotonic", lambda: now + 130.0)
     assert not cluster.renew()
     with pytest.raises(UserError, match=r"its control store at .* does not answer"):
