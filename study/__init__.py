@@ -18,7 +18,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from study.config import ClaimConfig, LimitsConfig, RowConfig, SearchConfig, StudyConfig
+    from study.config import (
+        AmendmentConfig,
+        ClaimConfig,
+        LimitsConfig,
+        RowConfig,
+        SearchConfig,
+        StudyConfig,
+    )
     from study.execution.ask_tell import Suggestion
     from study.handle import Study, create, load, run
     from trainers.config import (
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "AmendmentConfig",
     "ClaimConfig",
     "DataConfig",
     "LRSchedule",
@@ -68,7 +76,14 @@ __all__ = [
 _PLACES = {
     "study.handle": ("Study", "create", "load", "run"),
     "study.execution.ask_tell": ("Suggestion",),
-    "study.config": ("ClaimConfig", "LimitsConfig", "RowConfig", "SearchConfig", "StudyConfig"),
+    "study.config": (
+        "AmendmentConfig",
+        "ClaimConfig",
+        "LimitsConfig",
+        "RowConfig",
+        "SearchConfig",
+        "StudyConfig",
+    ),
 }
 """Modules that have the names; the others are in ``trainers.config``."""
 

@@ -50,7 +50,7 @@ MISSING = "missing"
 _FOLDERS: set[str] = set()
 """Folders of the files that are loaded."""
 _APPENDED: set[str] = set()
-"""Those of them that stand at the end of ``sys.path`` for that."""
+"""Folders among them that were put at the end of ``sys.path``."""
 _BEFORE: set[str] = set()
 """Names of the modules that the process had before the first of these files was loaded."""
 

@@ -26,8 +26,9 @@ import python_names
 import rules
 
 from study.cli.entry import build_parser
-from study.config.claims import ClaimConfig
+from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
+from trainers.config.loss import MetricConfig
 from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
@@ -54,14 +55,16 @@ def is_config(default: object) -> bool:
 
 
 def default_of(field: Field) -> Any:
-    """Return a field's default; every key of a study has one."""
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+    """Return a field's default; ``dataclasses.MISSING`` for one that has to be given."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
     kind = str(field.type).replace("|", r"\|")
-    default = show(default_of(field))
-    return f"| `{prefix}{field.name}` | `{kind}` | `{default}` | {meanings.get(field.name, '')} |"
+    value = default_of(field)
+    default = "must be given" if value is dataclasses.MISSING else f"`{show(value)}`"
+    return f"| `{prefix}{field.name}` | `{kind}` | {default} | {meanings.get(field.name, '')} |"
 
 
 def sections(config: type, prefix: str = "") -> Iterator[str]:
@@ -102,6 +105,8 @@ def configuration() -> str:
                 *sections(StudyConfig),
                 *sections(RowConfig, f"{ROWS}."),
                 *sections(ClaimConfig, "claims[]."),
+                *sections(AmendmentConfig, "amendments[]."),
+                *sections(MetricConfig, "trial.metrics.NAME."),
             ]
         )
         + "\n"

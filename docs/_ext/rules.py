@@ -6,12 +6,15 @@ Its matrices are computed: every pair of choices is a config that the rules are 
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from study.config.keys import apply
-from trainers.config import TrialConfig
+from trainers.config import TrialConfig, compatibility
 from trainers.config.compatibility import RULES
 from trainers.config.validation import Rule, show
 
@@ -83,21 +86,47 @@ def text(template: str) -> str:
     return re.sub(r"\b([a-z_]+\.[a-z_.]+[a-z]|\w+_\w+|[a-z_.]+=\w+)(=\w+)?", r"`\g<0>`", names)
 
 
-def section(key: str, rules: list[Rule]) -> str:
-    """Return the table of the rules whose first key is ``key``."""
-    rows = [
-        f"| {', '.join(f'`{other}`' for other in rule.keys[1:])} | {text(rule.because)} |"
-        f" {text(rule.use)} |"
-        for rule in rules
+def conditions() -> list[str]:
+    """Return when each rule applies, as its code says it, constants with their values."""
+    tree = ast.parse(inspect.getsource(compatibility))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    lambdas = [call.args[1] for call in calls if ast.unparse(call.func) == "Rule"]
+    found = [ast.unparse(each.body) for each in lambdas if isinstance(each, ast.Lambda)]
+    plain = [re.sub(r"\b_?(\w+)\(c\)|\bc\.", r"\1", each) for each in found]
+    return [
+        re.sub(r"\b[A-Z_]{2,}\b", lambda name: str(getattr(compatibility, name[0])), each)
+        for each in plain
     ]
-    return "\n".join([f"### `{key}`", "| with | why not | use instead |", "|---|---|---|", *rows])
+
+
+def meanings() -> Iterator[str]:
+    """Yield what the names in the conditions mean that are no keys, by their docstrings."""
+    config = TrialConfig()
+    for name in sorted(set(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", " ".join(conditions())))):
+        part, _, last = name.rpartition(".")
+        own = getattr(type(attrgetter(part)(config) if part else config), last, None)
+        known = own if isinstance(own, property) else getattr(compatibility, f"_{name}", None)
+        if known is not None:
+            (first, *_) = (inspect.getdoc(known) or "").split("\n\n")
+            yield f"- `{name}`: {re.sub('^(Tell w|W)hether ', '', ' '.join(first.split()))}"
+
+
+def section(key: str, rules: list[tuple[Rule, str]]) -> str:
+    """Return the table of the rules whose first key is ``key``, each with its condition."""
+    rows = [
+        f"| {', '.join(f'`{other}`' for other in rule.keys[1:])} | `{when}` |"
+        f" {text(rule.because)} | {text(rule.use)} |"
+        for rule, when in rules
+    ]
+    head = ["| with | refused where | why not | use instead |", "|---|---|---|---|"]
+    return "\n".join([f"### `{key}`", *head, *rows])
 
 
 def page() -> str:
     """Return the page."""
-    grouped: dict[str, list[Rule]] = {}
-    for rule in RULES:
-        grouped.setdefault(rule.keys[0], []).append(rule)
+    grouped: dict[str, list[tuple[Rule, str]]] = {}
+    for rule, when in zip(RULES, conditions(), strict=True):
+        grouped.setdefault(rule.keys[0], []).append((rule, when))
     return (
         "\n\n".join(
             [
@@ -108,7 +137,8 @@ def page() -> str:
                 matrix(LAYOUTS, PRECISIONS + EXCHANGES),
                 matrix(PRECISIONS, EXCHANGES),
                 "## Rules\nA rule is listed under the first of its keys; names stand for their"
-                " values.",
+                " values. In the conditions, which are those of the code, beside the keys:",
+                "\n".join(meanings()),
                 *(section(key, rules) for key, rules in grouped.items()),
             ]
         )

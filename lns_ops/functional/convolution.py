@@ -366,7 +366,7 @@ def convolution(
         weight: ``[G O, C, *kernel]``.
         geometry: stride, padding, dilation, groups.
         fmt: the format.
-        accumulation: how sums are taken, see :mod:`lns_ops.accumulation`.
+        accumulation: how sums are taken, see :mod:`lns_ops.functional.accumulation`.
 
     Returns:
         ``[N, G O, *positions]``.

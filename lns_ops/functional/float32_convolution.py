@@ -1,4 +1,5 @@
-"""Convolutions of codes with float32 sums; :mod:`lns_ops.accumulation` says what they guarantee.
+"""Convolutions of codes with float32 sums; :mod:`lns_ops.functional.accumulation` says what they
+guarantee.
 
 Decode, convolve, encode, without columns: torch's own convolution (oneDNN, cuDNN) takes the sums.
 On a GPU one kernel decodes both operands into float32 that tf32 carries (f <= 9; bfloat16 is of no

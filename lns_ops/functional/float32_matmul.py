@@ -1,4 +1,5 @@
-"""Matrix products of codes with float32 sums; :mod:`lns_ops.accumulation` says what they guarantee.
+"""Matrix products of codes with float32 sums; :mod:`lns_ops.functional.accumulation` says what they
+guarantee.
 
 Decode, multiply, encode. Operands are decoded in the order in which they lie in memory and handed
 over as the view that they were, so that a transposed one costs nothing. On a GPU one kernel decodes

@@ -219,7 +219,7 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
 
     Args:
         accumulation: how sums over k are taken: ``contract``, LNS additions in blocks of 64, or
-            ``float32``; see :mod:`lns_ops.accumulation`.
+            ``float32``; see :mod:`lns_ops.functional.accumulation`.
 
     Raises:
         ValueError: the shapes do not fit, or no such accumulation.

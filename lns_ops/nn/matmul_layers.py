@@ -292,7 +292,7 @@ _COMPOSED = (
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell,
     torch.rnn_tanh_cell, torch.rnn_relu_cell, F.multi_head_attention_forward, F.bilinear,
 )  # fmt: skip
-"""Those that are composed of linear functions, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
+"""Functions that are composed of linear ones, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     F.linear: _linear,
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),

@@ -1,6 +1,6 @@
 """Definition of a study: frozen dataclasses, made from YAML files and ``key=value`` overrides."""
 
-from study.config.claims import ClaimConfig
+from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.keys import OUTSIDE
 from study.config.metric import MODES, Metric
 from study.config.search import ADAPTIVE, ALGORITHMS, POPULATIONS, SCHEDULERS, SearchConfig
@@ -23,6 +23,7 @@ __all__ = [
     "POPULATIONS",
     "SCHEDULERS",
     "TRACKING_SCHEMES",
+    "AmendmentConfig",
     "ClaimConfig",
     "LimitsConfig",
     "Metric",

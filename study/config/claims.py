@@ -124,7 +124,9 @@ class ClaimConfig:
             is the row's label.
         check: ``file.py:function``, of a function that takes the study and returns a mapping with
             ``figure``, ``low``, ``high`` and ``unit``, or with ``figure`` and ``verdict``.
-        at_most, at_least, within: bound of the interval that ``check`` returns.
+        at_most: largest value that the interval of ``check`` may have.
+        at_least: smallest value that the interval of ``check`` may have.
+        within: both of them, ``[LOW, HIGH]``.
     """
 
     name: str = ""

@@ -47,7 +47,9 @@ class OptimizerConfig:
     An option that the optimizer does not understand is refused.
 
     Attributes:
-        name: a key of :data:`OPTIMIZERS`; the classes are those of :mod:`lns_ops.optim`.
+        name: ``sgd``, ``adam``, ``adamw``, ``adamax``, ``nadam``, ``radam``, ``adagrad``,
+            ``adadelta``, ``rmsprop``, ``rprop``, ``asgd``, ``lars``, ``lamb``, ``lion``, ``madam``,
+            ``mul`` or ``signmul``; the classes are those of :mod:`lns_ops.optim`.
         lr: step size.
         momentum: momentum of sgd (heavy ball), rmsprop and lars.
         nesterov: whether sgd or lars with momentum looks ahead.
@@ -55,7 +57,9 @@ class OptimizerConfig:
         eps: number added to a root.
         weight_decay: weight decay; added to the gradient by sgd, adam and others, decoupled in
             adamw, lamb and lion.
-        alpha, rho, beta: decay of the second moment of rmsprop, adadelta and madam.
+        alpha: decay of the second moment of rmsprop.
+        rho: decay of the two averages of adadelta.
+        beta: decay of the second moment of madam.
         centered: whether rmsprop divides by the standard deviation instead of the root mean square.
         amsgrad: whether adam and adamw divide by the largest root so far.
         trust_coefficient: trust coefficient of lars. lars and lamb update biases and other vectors

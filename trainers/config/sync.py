@@ -31,7 +31,8 @@ class SyncConfig:
             the mean of the replicas' predictions is evaluated) or ``asynchronous`` (gradients to a
             parameter server, weights back, without waiting for all).
         period: steps between two exchanges.
-        outer_lr, outer_momentum: learning rate and momentum of diloco's outer step.
+        outer_lr: learning rate of diloco's outer step.
+        outer_momentum: momentum of diloco's outer step.
         moving_rate: share of the way that the centre of elastic averaging moves towards the
             replicas' mean at an exchange.
         staleness: steps that an asynchronous replica may be ahead of the slowest one; 0 for none

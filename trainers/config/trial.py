@@ -255,8 +255,8 @@ class PrecisionConfig:
         update_arithmetic: arithmetic in which LNS parameters are updated: ``lns``, or ``float32``
             between loads and stores of codes.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
-            or ``float32``; see :mod:`lns_ops.accumulation`. Ignored for other formats, whose sums
-            are float32.
+            or ``float32``; see :mod:`lns_ops.functional.accumulation`. Ignored for other formats,
+            whose sums are float32.
         gradient_format: format of the gradients of a simulated format; None for ``format``.
         master_format: format of the finer copies of the weights to which a simulated format adds
             updates; None for no copies.

@@ -32,7 +32,7 @@ def kernel_ceiling(
     Args:
         fmt: format of LNS products with sums as ``accumulation`` says; None for torch's product of
             ``dtype``.
-        accumulation: how LNS sums are taken (:mod:`lns_ops.accumulation`).
+        accumulation: how LNS sums are taken (:mod:`lns_ops.functional.accumulation`).
         dtype: type of torch's product.
         device: ``cpu`` or ``cuda``.
         threads: number that torch and the LNS kernels are set to; a result is kept for each number.
