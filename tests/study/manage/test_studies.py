@@ -246,3 +246,200 @@ def test_a_list_shows_studies_of_other_versions_as_unreadable(
     assert listed["later"] == "unreadable"
     assert main(["status", "later", "--storage", study.storage]) == 2
     assert "its config is of another version" in capsys.readouterr().err
+
+
+def test_a_running_study_is_told_not_touched(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("busy")
+    folder = write(study, made_up_events(study)[:3])
+    storage = ["--storage", study.storage]
+    assert not is_locked(folder)
+    with Ledger(folder) as ledger:
+        assert is_locked(folder)
+        edited: list[dict[str, Any]] = []
+        control = Control(folder, fold(ledger.history), LimitsConfig(), edited.append)
+        assert control.decide(fresh=True).wish == Wish.RUN
+        for verb in ("pause", "stop", "cancel"):
+            assert main([verb, "busy", *storage]) == 0
+            assert control.decide(fresh=True).wish == Wish[verb.upper()]
+        assert main(["resume", "busy", *storage]) == 0
+        assert control.decide(fresh=True).wish == Wish.RUN
+        assert main(["edit", "busy", *storage, "limits.trials=7", "limits.hours=2.5"]) == 0
+        control.decide(fresh=True)
+        assert edited == [
+            {"trials": 7, "hours": 2.5, "gpu_hours": None, "joules": None, "failures": None}
+        ]
+        assert main(["retry", "busy", *storage]) == 2
+        assert main(["resume", "busy", *storage, "address=null"]) == 2
+        assert capsys.readouterr().err.count("is running; wait for it, or stop it with") == 2
+        assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
+        assert "only limits can be changed" in capsys.readouterr().err
+    assert (folder / CONTROL).exists()
+
+
+def test_a_study_of_a_cluster_goes_on_without_it(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("launched", "address=192.0.2.1:6379", "trial.epochs=1")
+    folder = write(study, made_up_events(study)[:1])
+    words = ["resume", "launched", "--plain", "--storage", study.storage]
+    assert main([*words, "address=null", "cpus=2"]) == 0, capsys.readouterr()
+    state = fold(read_ledger(folder))
+    assert [trial.status for trial in state.trials] == [FINISHED] * len(state.trials)
+    assert state.config.address is None
+
+
+def test_wishes_of_an_earlier_run_are_forgotten_and_those_of_a_start_are_not(local: Tiny) -> None:
+    study = local("wishes")
+    study.folder.mkdir(parents=True)
+    ask(study.folder, wish=Wish.CANCEL)
+    with _opened(study, lambda line: None):
+        control = Control(study.folder, StudyState(), LimitsConfig())
+        assert control.decide(fresh=True).wish == Wish.RUN
+        ask(study.folder, wish=Wish.PAUSE)
+        control = Control(study.folder, StudyState(), LimitsConfig())
+        assert control.decide(fresh=True).wish == Wish.PAUSE
+
+
+@pytest.mark.parametrize(
+    ("limits", "seconds", "said"),
+    [
+        ({"trials": 4}, 0, "limits.trials=4 reached"),
+        ({"trials": 5}, 0, ""),
+        ({"hours": 0.5}, 1799, ""),
+        ({"hours": 0.5}, 1800, "limits.hours=0.5 reached"),
+        ({"failures": 1}, 0, "limits.failures=1 reached"),
+        ({"gpu_hours": 0.001}, 0, "limits.gpu_hours=0.001 reached"),
+        ({"gpu_hours": 1.0}, 0, ""),
+    ],
+)
+def test_limits(local: Tiny, limits: dict[str, Any], seconds: float, said: str) -> None:
+    state = fold(made_up_events(local("limits", "seeds=[0,1]")))
+    state.trials[0].status = FAILED
+    for trial in state.trials:
+        # 3 s each, so 6 s times a share of one half
+        trial.config = trial.config | {"device": "cuda", "gpus": 0.5}
+    assert reached(LimitsConfig(**limits), state, seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "gpus"), [(8, None, 8.0), (1, 0.25, 0.25), (1, 1.0, 1.0)]
+)
+def test_gpu_hours_of_gangs_are_of_whole_gpus(
+    local: Tiny, workers: int, share: float | None, gpus: float
+) -> None:
+    """From the trial's config as it is planned, in the limit, in the report and in the forecast."""
+    study = local(
+        "gangs", "trial.device=cuda", f"trial.workers={workers}", "trial.epochs=2",
+        f"trial.gpus={'null' if share is None else share}",
+    )  # fmt: skip
+    events = [
+        {**event, "seconds": 1800.0} if event["event"] == "report" else event
+        for event in made_up_events(study)
+    ]
+    state = fold(events)
+    assert [trial.config["workers"] for trial in state.trials] == [workers] * 2
+    assert costs(state)["trial seconds"] == 2 * 3600  # two trials of two epochs of half an hour
+    assert costs(state)["GPU hours"] == 2 * gpus
+    limit = 2 * gpus
+    assert reached(LimitsConfig(gpu_hours=limit), state, 0) == f"limits.gpu_hours={limit:g} reached"
+    assert reached(LimitsConfig(gpu_hours=1.01 * limit), state, 0) == ""
+    write(study, events)
+    assert describe_cost(make_plan(study)).startswith(f"Cost: about {2 * gpus:g} GPU hours")
+
+
+def test_differences_are_of_figures_not_of_times(local: Tiny) -> None:
+    state = fold(made_up_events(local("same")))
+    trial = state.trials[0]
+    again = dataclasses.replace(
+        trial,
+        reports={
+            k: {**e, "metrics": {**e["metrics"], "samples_per_second": 1.0}}
+            for k, e in trial.reports.items()
+        },
+    )
+    assert differences(trial, again) == []
+    again.reports[2] = {
+        **again.reports[2],
+        "metrics": {**again.reports[2]["metrics"], "train/loss": 0.4999},
+    }
+    assert differences(trial, again) == ["epoch 2: train/loss: 0.5 and 0.4999"]
+    lost = dataclasses.replace(trial, status=FAILED, error="boom")
+    assert differences(trial, lost) == ["the repetition failed: boom"]
+
+
+def test_find_trial(local: Tiny) -> None:
+    state = fold(made_up_events(local("find", "seeds=[0,1]")))
+    assert find_trial(state, "float32, seed 1").seed == 1
+    with pytest.raises(ValueError, match="4 trials match"):
+        find_trial(state, "")
+
+
+def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
+    study = local("timed")
+    text = "\n".join(describe_plan(make_plan(study)))
+    assert "2 trials = 2 rows (float32, lns matmul) x 1 configuration x 1 seed" in text
+    assert "Expected time: unknown" in text
+    write(study, made_up_events(study))
+    longer = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]"))
+    text = "\n".join(describe_plan(longer))
+    assert "about 3 min" in text  # 200 epochs of the second that made-up epochs are apart
+    assert (
+        "Expected time: 3 min, 2 at a time (7 min of trial time), utilisation of the CPUs at most"
+        " 100 %" in text
+    )
+    alone = make_plan(
+        local(
+            "timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]", "max_concurrent=1"
+        )
+    )
+    assert (
+        "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most"
+        " 50 %" in "\n".join(describe_plan(alone))
+    )
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_what_is_planned_of_a_damaged_study_names_the_damage_first(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    study = local("damaged")
+    folder = write(study, made_up_events(study))
+    text = (folder / "ledger.jsonl").read_text()
+    (folder / "ledger.jsonl").write_text(text.replace('"started"', '"star', 1))
+    config = tmp_path / "tiny.yaml"
+    words = [str(config), "name=damaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main([command, *words]) == 0
+    said = capsys.readouterr()
+    assert "damaged: the ledger is damaged: line 2" in said.err
+    assert "doctor damaged --repair" in said.err
+    assert ("`lns-study run` would refuse" in said.err) == (command == "plan")
+    assert "2 trials" in said.out
+    if command == "simulate":
+        assert main([command, "damaged", "--storage", study.storage]) == 0
+        assert "damaged: the ledger is damaged: line 2" in capsys.readouterr().err
+
+
+def test_a_plan_of_a_study_whose_ledger_is_whole_says_nothing_of_damage(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = local("undamaged")
+    write(study, made_up_events(study))
+    words = ["name=undamaged", f"storage={study.storage}", "tracking_uri=none"]
+    assert main(["plan", str(tmp_path / "tiny.yaml"), *words]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("cut", [None, -2])
+def test_a_retry_of_nothing_says_so_and_runs_nothing(
+    local: Tiny, capsys: pytest.CaptureFixture[str], cut: int | None
+) -> None:
+    study = local("retried")
+    folder = write(study, made_up_events(study)[:cut])
+    before = (folder / "ledger.jsonl").read_bytes()
+    assert main(["retry", "retried", "--storage", study.storage]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("retried: no trial has failed, so there is nothing to retry")
+    assert ("; 1 are left, run them with: lns-study resume retried" in said) == (cut is not None)
+    assert (folder / "ledger.jsonl").read_bytes() == before
