@@ -27,6 +27,7 @@ from tests.study.manage.conftest import Tiny, write
 def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
     study = local("longer")
     events = made_up_events(study)
+    events[0]["hardware"] = {"processor": "A", "cores": 2, "gpus": []}
     checkpoint = study.folder / "checkpoint"
     short = fold(events).trials[0]
     events.append(
@@ -49,6 +50,7 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         assert (first.seconds, first.spent) == (pytest.approx(3.0), 0.0)
         assert first.took == short.took
         assert first.commits == ["c0ffee"]
+        assert first.machines == [events[0]["hardware"]]
         assert first.id != short.id
         assert second.epoch == 0
         assert continuations(ledger, state) == 0

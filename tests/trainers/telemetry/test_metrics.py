@@ -92,6 +92,26 @@ def test_products_that_nobody_counts_are_absent_and_not_zero(model: str) -> None
     assert counts <= told(Training(lns).train_epoch()).keys()
 
 
+@pytest.mark.parametrize(
+    ("step", "counted"),
+    [
+        (lambda: torch.nn.Bilinear(3, 4, 5)(torch.ones(2, 3), torch.ones(2, 4)), False),
+        (lambda: torch.ones(3, 4) @ torch.ones(4), False),
+        (lambda: torch.cdist(torch.ones(3, 4), torch.ones(3, 4)), False),
+        (lambda: torch.nn.LSTMCell(3, 4)(torch.ones(2, 3)), True),
+    ],
+)
+def test_steps_with_other_products_are_left_out_whole(
+    step: Callable[[], Any], counted: bool
+) -> None:
+    telemetry = Telemetry(Spans(), torch.device("cpu"), 1, lambda: 1e9, aligned=True)
+    telemetry.begin()
+    with telemetry.counting():
+        step()
+    telemetry._spans.step()
+    assert ("macs_per_step" in told(telemetry.metrics(1.0))) is counted
+
+
 def test_a_trial_without_telemetry_says_nothing_of_it() -> None:
     assert told(Training(BASE).train_epoch()) == {}
 

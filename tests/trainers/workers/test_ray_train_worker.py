@@ -9,6 +9,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -251,12 +252,54 @@ def test_a_run_whose_driver_died_tells_of_every_epoch(ray_cluster: None, tmp_pat
     ]
 
 
-def test_who_connects_without_the_key_holds_up_nobody() -> None:
-    """One that says nothing, and one with another key, before the controller."""
+def listening() -> RayTrainRun:
     run = RayTrainRun.__new__(RayTrainRun)
     run._reports, run._answers, run._stopped = queue.SimpleQueue(), queue.SimpleQueue(), False
     run._key, run._listener = b"k" * 32, Listener(("127.0.0.1", 0))
     threading.Thread(target=run._listen, daemon=True).start()
+    return run
+
+
+def test_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainers.workers.ray_train_run.KEY_SECONDS", 1)
+    run = listening()
+    assert run._listener is not None
+    with socket.create_connection(run._listener.address) as silent:
+        silent.settimeout(30)
+        while silent.recv(1024):  # the challenge, then the end
+            pass
+        with Client(run._listener.address, authkey=run._key) as controller:
+            time.sleep(1.5)  # who has the key may be silent
+            controller.send({"epoch": 1})
+            assert run._reports.get(timeout=10) == {"epoch": 1}
+            run._answers.put(False)
+            assert controller.recv() is False
+    run._stopped = True
+    run._listener.close()
+
+
+def test_a_controller_that_was_started_again_is_told_to_end() -> None:
+    """The word to end is taken by the connection of the first, which is dead."""
+    run = listening()
+    assert run._listener is not None
+    address = run._listener.address
+    with Client(address, authkey=run._key) as first:
+        first.send({"epoch": 1})
+        assert run._reports.get(timeout=10) == {"epoch": 1}
+    with Client(address, authkey=run._key) as second:
+        second.send({"epoch": 1})
+        assert run._reports.get(timeout=10) == {"epoch": 1}
+        run._stopped = True
+        run._answers.put(False)
+        assert second.poll(10)
+        assert second.recv() is False
+    run._listener.close()
+
+
+def test_who_connects_without_the_key_holds_up_nobody() -> None:
+    """One that says nothing, and one with another key, before the controller."""
+    run = listening()
+    assert run._listener is not None
     address = run._listener.address
     with socket.create_connection(address):
         with pytest.raises((AuthenticationError, EOFError, OSError)):
