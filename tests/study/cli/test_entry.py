@@ -3,13 +3,17 @@ UI."""
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 import urllib.request
@@ -386,6 +390,33 @@ def test_ctrl_c_then_the_same_command_continues(
     assert all(
         trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials
     )
+
+
+@pytest.mark.slow
+def test_a_run_whose_terminal_is_closed_ends_in_order(folder: Path) -> None:
+    """Its last words have nobody to read them."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "study", "run", "tiny", "trial.epochs=3000", "rows=[{label: a}]",
+         "baseline=null"],
+        cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    ledger = folder / "studies" / "tiny" / "ledger.jsonl"
+    while not (ledger.exists() and '"event": "report"' in ledger.read_text()):
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 4096)
+        assert process.poll() is None
+    children = _children(process.pid)
+    os.close(ours)
+    assert process.wait(timeout=55) == 130
+    assert not _still_there(children)
+    state = fold(read_ledger(ledger.parent))
+    assert state.outcome == "interrupted"
+    assert (ledger.parent / "report" / "report.md").exists()
+    _, parent, _ = runs_of(state.config, f"sqlite:///{folder}/studies/mlflow.db")
+    assert parent.info.status == "KILLED"
 
 
 @pytest.mark.slow
