@@ -3,36 +3,26 @@ UI."""
 
 from __future__ import annotations
 
-import fcntl
 import http.server
-import json
 import os
-import pty
-import select
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
 from study.cli import main
-from study.config import default_tracking_uri
 from study.config.compose import load
 from study.ledger.log import Ledger, read_ledger
-from study.ledger.state import FINISHED, fold
+from study.ledger.state import fold
 from study.manage.rerun import differences
-from study.tracking.address import WHERE
-from tests.study.conftest import TINY, made_up_events
-from tests.study.tracking.conftest import runs_of
+from tests.study.conftest import made_up_events
 
 
 def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -76,13 +66,6 @@ def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("lns-study: error: ")
     assert all(part in done.stderr for part in said), done.stderr
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A working folder with the tiny study."""
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -315,175 +298,6 @@ def test_only_the_users_input_exits_with_2(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("study.cli.entry.signal.signal", lambda *_: None)
     with pytest.raises(ValueError, match="a bug"):
         main(["run", str(folder / "tiny.yaml")])
-
-
-def _children(pid: int) -> set[int]:
-    """Processes whose parent chain reaches ``pid``."""
-    done = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    parents = {int(a): int(b) for a, b in (line.split() for line in done.stdout.splitlines())}
-    found = {pid}
-    while grown := {child for child, parent in parents.items() if parent in found} - found:
-        found |= grown
-    return found - {pid}
-
-
-def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
-    deadline = time.monotonic() + seconds
-    while (
-        left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}
-    ) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wish", "send"),
-    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
-    ids=["SIGINT", "SIGTERM", "SIGTERM to the group"],
-)
-def test_ctrl_c_then_the_same_command_continues(
-    folder: Path, wish: signal.Signals, send: Callable[[int, signal.Signals], None]
-) -> None:
-    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run
-    trains only what is missing."""
-    command = [
-        sys.executable,
-        "-m",
-        "study",
-        "run",
-        "tiny",
-        "--plain",
-        "trial.epochs=150",
-        "rows=[{label: a}]",
-        "baseline=null",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    assert any("epoch 3/" in line for line in process.stdout)
-    children = _children(process.pid)
-    send(process.pid, wish)
-    _, said = process.communicate(timeout=55)  # Ray's time-out is 60
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert "the same command continues" in said
-    assert not _still_there(children)
-    before = fold(read_ledger(folder / "studies" / "tiny"))
-    assert before.outcome == "interrupted"
-    assert before.trials[0].epoch >= 3
-    _, parent, (child,) = runs_of(before.config, f"sqlite:///{folder}/studies/mlflow.db")
-    assert parent.info.status == child.info.status == "KILLED"
-    assert (
-        child.data.metrics["train/loss"]
-        == before.trials[0].metric("train/loss")[before.trials[0].epoch]
-    )
-    done = lns_study(*command[3:], cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert f"epoch {before.trials[0].epoch}/" not in done.stdout
-    assert all(
-        trial.status == FINISHED for trial in fold(read_ledger(folder / "studies" / "tiny")).trials
-    )
-
-
-@pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_ends_in_order(folder: Path) -> None:
-    """Its last words have nobody to read them."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "study", "run", "tiny", "trial.epochs=3000", "rows=[{label: a}]",
-         "baseline=null"],
-        cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
-    os.close(theirs)
-    ledger = folder / "studies" / "tiny" / "ledger.jsonl"
-    while not (ledger.exists() and '"event": "report"' in ledger.read_text()):
-        if select.select([ours], [], [], 0.1)[0]:
-            os.read(ours, 4096)
-        assert process.poll() is None
-    children = _children(process.pid)
-    os.close(ours)
-    assert process.wait(timeout=55) == 130
-    assert not _still_there(children)
-    state = fold(read_ledger(ledger.parent))
-    assert state.outcome == "interrupted"
-    assert (ledger.parent / "report" / "report.md").exists()
-    _, parent, _ = runs_of(state.config, f"sqlite:///{folder}/studies/mlflow.db")
-    assert parent.info.status == "KILLED"
-
-
-@pytest.mark.slow
-def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
-    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers
-    held."""
-    gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: a}]", "baseline=null"]
-    command = [sys.executable, "-m", "study", "run", "tiny", *gang, "name=killed"]
-    ledger = folder / "studies" / "killed"
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    while not (reports := [event for event in read_ledger(ledger) if event["event"] == "report"]):
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(reports[-1]["pid"], signal.SIGKILL)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said
-    calm = lns_study("run", "tiny", *gang, "name=calm", cwd=folder)
-    assert calm.returncode == 0, calm.stderr
-    (ours,), (theirs,) = (
-        fold(read_ledger(ledger)).trials,
-        fold(read_ledger(folder / "studies" / "calm")).trials,
-    )
-    assert ours.test == theirs.test
-    assert list(ours.reports) == list(theirs.reports) == [1, 2, 3, 4, 5, 6]
-    assert ours.metric("train/loss") == theirs.metric("train/loss")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wish", "on_sigint"),
-    [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)],
-)
-def test_ui_serves_and_ends_with_its_children(
-    tmp_path: Path, wish: signal.Signals, on_sigint: Any
-) -> None:
-    """SIGTERM also where SIGINT is ignored, as in a script's ``lns-study ui &``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "study", "ui", "--port", str(port), "--storage", str(tmp_path)]
-    place = {"uri": default_tracking_uri(str(tmp_path)), "experiment": "1", "view": "v"}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / WHERE).write_text(json.dumps(place))
-    before = signal.signal(signal.SIGINT, on_sigint)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
-    try:
-        assert process.stdout is not None
-        assert "Starting" in process.stdout.readline()
-        said = process.stdout.readline()
-        link = next(
-            word for word in said.split() if word.startswith(f"http://127.0.0.1:{port}/?token=")
-        )
-        assert process.stdout.readline().startswith(f"mine: {link}#/experiments/1/runs?")
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
-        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        assert browser.open(link, timeout=5).status == 200
-        assert browser.open(f"http://127.0.0.1:{port}/", timeout=5).status == 200
-        children = _children(process.pid)
-    finally:
-        process.send_signal(wish)
-    assert process.wait(30) == 0
-    assert children
-    assert not _still_there(children)
 
 
 @pytest.mark.slow
