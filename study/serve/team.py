@@ -193,9 +193,10 @@ def _check_names(team: Team) -> None:
 
 
 def _check_artifacts(team: Team) -> None:
-    folder = Path(team.artifacts.removeprefix("file://"))
-    if "://" in str(team.artifacts).removeprefix("file://"):
+    place = team.artifacts.removeprefix("file://")
+    if "://" in place:
         return
+    folder = Path(place)
     if team.storage.is_relative_to(folder):
         raise ValueError(
             f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what"
