@@ -36,12 +36,12 @@ _ELEMENTWISE: dict[str, str] = {
     "div": _BINARY_LAYOUT,
     "square_root": "PPqiP",
     **{
-        f"sgd{momentum}{rounding}": "PPPPPqqiiiPPP"
+        f"sgd{momentum}{rounding}": "PPPPPPqqiiiPPP"
         for momentum in ("", "_momentum")
         for rounding in ("", "_kahan", "_stochastic")
     },
     **{
-        f"adam{decay}{rounding}": "PPPPPPPPPiqqiiiiPiiiiiPPP"
+        f"adam{decay}{rounding}": "PPPPPPPPPPiqqiiiiPiiiiiPPP"
         for decay in ("", "_l2", "_decoupled")
         for rounding in ("", "_kahan", "_stochastic")
     },

@@ -30,12 +30,12 @@ from lns_ops.spec.reference_updates import adam_codes, adam_scalars
 
 _FLOAT32_UPDATES = {
     **{
-        name.replace("sgd", "sgd_float32"): "PPPPPqqffiPPPP"
+        name.replace("sgd", "sgd_float32"): "PPPPPPqqffiPPPP"
         for name in WITH_TABLE
         if name.startswith("sgd")
     },
     **{
-        name.replace("adam", "adam_float32"): "PPPPPPPPiqqffffffiPPPP"
+        name.replace("adam", "adam_float32"): "PPPPPPPPPiqqffffffiPPPP"
         for name in WITH_TABLE
         if name.startswith("adam")
     },
@@ -122,12 +122,12 @@ def _adam_scalars(beta1: float, beta2: float, eps: float, device: int) -> Tensor
 
 def sgd_update_float32_(
     weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
-    step: Tensor | None, lr: float, momentum: float | None, key: int | None, bits: int,
-    fraction_bits: int,
+    step: Tensor | None, lr: float, momentum: float | None, key: int | None,
+    rate: Tensor | None, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     """Make one SGD step with float32 operations, in place.
 
-    :func:`lns_ops.reference.sgd_update_float32` is the definition; ``step`` is read on the device.
+    :func:`lns_ops.reference.sgd_update_float32` is the definition; the device reads step and rate.
     """
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
@@ -137,19 +137,20 @@ def sgd_update_float32_(
         arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, pointer_of(step), weight.numel(), key or 0, -lr, momentum or 0.0,
-            alignment_flag(*arrays), *_codec(fraction_bits, device),
+            *arrays, pointer_of(step), pointer_of(rate), weight.numel(), key or 0, -lr,
+            momentum or 0.0, alignment_flag(*arrays), *_codec(fraction_bits, device),
         )  # fmt: skip
 
 
 def adam_update_float32_(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None,
     compensation: Tensor | None, step: Tensor, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float | None, decoupled: bool, key: int | None, bits: int, fraction_bits: int,
+    weight_decay: float | None, decoupled: bool, key: int | None, rate: Tensor | None, bits: int,
+    fraction_bits: int,
 ) -> None:  # fmt: skip
     """Make one Adam or AdamW step with float32 operations, in place.
 
-    :func:`lns_ops.reference.adam_update_float32` is the definition; ``step`` is read on the device.
+    :func:`lns_ops.reference.adam_update_float32` is the definition; the device reads step and rate.
     """
     _check_in_place(
         weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
@@ -164,9 +165,9 @@ def adam_update_float32_(
         arrays = _pointers(weight, grad, exp_avg, root, residue, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, step.data_ptr(), scalars.data_ptr(), len(scalars), weight.numel(), key or 0,
-            -lr, beta1, 1 - beta1, beta2, 1 - beta2, weight_decay or 0.0, alignment_flag(*arrays),
-            *_codec(fraction_bits, device),
+            *arrays, step.data_ptr(), pointer_of(rate), scalars.data_ptr(), len(scalars),
+            weight.numel(), key or 0, -lr, beta1, 1 - beta1, beta2, 1 - beta2, weight_decay or 0.0,
+            alignment_flag(*arrays), *_codec(fraction_bits, device),
         )  # fmt: skip
 
 
@@ -180,12 +181,12 @@ def _rounding(key: int | None, compensation: Tensor | None) -> str:
 
 def sgd_update_(
     weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
-    step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None, bits: int,
-    fraction_bits: int,
+    step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None,
+    rate: Tensor | None, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     """Make one SGD step in LNS operations, in place.
 
-    :func:`lns_ops.reference.sgd_update` is the definition; ``step`` is read on the device.
+    :func:`lns_ops.reference.sgd_update` is the definition; the device reads step and rate.
     """
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
@@ -197,21 +198,21 @@ def sgd_update_(
         arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, pointer_of(step), weight.numel(), key or 0, negative_lr, momentum or 0,
-            alignment_flag(*arrays), tables.signed.data_ptr(), tables.gauss.data_ptr(),
-            pointer_of(fine),
+            *arrays, pointer_of(step), pointer_of(rate), weight.numel(), key or 0, negative_lr,
+            momentum or 0, alignment_flag(*arrays), tables.signed.data_ptr(),
+            tables.gauss.data_ptr(), pointer_of(fine),
         )  # fmt: skip
 
 
 def adam_update_(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None,
     compensation: Tensor | None, step: Tensor, negative_lr: int, beta1: float, beta2: float,
-    eps: float, weight_decay: int | None, decoupled: bool, key: int | None, bits: int,
-    fraction_bits: int,
+    eps: float, weight_decay: int | None, decoupled: bool, key: int | None, rate: Tensor | None,
+    bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     """Make one Adam or AdamW step in LNS operations, in place.
 
-    :func:`lns_ops.reference.adam_update` is the definition; ``step`` is read on the device.
+    :func:`lns_ops.reference.adam_update` is the definition; the device reads step and rate.
     """
     _check_in_place(
         weight, grad, exp_avg=exp_avg, root=root, residue=residue, compensation=compensation
@@ -232,7 +233,7 @@ def adam_update_(
         arrays = _pointers(weight, grad, exp_avg, root, residue, compensation)
         kernel(
             grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, step.data_ptr(), correction.data_ptr(), eps_hat.data_ptr(),
+            *arrays, step.data_ptr(), pointer_of(rate), correction.data_ptr(), eps_hat.data_ptr(),
             len(codes.correction), weight.numel(), key or 0, negative_lr, codes.beta1,
             codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(), decay.first,
             decay.first + len(decay.table) - 1, decay.keep, decay.take,

@@ -14,7 +14,8 @@ from lns_ops.spec.format import LNSFormat
 def _define_update(name: str, schema: str) -> None:
     """Define an update in place, ``NAME_`` in torch and ``NAME`` in :mod:`lns_ops.cpu`.
 
-    Its parameters have the names of ``schema``.
+    Its parameters have the names of ``schema``. ``rate`` is for GPUs: a tensor there that takes the
+    place of ``negative_lr`` (int16) or ``lr`` (float64).
     """
     kernel, names = getattr(cpu, name), [parameter.split()[-1] for parameter in schema.split(", ")]
 
@@ -24,9 +25,19 @@ def _define_update(name: str, schema: str) -> None:
             k: v.numpy() if isinstance(v, Tensor) else v for k, v in zip(names, values, strict=True)
         }
         options["step"] = 0 if options["step"] is None else int(options["step"])
+        del options["rate"]
         kernel(fmt=cached_format(bits, fraction_bits), **options)
 
     define_operator(f"{name}_", f"({schema}, {FORMAT}) -> ()", on_cpu, lambda *arguments: None)
+
+
+def _number_or_tensor(value: Any, weight: Tensor) -> tuple[Any, Tensor | None]:
+    """Return what an operator takes of a rate: the number, or 0 and the tensor on its GPU."""
+    if not isinstance(value, Tensor):
+        return value, None
+    if not weight.is_cuda or value.device != weight.device:
+        return value.item(), None
+    return 0, value.double() if value.is_floating_point() else value
 
 
 _SGD = "Tensor(a!) weight, Tensor grad, Tensor(b!)? buffer, Tensor(c!)? compensation, Tensor? step"
@@ -35,15 +46,15 @@ _ADAM = (
     " Tensor(e!)? compensation, Tensor step"
 )
 _BETAS = "float beta1, float beta2, float eps"
-_define_update("sgd_update", f"{_SGD}, int negative_lr, int? momentum, int? key")
-_define_update("sgd_update_float32", f"{_SGD}, float lr, float? momentum, int? key")
+_LAST = "int? key, Tensor? rate"
+_define_update("sgd_update", f"{_SGD}, int negative_lr, int? momentum, {_LAST}")
+_define_update("sgd_update_float32", f"{_SGD}, float lr, float? momentum, {_LAST}")
 _define_update(
-    "adam_update",
-    f"{_ADAM}, int negative_lr, {_BETAS}, int? weight_decay, bool decoupled, int? key",
+    "adam_update", f"{_ADAM}, int negative_lr, {_BETAS}, int? weight_decay, bool decoupled, {_LAST}"
 )
 _define_update(
     "adam_update_float32",
-    f"{_ADAM}, float lr, {_BETAS}, float? weight_decay, bool decoupled, int? key",
+    f"{_ADAM}, float lr, {_BETAS}, float? weight_decay, bool decoupled, {_LAST}",
 )
 
 
@@ -52,7 +63,7 @@ def sgd_update_(
     grad: Tensor,
     fmt: LNSFormat,
     *,
-    negative_lr: int,
+    negative_lr: int | Tensor,
     momentum: int | None = None,
     buffer: Tensor | None = None,
     compensation: Tensor | None = None,
@@ -63,7 +74,8 @@ def sgd_update_(
 
     :func:`lns_ops.reference.sgd_update` has the equations.
 
-    ``negative_lr`` and ``momentum`` are codes; ``weight``, ``buffer`` and ``compensation`` are
+    ``negative_lr`` and ``momentum`` are codes, the former a number or a 0-dim int16 tensor on the
+    weight's device, where it is read; ``weight``, ``buffer`` and ``compensation`` are
     contiguous and change. With a ``key`` the sum of weight and update rounds at random by the bits
     of (key, step); ``step`` is a 0-dim int64 tensor on the weight's device.
     """
@@ -71,8 +83,9 @@ def sgd_update_(
         raise ValueError(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
+    number, rate = _number_or_tensor(negative_lr, weight)
     OPS.sgd_update_(
-        weight, grad, buffer, compensation, step, negative_lr, momentum, key, fmt.bits,
+        weight, grad, buffer, compensation, step, number, momentum, key, rate, fmt.bits,
         fmt.fraction_bits,
     )  # fmt: skip
 
@@ -87,7 +100,7 @@ def adam_update_(
     root: Tensor,
     residue: Tensor | None = None,
     compensation: Tensor | None = None,
-    negative_lr: int,
+    negative_lr: int | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -101,16 +114,18 @@ def adam_update_(
 
     ``weight``, ``exp_avg``, ``root``, ``residue`` and ``compensation`` are contiguous int16 of one
     shape and change; ``step`` is a 0-dim int64 tensor on the weight's device, 1 for the first step;
-    ``negative_lr`` and ``weight_decay`` are codes. Either ``residue`` or ``key`` must be given.
+    ``negative_lr`` (as for :func:`sgd_update_`) and ``weight_decay`` are codes. Either ``residue``
+    or ``key`` must be given.
     """
     if residue is None and key is None:
         raise ValueError(
             "residue=None, key=None: the second moment would never move; pass a residue (int16"
             " zeros) or a key"
         )
+    number, rate = _number_or_tensor(negative_lr, weight)
     OPS.adam_update_(
-        weight, grad, exp_avg, root, residue, compensation, step, negative_lr, beta1, beta2, eps,
-        weight_decay, decoupled, key, fmt.bits, fmt.fraction_bits,
+        weight, grad, exp_avg, root, residue, compensation, step, number, beta1, beta2, eps,
+        weight_decay, decoupled, key, rate, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip
 
 
@@ -119,7 +134,7 @@ def sgd_update_float32_(
     grad: Tensor,
     fmt: LNSFormat,
     *,
-    lr: float,
+    lr: float | Tensor,
     momentum: float | None = None,
     buffer: Tensor | None = None,
     compensation: Tensor | None = None,
@@ -128,16 +143,18 @@ def sgd_update_float32_(
 ) -> None:
     """Make one SGD step in place, with float32 operations between loads and stores.
 
-    Arguments are those of :func:`sgd_update_`; :func:`lns_ops.reference.sgd_update_float32` has the
-    equations.
+    Arguments are those of :func:`sgd_update_`, with ``lr`` a number or a 0-dim float tensor;
+    :func:`lns_ops.reference.sgd_update_float32` has the equations.
     """
     if (step is None) != (key is None):
         raise ValueError(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
+    number, rate = _number_or_tensor(lr, weight)
     OPS.sgd_update_float32_(
-        weight, grad, buffer, compensation, step, lr, momentum, key, fmt.bits, fmt.fraction_bits
-    )
+        weight, grad, buffer, compensation, step, number, momentum, key, rate, fmt.bits,
+        fmt.fraction_bits,
+    )  # fmt: skip
 
 
 def adam_update_float32_(
@@ -150,7 +167,7 @@ def adam_update_float32_(
     root: Tensor,
     residue: Tensor | None = None,
     compensation: Tensor | None = None,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -160,15 +177,16 @@ def adam_update_float32_(
 ) -> None:
     """Make one Adam or AdamW step in place, with float32 operations between loads and stores.
 
-    Arguments are those of :func:`adam_update_`; :func:`lns_ops.reference.adam_update_float32` has
-    the equations.
+    Arguments are those of :func:`adam_update_`, with ``lr`` a number or a 0-dim float tensor;
+    :func:`lns_ops.reference.adam_update_float32` has the equations.
     """
     if residue is None and key is None:
         raise ValueError(
             "residue=None, key=None: the second moment would never move; pass a residue (int16"
             " zeros) or a key"
         )
+    number, rate = _number_or_tensor(lr, weight)
     OPS.adam_update_float32_(
-        weight, grad, exp_avg, root, residue, compensation, step, lr, beta1, beta2, eps,
-        weight_decay, decoupled, key, fmt.bits, fmt.fraction_bits,
+        weight, grad, exp_avg, root, residue, compensation, step, number, beta1, beta2, eps,
+        weight_decay, decoupled, key, rate, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip

@@ -9,15 +9,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
-from lns_ops.optim.base import (
-    LNSOptimizer,
-    add_float,
-    gradient,
-    rate_code,
-    scalar_code,
-    state_codes,
-    zeros,
-)
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
 from lns_ops.optim.composed import adam_direction
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import adam_codes, check_adam
@@ -100,7 +92,7 @@ class Adam(LNSOptimizer):
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         if group["arithmetic"] == "float32":
             return
-        scalar_code("lr", -group["lr"], fmt)
+        scalar_code("lr", -float(group["lr"]), fmt)
         scalar_code("weight_decay", group["weight_decay"], fmt)
         adam_codes(*group["betas"], group["eps"], fmt)
 
@@ -143,7 +135,7 @@ class Adam(LNSOptimizer):
             parameter.codes,
             grad,
             fmt,
-            negative_lr=rate_code(-group["lr"], fmt),
+            negative_lr=self._negated_rate(group, fmt),
             weight_decay=scalar_code("weight_decay", group["weight_decay"], fmt)
             if group["weight_decay"]
             else None,

@@ -238,6 +238,7 @@ class Rprop(ComposedOptimizer):
     Source: M. Riedmiller, H. Braun 1993 (doi:10.1109/ICNN.1993.298623).
     """
 
+    takes_rate_tensor = False
     _factors: ClassVar[tuple[str, ...]] = ("lr",)
 
     def __init__(

@@ -17,7 +17,7 @@ from lns_ops.functional import directions, reductions
 from lns_ops.optim import moments
 from lns_ops.optim.backend_float import Floats
 from lns_ops.optim.backends import ParameterMath
-from lns_ops.optim.base import gradient, rate_code, scalar_code
+from lns_ops.optim.base import gradient, negated_rate, rate_code, scalar_code
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import DecayTable
 from lns_ops.spec.reference import WEIGHT_SLOT
@@ -139,14 +139,14 @@ class Codes(ParameterMath):
         state.copy_(torch.where(whole, target, state))
         lost.copy_(torch.where(whole, 0, lost))
 
-    def descend(self, direction: Tensor, lr: float, momentum: float = 0.0) -> None:
+    def descend(self, direction: Tensor, lr: float | Tensor, momentum: float = 0.0) -> None:
         """Descend as the base class does, with momentum in the same kernel.
 
         The direction is then ``buffer = momentum buffer + direction``.
         """
         kahan, key = self._group["kahan_sum"], self._key
         lns.sgd_update_(
-            self.weight, direction, self.fmt, negative_lr=rate_code(-lr, self.fmt), key=key,
+            self.weight, direction, self.fmt, negative_lr=negated_rate(lr, self.fmt), key=key,
             momentum=self.plain(momentum, "momentum") if momentum else None,
             buffer=self.get("momentum_buffer") if momentum else None,
             compensation=self.get("compensation") if kahan else None,
@@ -287,7 +287,7 @@ class Decoded(Floats):
             lost,
         )
 
-    def descend(self, direction: Tensor, lr: float) -> None:
+    def descend(self, direction: Tensor, lr: float | Tensor) -> None:
         update = direction * -lr
         if self._key is not None:
             bits = random_bits(self.weight, self._key, self.step, WEIGHT_SLOT)

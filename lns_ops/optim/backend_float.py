@@ -91,7 +91,7 @@ class Floats(ParameterMath):
             name, torch.where(factor >= 1, target, state + self.scalar(factor) * (target - state))
         )
 
-    def descend(self, direction: Tensor, lr: float) -> None:
+    def descend(self, direction: Tensor, lr: float | Tensor) -> None:
         add_float(self._parameter, direction, -lr, self._compensation())
 
     def octaves(

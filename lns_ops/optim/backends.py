@@ -171,7 +171,7 @@ class ParameterMath(ABC):
         """
 
     @abstractmethod
-    def descend(self, direction: Tensor, lr: float) -> None:
+    def descend(self, direction: Tensor, lr: float | Tensor) -> None:
         """Compute ``weight -= lr direction``, rounded as the group says."""
 
     @abstractmethod

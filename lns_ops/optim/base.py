@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict, overload
+from typing import Any, ClassVar, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -93,6 +93,13 @@ def rate_code(rate: float, fmt: LNSFormat) -> int:
     return code
 
 
+def negated_rate(lr: float | Tensor, fmt: LNSFormat) -> int | Tensor:
+    """Return the code of ``-lr``: a number, or of a rate on a GPU a 0-dim tensor there."""
+    if isinstance(lr, Tensor) and lr.is_cuda:
+        return lns.encode(-lr.double(), fmt)
+    return rate_code(-float(lr), fmt)
+
+
 def gradient(parameter: LNSTensor) -> Tensor:
     """Return the codes of a parameter's gradient, encoded if somebody made a float32 one."""
     fmt = parameter.fmt
@@ -153,7 +160,15 @@ def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[
 
 
 class LNSOptimizer(torch.optim.Optimizer):
-    """The base class of the optimizers: rounding options, loop over parameters, integer state."""
+    """The base class of the optimizers: rounding options, loop over parameters, integer state.
+
+    ``lr`` may be a 0-dim tensor, as in torch.optim. One on the parameters' GPU is read there, so
+    that a step in a CUDA graph takes the rate that it holds when the graph is replayed; schedulers
+    fill it in place.
+    """
+
+    takes_rate_tensor: ClassVar[bool] = True
+    """Whether ``lr`` may be a tensor."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
@@ -174,8 +189,15 @@ class LNSOptimizer(torch.optim.Optimizer):
                 " example 0"
             )
         super().__init__(params, defaults)
+        self._rates: dict[tuple[int, LNSFormat], int | Tensor] = {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and (lr.dim() or not self.takes_rate_tensor):
+            allowed = ", or a tensor without dimensions" if self.takes_rate_tensor else ""
+            raise ValueError(
+                f"lr={lr} for {type(self).__name__}: must be a number{allowed}; use lr=lr.item()"
+            )
         for parameter in group["params"]:
             if isinstance(parameter, LNSTensor):
                 self._check(group, parameter.fmt)
@@ -212,6 +234,15 @@ class LNSOptimizer(torch.optim.Optimizer):
     ) -> None:
         raise NotImplementedError
 
+    def _negated_rate(self, group: dict[str, Any], fmt: LNSFormat) -> int | Tensor:
+        """Return :func:`negated_rate` of a group, computed once a step where it is on a GPU."""
+        lr = group["lr"]
+        if not isinstance(lr, Tensor):
+            return negated_rate(lr, fmt)
+        if (id(lr), fmt) not in self._rates:
+            self._rates[id(lr), fmt] = negated_rate(lr, fmt)
+        return self._rates[id(lr), fmt]
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -221,7 +252,7 @@ class LNSOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return the closure's loss."""
-        loss = None
+        loss, self._rates = None, {}
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -233,6 +264,7 @@ class LNSOptimizer(torch.optim.Optimizer):
                     key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
                     self._update(parameter, self.state[parameter], group, key)
                 index += 1
+        self._rates = {}
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -344,16 +376,24 @@ def zeros(state: dict[str, Any], parameter: Tensor, *names: str) -> None:
 
 
 def add_float(
-    parameter: Tensor, direction: Tensor, alpha: float, compensation: Tensor | None
+    parameter: Tensor, direction: Tensor, alpha: float | Tensor, compensation: Tensor | None
 ) -> None:
     """Compute ``parameter += alpha direction``, with Kahan compensation where there is one."""
+    _add_product(parameter if compensation is None else compensation, direction, alpha)
     if compensation is None:
-        parameter.add_(direction, alpha=alpha)
         return
-    compensation.add_(direction, alpha=alpha)
     new = parameter + compensation
     compensation.sub_(new - parameter)
     parameter.copy_(new)
+
+
+def _add_product(x: Tensor, direction: Tensor, alpha: float | Tensor) -> None:
+    """Compute ``x += alpha direction``, rounded once to ``x``'s dtype."""
+    if not isinstance(alpha, Tensor) or not alpha.is_cuda:
+        x.add_(direction, alpha=float(alpha))
+        return
+    wide = torch.promote_types(x.dtype, torch.float32)  # torch.add computes in it, too
+    x.copy_(torch.addcmul(x.to(wide), direction.to(wide), alpha.to(wide)))
 
 
 def parameters_by_format(params: Iterable[Tensor]) -> dict[str, int]:

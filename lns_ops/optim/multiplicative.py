@@ -35,6 +35,7 @@ from lns_ops.tensor import LNSTensor
 class MultiplicativeOptimizer(ComposedOptimizer):
     """The base class of these optimizers: the bound on weights, the residue of their logarithms."""
 
+    takes_rate_tensor = False
     _factors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, params: Any, options: dict[str, Any], rounding: Rounding) -> None:

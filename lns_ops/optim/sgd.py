@@ -11,15 +11,7 @@ from lns_ops import functional as lns
 from lns_ops.functional import directions
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
-from lns_ops.optim.base import (
-    LNSOptimizer,
-    add_float,
-    gradient,
-    rate_code,
-    scalar_code,
-    state_codes,
-    zeros,
-)
+from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
@@ -104,7 +96,7 @@ class SGD(LNSOptimizer):
     def _check(self, group: dict[str, Any], fmt: LNSFormat) -> None:
         if group["arithmetic"] == "float32":
             return
-        scalar_code("lr", -group["lr"], fmt)
+        scalar_code("lr", -float(group["lr"]), fmt)
         scalar_code("weight_decay", group["weight_decay"], fmt)
         if scalar_code("momentum", group["momentum"], fmt) == fmt.bias:
             raise ValueError(
@@ -160,7 +152,7 @@ class SGD(LNSOptimizer):
             "buffer": buffer,
         }
         lns.sgd_update_(
-            parameter.codes, grad, fmt, negative_lr=rate_code(-group["lr"], fmt), **common
+            parameter.codes, grad, fmt, negative_lr=self._negated_rate(group, fmt), **common
         )
 
 

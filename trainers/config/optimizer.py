@@ -35,6 +35,8 @@ understands besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
 WHOLE_TENSORS = ("lars", "lamb", "madam", "mul", "signmul")
 """The optimizers whose step needs the norm of a whole tensor."""
+RATE_OF_HOST = ("rprop", "madam", "mul", "signmul")
+"""The optimizers whose ``lr`` is a number of the host's, which a captured step repeats."""
 SLICEABLE = ("sgd", "adam", "adamw")
 """The optimizers that work element by element: the step of a slice, even one that runs across
 tensors, is the slice of the step."""

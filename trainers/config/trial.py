@@ -21,7 +21,7 @@ from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
 from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN
-from trainers.config.optimizer import OptimizerConfig
+from trainers.config.optimizer import RATE_OF_HOST, OptimizerConfig
 from trainers.config.profile import ProfileConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.validation import (
@@ -457,6 +457,11 @@ class TrialKeys:
             if self.sync.local
             else self.batch_size
         )
+
+    @property
+    def update_captured(self) -> bool:
+        """Whether a CUDA graph of a step has its update."""
+        return not self.lr_schedule.varies or self.optimizer.name not in RATE_OF_HOST
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values, which :meth:`from_dict` reads back."""

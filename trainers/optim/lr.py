@@ -36,4 +36,14 @@ class Rate:
             return
         factor = self._schedule.factor(epoch * self._steps + step, self._steps, self._epochs)
         for group, full in zip(self._groups, self._full, strict=True):
-            group["lr"] = max(full * factor, self._smallest)
+            rate = max(full * factor, self._smallest)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+
+def put_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Keep the learning rates on ``device``, where a captured step reads them."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64, device=device)

@@ -5,10 +5,10 @@ launch than the GPU to run. Captured once in a CUDA graph and replayed, they run
 graph reads its batch through a counter on the device, so an epoch is a sequence of replays without
 input from the host; losses and wrong answers are added up on the device and read once at the end.
 
-A graph repeats its numbers, so a learning rate that varies cannot be part of it: then the graph has
-the forward and backward passes, and the update is launched after each replay. The host is ahead of
-the GPU by then, so that the launches cost a small net something and a large one nothing. Random
-numbers are drawn anew at each replay, from torch's generator as it is seeded then.
+A graph repeats its numbers, so a learning rate that varies lies on the device, and is filled in
+before each replay. For the few optimizers that take their rate as a number the graph has the
+forward and backward passes, and the update is launched after each replay. Random numbers are drawn
+anew at each replay, from torch's generator as it is seeded then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class GraphedEpochs:
         batch_size: examples a step.
         loss: loss of the trial.
         micro_batches: equal parts of a batch, whose gradients are added up in order.
-        updates: whether the graph has the update too; its options are those of the capture.
+        updates: whether the graph has the update too; its options are those of the capture, but for
+            a learning rate that is a tensor on the GPU.
 
     Attributes:
         steps: steps of an epoch.

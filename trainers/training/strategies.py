@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainers.comm.collectives import Collectives
 from trainers.config import TrialConfig
 from trainers.data import Examples, Split, epoch_order, share
+from trainers.optim.lr import put_on_device
 from trainers.sync.base import Synchroniser
 from trainers.telemetry.tally import Tally
 from trainers.training.build import Components, digest
@@ -260,7 +261,8 @@ class PipelineStep(StatefulStep):
 class GraphStep(StatefulStep):
     """The strategy of steps on one GPU, replayed from a CUDA graph that the first epoch captures.
 
-    The update is part of the graph where the learning rate is the same in every step.
+    The update is part of the graph, but for optimizers that take a rate which varies from the host
+    only.
 
     Args:
         components: components of the trial.
@@ -277,6 +279,9 @@ class GraphStep(StatefulStep):
         components, config = self._components, self._config
         assert isinstance(split, Split)
         if self._graphed is None:
+            varies, updates = config.lr_schedule.varies, config.update_captured
+            if varies and updates:
+                put_on_device(components.optimizer, components.workers.device)
             with components.telemetry.counting(STEPS_TO_CAPTURE), self._seeded(epoch):
                 self._graphed = GraphedEpochs(
                     components.model,
@@ -285,7 +290,7 @@ class GraphStep(StatefulStep):
                     config.batch_size,
                     components.loss,
                     config.layout.micro_batches,
-                    updates=not config.lr_schedule.varies,
+                    updates=updates,
                 )
             components.telemetry.begin_steps()
         order = epoch_order(len(split.y), config.seed, epoch).to(components.workers.device)

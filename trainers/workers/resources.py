@@ -135,11 +135,10 @@ def packs(config: TrialConfig) -> bool:
     """Return whether a trial is faster beside others in one process.
 
     It is where it is small, so that processes would take turns on its GPU, and captured with its
-    update, whose rate is the same in every step, so that threads do not wait for each other's
-    Python.
+    update, so that threads do not wait for each other's Python.
     """
     is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    return is_small and captured(config) and not config.lr_schedule.varies
+    return is_small and captured(config) and config.update_captured
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:

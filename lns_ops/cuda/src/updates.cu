@@ -97,6 +97,9 @@ __device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& w
                    j, bits, fine);
 }
 
+// The code of a rate: what the device holds where there is something, or else the number.
+__device__ __forceinline__ int held(int rate, const short* at) { return at ? *at : rate; }
+
 // The values that all elements of an update share.
 struct SgdArguments {
     short* weight;
@@ -174,13 +177,14 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
 #define SGD(name, momentum, rounding)                                                             \
     extern "C" __global__ void __launch_bounds__(512, 2) lns_##name(                              \
         short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,   \
-        short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key, int rate, \
-        int decay, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss,   \
+        short* __restrict__ compensation, const i64* __restrict__ step,                           \
+        const short* __restrict__ rate_at, i64 n, i64 key, int rate, int decay, int aligned,      \
+        const u32* __restrict__ packed, const int2* __restrict__ gauss,                           \
         const int* __restrict__ fine) {                                                           \
         SETUP_UPDATE(rounding)                                                                    \
-        sgd_update<momentum, rounding>(                                                           \
-            {weight, grad, buffer, compensation, key, step, rate, decay, fine}, n, aligned,       \
-            packed, gauss);                                                                       \
+        sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step,            \
+                                        held(rate, rate_at), decay, fine},                        \
+                                       n, aligned, packed, gauss);                                \
     }
 SGD(sgd, false, NEAREST)
 SGD(sgd_kahan, false, KAHAN)
@@ -336,8 +340,9 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
     extern "C" __global__ void __launch_bounds__(512, blocks) lns_##name(                         \
         short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average,  \
         short* __restrict__ root, short* __restrict__ residue, short* __restrict__ compensation,  \
-        const i64* __restrict__ step, const short* __restrict__ corrections,                      \
-        const short* __restrict__ eps_hats, int steps, i64 n, i64 key, int rate, int beta,        \
+        const i64* __restrict__ step, const short* __restrict__ rate_at,                          \
+        const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps,     \
+        i64 n, i64 key, int rate, int beta,                                                       \
         int rest, int decay, const int* __restrict__ moves, int first, int last, int keep,        \
         int take_in, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, \
         const int* __restrict__ fine) {                                                           \
@@ -350,7 +355,7 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
                                                 compensation,                                     \
                                                 key,                                              \
                                                 step,                                             \
-                                                rate,                                             \
+                                                held(rate, rate_at),                              \
                                                 beta,                                             \
                                                 rest,                                             \
                                                 decay,                                            \

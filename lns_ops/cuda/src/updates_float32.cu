@@ -44,6 +44,11 @@ __device__ __forceinline__ float root_of(float x) {
     return z;
 }
 
+// Minus the rate: of what the device holds where there is something, or else the number.
+__device__ __forceinline__ float held(float negative_lr, const double* at) {
+    return at ? -(float)*at : negative_lr;
+}
+
 struct Codec {
     Decoder decode;
     Encoder encode;
@@ -119,11 +124,12 @@ __device__ __forceinline__ void sgd_update(const Codec& codec, short* weight, co
 #define SGD(name, with_momentum, rounding)                                                         \
     extern "C" __global__ void __launch_bounds__(512, 2) lns_##name(                               \
         short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,    \
-        short* __restrict__ compensation, const i64* __restrict__ step, i64 n, i64 key,            \
-        float negative_lr, float momentum, int aligned, TABLES) {                                  \
+        short* __restrict__ compensation, const i64* __restrict__ step,                            \
+        const double* __restrict__ rate_at, i64 n, i64 key, float negative_lr, float momentum,     \
+        int aligned, TABLES) {                                                                     \
         SETUP_CODEC sgd_update<with_momentum, rounding>(codec, weight, grad, buffer, compensation, \
-                                                        step, n, key, negative_lr, momentum,       \
-                                                        aligned);                                  \
+                                                        step, n, key, held(negative_lr, rate_at),  \
+                                                        momentum, aligned);                        \
     }
 SGD(sgd_float32, false, NEAREST)
 SGD(sgd_float32_kahan, false, KAHAN)
@@ -202,13 +208,14 @@ __device__ __forceinline__ void adam_update(const Codec& codec, const AdamArgume
     extern "C" __global__ void __launch_bounds__(512, blocks) lns_##name(                        \
         short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average, \
         short* __restrict__ root, short* __restrict__ residue, short* __restrict__ compensation, \
-        const i64* __restrict__ step, const float2* __restrict__ scalars, int steps, i64 n,      \
-        i64 key, float negative_lr, float beta1, float rest1, float beta2, float rest2,          \
-        float weight_decay, int aligned, TABLES) {                                               \
+        const i64* __restrict__ step, const double* __restrict__ rate_at,                        \
+        const float2* __restrict__ scalars, int steps, i64 n, i64 key, float negative_lr,        \
+        float beta1, float rest1, float beta2, float rest2, float weight_decay, int aligned,     \
+        TABLES) {                                                                                \
         SETUP_CODEC adam_update<rounding, decay, W>(                                             \
             codec,                                                                               \
-            {weight, grad, average, root, residue, compensation, key, negative_lr, beta1, rest1, \
-             beta2, rest2, weight_decay},                                                        \
+            {weight, grad, average, root, residue, compensation, key,                            \
+             held(negative_lr, rate_at), beta1, rest1, beta2, rest2, weight_decay},              \
             step, scalars, steps, n, aligned);                                                   \
     }
 #define ADAMS(suffix, decay)                               \

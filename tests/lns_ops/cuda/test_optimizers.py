@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from lns_ops import LNSTensor, cuda, lns12, lns16
+from lns_ops import LNSTensor, cuda, lns12, lns16, optim
 from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 
 pytestmark = [
@@ -73,6 +73,36 @@ def test_a_graph_takes_the_same_steps(name: str, is_lns: bool) -> None:
                     plain(LNSTensor.from_float(grad, lns12)) if is_lns else grad
                 )
                 graph.replay()
+        ends.append(plain(weight).clone())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("rounding", [*ROUNDINGS, FLOAT32], ids=str)
+@pytest.mark.parametrize("is_lns", [True, False])
+def test_a_rate_on_the_gpu_is_the_number_that_it_holds(
+    name: str, rounding: dict[str, Any], is_lns: bool
+) -> None:
+    if not is_lns and "stochastic_rounding" in rounding:
+        pytest.skip("LNS parameters only")
+    grads, ends = [grad.cuda() for grad in gradients(5, 300)], []
+    for on_gpu in (False, True):
+        start = start_of(300).cuda()
+        weight = nn.Parameter(LNSTensor.from_float(start, lns12) if is_lns else start.clone())
+        lr: Any = ALL[name]["lr"]
+        if on_gpu:
+            lr = torch.tensor(lr, dtype=torch.float64, device="cuda")
+        if on_gpu and not getattr(optim, name).takes_rate_tensor:
+            with pytest.raises(ValueError, match=rf"lr=.* for {name}: must be a number"):
+                make(name, [weight], **rounding, lr=lr)
+            return
+        optimizer = make(name, [weight], **rounding, lr=lr)
+        for count, grad in enumerate(grads):
+            run(optimizer, weight, [grad])
+            if on_gpu:
+                lr.fill_(ALL[name]["lr"] / (count + 2))
+            else:
+                optimizer.param_groups[0]["lr"] = ALL[name]["lr"] / (count + 2)
         ends.append(plain(weight).clone())
     assert torch.equal(*ends)
 

@@ -116,3 +116,23 @@ def test_sums_with_alpha_saturate_once(operation: object, alpha: float) -> None:
     assert (
         error <= (2 ** (0.5 / 2**fmt.fraction_bits) - 1) * (1 + 1e-9) * exact.abs() + fmt.smallest
     ).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rate_may_be_a_tensor_without_dimensions(name: str) -> None:
+    kind, ends = getattr(optim, name), []
+    parameter = nn.Parameter(LNSTensor.from_float(torch.tensor([0.5, -1.0, 2.0]), lns12))
+    with pytest.raises(ValueError, match=rf"lr=.* for {name}: must be a number"):
+        kind([parameter], lr=torch.tensor([0.01]))
+    if not kind.takes_rate_tensor:
+        return
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        parameter = nn.Parameter(LNSTensor.from_float(torch.tensor([0.5, -1.0, 2.0]), lns12))
+        optimizer = kind([parameter], lr=lr)
+        schedule = CosineAnnealingLR(optimizer, 20)
+        for _ in range(10):
+            parameter.grad = LNSTensor.from_float(torch.tensor([1.0, -2.0, 0.5]), lns12)
+            optimizer.step()
+            schedule.step()
+        ends.append(parameter.codes.clone())
+    assert torch.equal(*ends)

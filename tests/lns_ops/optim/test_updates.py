@@ -340,7 +340,7 @@ def test_the_update_operators_are_proper_custom_operators() -> None:
     root &= lns12.field_mask
     step, ops = torch.tensor(3), torch.ops.lns_ops
     torch.library.opcheck(
-        ops.sgd_update_, (weight, grad, None, None, step, -1000, None, KEY, 12, 6)
+        ops.sgd_update_, (weight, grad, None, None, step, -1000, None, KEY, None, 12, 6)
     )
     torch.library.opcheck(
         ops.adam_update_,
@@ -359,12 +359,13 @@ def test_the_update_operators_are_proper_custom_operators() -> None:
             None,
             False,
             None,
+            None,
             12,
             6,
         ),
     )
     torch.library.opcheck(
-        ops.sgd_update_float32_, (weight, grad, None, None, step, 0.1, None, KEY, 12, 6)
+        ops.sgd_update_float32_, (weight, grad, None, None, step, 0.1, None, KEY, None, 12, 6)
     )
     torch.library.opcheck(
         ops.adam_update_float32_,
@@ -382,6 +383,7 @@ def test_the_update_operators_are_proper_custom_operators() -> None:
             1e-8,
             None,
             False,
+            None,
             None,
             12,
             6,

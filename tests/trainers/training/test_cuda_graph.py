@@ -183,8 +183,30 @@ def test_graphs_of_networks_that_draw_random_numbers_and_vary_their_rate(
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["momentum", "adamw", "lamb", "madam"])
+def test_a_rate_that_varies_is_in_the_graph(name: str, precision: str) -> None:
+    """All but madam, whose rate is the host's; with the bits of steps that take a number."""
+    own = OPTIMIZERS.get(name) or OptimizerConfig(name=name, lr=0.01)
+    if name == "madam" and not PRECISIONS[precision].lns_format:
+        pytest.skip("madam steps LNS")
+    schedule = LRSchedule(decay="cosine", warmup_epochs=1)
+    config = replace(BASE, precision=PRECISIONS[precision], optimizer=own, lr_schedule=schedule)
+    graphed, eager = Training(config), Training(config)
+    assert isinstance(graphed._step, GraphStep)
+    eager._step = StatefulStep(eager._components)
+    for _ in range(2):
+        graphed.train_epoch()
+        eager.train_epoch()
+    on_device = isinstance(graphed.optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert on_device == (name != "madam")
+    assert_equal_bits(tensors(graphed), tensors(eager))
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("precision", ["float32", "matmul"])
-@pytest.mark.parametrize("decay", ["constant", "cosine"])  # the update in the graph, and after it
+@pytest.mark.parametrize("decay", ["constant", "cosine"])
 def test_divergence_on_a_gpu_is_a_result(decay: str, precision: str) -> None:
     schedule = LRSchedule(decay=decay)
     training = Training(

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainers.config import LRSchedule, MemoryConfig, ModelConfig, TrialConfig
+from lns_ops import optim
+from trainers.config import LRSchedule, MemoryConfig, ModelConfig, OptimizerConfig, TrialConfig
+from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
 from trainers.workers.resources import LANES, choose_share, lanes_of
 
 SMALL = TrialConfig(device="cuda")
@@ -17,7 +19,8 @@ COSINE = LRSchedule(decay="cosine")
     ("trial", "share", "lanes"),
     [
         (SMALL, 1 / 12, LANES),
-        (replace(SMALL, lr_schedule=COSINE), 1 / 12, 1),
+        (replace(SMALL, lr_schedule=COSINE), 1 / 12, LANES),
+        (replace(SMALL, lr_schedule=COSINE, optimizer=OptimizerConfig(name="madam")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
@@ -31,3 +34,9 @@ def test_small_trials_share_a_gpu_and_captured_ones_a_process(
 ) -> None:
     assert choose_share(trial) == share
     assert lanes_of("auto", replace(trial, gpus=share)) == lanes
+
+
+def test_a_captured_step_varies_the_rates_of_the_optimizers_that_take_a_tensor() -> None:
+    kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
+    takes = {name for name in OPTIMIZERS if kinds[name].takes_rate_tensor}
+    assert takes == OPTIMIZERS.keys() - {*RATE_OF_HOST}
