@@ -1,11 +1,11 @@
 """Time many small nets on one GPU in a study's worker processes: one lane each, several, and both.
 
     python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512]
-    [--format lns12] [--optimizer sgd] [--decay constant] [--json FILE]
+    [--lstm WIDTH] [--format lns12] [--optimizer sgd] [--decay constant] [--json FILE]
 
 ``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, in the
-format everywhere with Kahan summation. With ``--decay cosine`` every step has a rate of its own, so
-that the update is launched after each replay of a CUDA graph. Printed: the seconds until the
+format everywhere with Kahan summation; or, with ``--lstm``, vanilla LSTMs of one layer that copy 20
+symbols. With ``--decay cosine`` every step has a rate of its own. Printed: the seconds until the
 forking process is ready, until all processes are up, until every net has reported its first epoch,
 and the epochs a second from then until the first net is done. Checks that equal seeds have equal
 losses, whatever they share.
@@ -22,7 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainers.config import LRSchedule, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config import (
+    DataConfig,
+    LRSchedule,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrialConfig,
+)
 from trainers.workers.messages import DIED, ENDED, HELLO, REPORT, TRAIN, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import IN_PROCESS, PACKED
@@ -30,8 +37,13 @@ from trainers.workers.resources import IN_PROCESS, PACKED
 
 def config(options: argparse.Namespace) -> TrialConfig:
     """Return the trial of seed 0."""
+    model, data = ModelConfig(hidden=options.hidden), DataConfig()
+    if options.lstm:
+        model = ModelConfig(name="lstm", args={"width": options.lstm, "variant": "vanilla"})
+        data = DataConfig(name="copy", train_size=1000)
     return TrialConfig(
-        model=ModelConfig(hidden=options.hidden),
+        model=model,
+        data=data,
         precision=PrecisionConfig(format=options.format, kahan_sum=True),
         optimizer=OptimizerConfig(name=options.optimizer, lr=0.01),
         lr_schedule=LRSchedule(decay=options.decay),
@@ -48,7 +60,7 @@ def course(
     figures: dict[str, float] = {}
     losses: dict[int, list[float]] = {}
     with Node() as node:
-        node.load([TrialConfig().to_dict()["data"]])
+        node.load([trial.to_dict()["data"]])
         for key in range(1, processes + 1):
             node.start(key, {}, 32 if lanes > 1 else 1)
         up = done = reports = counted = 0
@@ -94,6 +106,7 @@ def main() -> None:
     parser.add_argument("--grid", default="1x12,2x6,3x4,4x3,12x1")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512])
+    parser.add_argument("--lstm", type=int, default=0)
     parser.add_argument("--format", default="lns12")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--decay", default="constant")

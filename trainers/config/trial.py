@@ -164,9 +164,15 @@ class ModelConfig:
 
     @property
     def feedforward(self) -> bool:
-        """Whether the model is mlp, cnn, vanilla or capsules, which draw no random numbers while
-        they train and keep nothing between steps."""
+        """Whether the model is mlp, cnn, vanilla or capsules."""
         return self.name in ("mlp", "cnn", "vanilla", "capsules")
+
+    @property
+    def stateless(self) -> bool:
+        """Whether the model is ours, draws no random numbers while it trains and keeps nothing
+        between steps."""
+        recurrent = self.name in ("lstm", "gpt") and self.arguments.dropout == 0
+        return self.feedforward or recurrent
 
     @property
     def normed(self) -> bool:

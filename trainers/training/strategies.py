@@ -65,12 +65,12 @@ def _capturable(config: TrialConfig) -> bool:
     if config.model.own or config.loss.own or config.layout.pairwise:
         return False
     tried = config.autocast == "none" and not config.precision.simulated
-    return not _stateful(config) or (tried and not config.memory.activation_checkpoints)
+    return config.model.feedforward or (tried and not config.memory.activation_checkpoints)
 
 
 def _stateful(config: TrialConfig) -> bool:
     """Tell whether a model may draw random numbers or keep statistics while it trains."""
-    return not config.model.feedforward or config.loss.own
+    return not config.model.stateless or config.loss.own
 
 
 class Step:

@@ -24,9 +24,11 @@ LANES = 6
 """Trials at once in a process where nothing else is asked for: two processes of six train small
 nets on an H200 a little faster than one of twelve, whose threads wait for Python's global lock
 (docs/benchmarks/studies.md)."""
-SHARES = ((200e6, 1 / 12), (2e9, 1 / 4))
-"""Default shares of a GPU, as (most multiply-accumulates of a step, share). With each share so many
-trials at once were faster than fewer on an H200; a larger trial takes a whole GPU. Processes whose
+SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
+"""Default shares of a GPU, as (most multiply-accumulates of a step's mean layer, share). With each
+share so many trials at once were faster than fewer on an H200; a larger trial takes a whole GPU.
+It is the mean layer's since layers run one after the other: a deep and narrow net leaves most of a
+GPU idle, however long it takes. Processes whose
 trials launch their updates one by one are faster side by side, too: four and twelve of them 1.3
 times with SGD, twelve 3.9 times with LAMB, on an H100 (docs/benchmarks/studies.md)."""
 CLASSES = 10
@@ -123,9 +125,12 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 def captured(config: TrialConfig) -> bool:
     """Return whether a step is a CUDA graph, perhaps without its update.
 
-    It is for an mlp, cnn, vanilla or capsules on one GPU.
+    It is for an mlp, cnn, vanilla or capsules on one GPU, and for an LSTM without dropout.
     """
-    if not config.model.feedforward or config.own_loop:
+    model, plain = config.model, config.autocast == "none" and not config.precision.simulated
+    recurrent = model.name == "lstm" and model.stateless
+    recurrent = recurrent and plain and not config.memory.activation_checkpoints
+    if not (model.feedforward or recurrent) or config.own_loop:
         return False
     alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
     return alone and config.autocast != "float16"
@@ -158,13 +163,9 @@ def choose_share(config: TrialConfig) -> float:
     """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none."""
     if not captured(config):
         return 1.0
-    macs = 3.0 * config.batch_size * _macs(config)
+    layers = [weights * places for weights, places in _layers(config)]
+    macs = 3.0 * config.batch_size * sum(layers) / len(layers)
     return next((share for most, share in SHARES if macs <= most), 1.0)
-
-
-def _macs(config: TrialConfig) -> float:
-    """Return the multiply-accumulates of an example's forward pass."""
-    return sum(weights * places for weights, places in _layers(config))
 
 
 def parameters(config: TrialConfig) -> float:
@@ -172,11 +173,18 @@ def parameters(config: TrialConfig) -> float:
 
     It is 0 for others, whose size their data decide.
     """
-    return sum(weights for weights, _ in _layers(config))
+    return sum(weights for weights, _ in _layers(config)) if config.model.feedforward else 0.0
 
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
-    """Yield each layer's weights, and at how many places of an example it applies them."""
+    """Yield each layer's weights, and at how many places of an example it applies them.
+
+    An LSTM applies them at one step after the other, each by itself.
+    """
+    if config.model.name == "lstm":
+        width = config.model.arguments.width
+        yield from ((8.0 * width * width, 1.0) for _ in range(config.model.arguments.layers))
+        return
     if not config.model.feedforward or config.own_loop:
         return
     model, known = config.model, DATA.get(config.data.name)

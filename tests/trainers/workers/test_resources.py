@@ -7,11 +7,20 @@ from dataclasses import replace
 import pytest
 
 from lns_ops import optim
-from trainers.config import LRSchedule, MemoryConfig, ModelConfig, OptimizerConfig, TrialConfig
+from trainers.config import (
+    LRSchedule,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrialConfig,
+)
 from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
 from trainers.workers.resources import LANES, choose_share, lanes_of
 
 SMALL = TrialConfig(device="cuda")
+DEEP = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
+BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
 
 
@@ -24,6 +33,10 @@ COSINE = LRSchedule(decay="cosine")
         (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
+        (replace(SMALL, model=DEEP), 1 / 12, LANES),
+        (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, LANES),
+        (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),
+        (replace(SMALL, model=ModelConfig(name="lstm"), precision=BFLOAT16), 1.0, 1),
         (replace(SMALL, workers=2), 1.0, 1),
         (replace(SMALL, memory=MemoryConfig(offload_optimizer=True)), 1.0, 1),
         (replace(SMALL, autocast="float16"), 1.0, 1),
