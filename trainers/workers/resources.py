@@ -26,11 +26,9 @@ nets on an H200 a little faster than one of twelve, whose threads wait for Pytho
 (docs/benchmarks/studies.md)."""
 SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
 """Default shares of a GPU, as (most multiply-accumulates of a step's mean layer, share). With each
-share so many trials at once were faster than fewer on an H200; a larger trial takes a whole GPU.
-It is the mean layer's since layers run one after the other: a deep and narrow net leaves most of a
-GPU idle, however long it takes. Processes whose
-trials launch their updates one by one are faster side by side, too: four and twelve of them 1.3
-times with SGD, twelve 3.9 times with LAMB, on an H100 (docs/benchmarks/studies.md)."""
+share so many trials at once were faster than fewer on an H200 (docs/benchmarks/studies.md); a
+larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
+other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
 CLASSES = 10
 
 
