@@ -13,6 +13,9 @@
 set -euo pipefail
 package=$1 name=$2 storage=$3
 export PYTHONPATH=$package/site${PYTHONPATH:+:$PYTHONPATH}
+# Of the two minutes after the notice trials have so many seconds for the epoch under way and a
+# checkpoint.
+export LNS_STUDY_GRACE_SECONDS=90
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
 
 # A token that this user alone can read; Ray admits nobody without it.

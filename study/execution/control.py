@@ -3,8 +3,9 @@ limits.
 
 ``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause*
 begins no more trials until ``resume``; *stop* begins no more and lets running ones end; *cancel*
-ends those too (they continue from their last checkpoint when the study is run again). Reaching a
-limit has the effect of *stop*. The strongest wish wins.
+ends those too, after a checkpoint: they may finish the epoch under way if that takes no longer than
+:func:`grace_seconds`, and go on from there when the study is run again. Ctrl-C and the signals of
+job controllers cancel. Reaching a limit has the effect of *stop*. The strongest wish wins.
 
 A wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
 the process that runs the study reads it twice a second, that of an object store every two seconds.
@@ -18,6 +19,7 @@ import dataclasses
 import enum
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +41,10 @@ POLL_SECONDS = 0.5
 FETCH_SECONDS = 2.0
 """Seconds between looks at an object store."""
 
+
+GRACE_VARIABLE, GRACE_SECONDS = "LNS_STUDY_GRACE_SECONDS", 20.0
+"""Environment variable, and its default: how long a study that ends waits for checkpoints. Whoever
+starts it knows how long before the end the signal comes: a Slurm job sets more."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -68,6 +74,24 @@ def storage_refused(error: str, folder: Path) -> UserError:
         f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
         " others continue from their last checkpoint"
     )
+
+
+def grace_seconds() -> float:
+    """Return how long a study that ends waits for the checkpoints of its trials.
+
+    Raises:
+        UserError: the environment says something else than a number of seconds.
+    """
+    said = os.environ.get(GRACE_VARIABLE, "")
+    try:
+        seconds = float(said or GRACE_SECONDS)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise UserError(
+            f"{GRACE_VARIABLE}={said}: must be a number of seconds, at least 0; use for example 20"
+        )
+    return seconds
 
 
 class Wish(enum.IntEnum):

@@ -6,17 +6,18 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from study.config import StudyConfig
 from study.config.metric import DERIVED
 from study.errors import UserError
-from study.execution.control import Control, Wish, is_full
+from study.execution.control import Control, Wish, grace_seconds, is_full
 from study.execution.leases import EPSILON
 from study.execution.pool import Machines, Pool
 from study.execution.ray_session import Session
+from study.execution.reports import Reports, began, metrics_of
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
@@ -30,22 +31,19 @@ from study.search.agenda import Agenda
 from study.text import counted
 from trainers.config import TrialConfig
 from trainers.object_store import place_of
-from trainers.user_loop import RESERVED
 from trainers.workers.messages import (
     BEGAN,
     DIED,
     DONE,
-    FINAL,
-    HISTORY,
+    LEFT,
     OUT_OF_MEMORY,
     REFUSED,
     REPORT,
     STOPPED,
-    Beginning,
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
+from trainers.workers.resources import IN_PROCESS, PACKED, WorkerResources, cpus_of, gpus_of
 
 TAIL = 3
 """Number of last trials per slot that run longest first.
@@ -89,9 +87,8 @@ class Loop:
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._scheduler = make_scheduler(study.search, state)
         self._watch = Watch()
-        self._tests: dict[str, dict[str, Any]] = {}
+        self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
-        self._repeated: defaultdict[str, float] = defaultdict(float)
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
         self._no_room_since: float | None = None
@@ -104,6 +101,8 @@ class Loop:
             self._note_capacity()
             decision = self._control.decide()
             if decision.wish == Wish.CANCEL:
+                if not self._control.storage_error:
+                    self._leave()
                 return
             over = decision.wish >= Wish.STOP or self._control.full
             has_ray, fresh = self._has_ray()
@@ -119,6 +118,31 @@ class Loop:
                 return
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
             self._look_after_silent()
+
+    def _leave(self) -> None:
+        """Have running trials write a checkpoint after the epoch under way, and wait for them.
+
+        The user's own loops and Ray Train keep checkpoints themselves; the ranks of a parameter
+        server are at epochs of their own. These end where they are.
+        """
+        able = (IN_PROCESS, PACKED)
+        left = {
+            trial
+            for trial in self._pool.running
+            if self._shapes[trial].executor in able
+            and self._state.known[trial].config["sync"]["name"] != "asynchronous"
+        }
+        seconds = grace_seconds()
+        if not left or not seconds:
+            return
+        self._say(
+            f"Ending: {counted(len(left), 'trial')} may finish the epoch under way and write a"
+            f" checkpoint, for {seconds:g} s at most; interrupt once more to end at once"
+        )
+        self._pool.leave_after_epoch(left)
+        until = time.monotonic() + seconds
+        while left.intersection(self._pool.running) and time.monotonic() < until:
+            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=False, poll=False))
 
     def _has_ray(self) -> tuple[bool, bool]:
         """Tell whether the study's Ray is there, and whether it may be asked for more resources.
@@ -271,9 +295,9 @@ class Loop:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == BEGAN:
-                events += self._began(message.trial, message.payload)
+                events += began(message.trial, message.payload)
             elif message.kind == REPORT:
-                events += self._report(message.trial, message.payload)
+                events += self._reports.take(message.trial, message.payload)
             else:
                 self._watch.forget(message.trial)
                 how, text = (
@@ -295,57 +319,9 @@ class Loop:
                 self._schedule(message.trial, message.payload)
         self._pool.flush()
 
-    def _began(self, trial: str, beginning: Beginning) -> list[Event]:
-        """Return the events of a trial that began.
-
-        Its checkpoint may be newer than the last report; the ledger takes the epochs that it lacks.
-        """
-        damaged = (
-            [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
-            if beginning.damaged
-            else []
-        )
-        return [*damaged, *_past(trial, beginning.history)]
-
-    def _report(self, trial: str, result: dict[str, Any]) -> list[Event]:
-        """Return the events of a trial's report of an epoch.
-
-        The last report also has the test figures; that of a trial that only tested has no others.
-        A loop of the user's own names its figures as it likes, and may repeat its last epoch there.
-        """
-        epoch = metrics_of(result)
-        test: dict[str, float] = result.get(FINAL, {})
-        if result["done"] and FINAL not in result:
-            test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
-        if test or FINAL in result:
-            self._tests[trial] = {"metrics": test}
-        if FINAL in result:
-            self._tests[trial]["epochs"] = int(result["epoch"])
-        events = _past(trial, result.get(HISTORY, []))
-        number = int(result["epoch"])
-        process = {name: result[name] for name in ("pid", "host", "seconds")}
-        if epoch and number in self._state.known[trial].reports:
-            self._repeated[trial] += result["seconds"]
-        elif epoch and (repeated := self._repeated.pop(trial, 0.0)):
-            process["repeated"] = repeated
-        if epoch:
-            events.append(
-                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
-            )
-        if result.get("checkpoint_path"):
-            events.append(
-                {
-                    "event": "checkpoint",
-                    "trial": trial,
-                    "epoch": number,
-                    "path": result["checkpoint_path"],
-                }
-            )
-        return events
-
     def _end(self, trial: str, how: str, text: str) -> Event | None:
-        """Return the event of a trial's end; None if the storage has failed."""
-        test = self._tests.pop(trial, None)
+        """Return the event of a trial's end; None if it was left, or the storage has failed."""
+        test = self._reports.tested(trial)
         if how == DONE and test is not None:
             return {"event": "finished", "trial": trial, **test}
         if how == DONE:
@@ -356,6 +332,8 @@ class Loop:
             }
         if how == STOPPED:
             return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
+        if how == LEFT:
+            return None
         if how == REFUSED:
             return {"event": "failed", "trial": trial, "error": text}
         if how == OUT_OF_MEMORY:
@@ -465,29 +443,3 @@ class Loop:
         # whoever waited for a store that did not answer was not silent
         self._watch.forgive(time.monotonic() - began)
         return True
-
-
-def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Return report events of earlier epochs, of which the ledger takes those that it lacks.
-
-    Their seconds are None: nobody has noted them.
-    """
-    return [
-        {
-            "event": "report",
-            "trial": trial,
-            "epoch": int(metrics["epoch"]),
-            "metrics": metrics_of(metrics),
-            "seconds": None,
-        }
-        for metrics in history
-    ]
-
-
-def metrics_of(result: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a result: the numbers in it, but for what a message says beside."""
-    return {
-        name: float(value)
-        for name, value in result.items()
-        if name != "epoch" and name not in RESERVED and isinstance(value, int | float)
-    }

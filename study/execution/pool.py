@@ -35,6 +35,8 @@ from trainers.workers.messages import (
     HELLO,
     JOIN,
     JOINED,
+    LEAVE,
+    LEFT,
     MEET,
     REPORT,
     STOP,
@@ -205,6 +207,12 @@ class Pool:
         group = self._trials.get(trial)
         if group is not None:
             self._tell(group, Message(GO if go else STOP, trial))
+
+    def leave_after_epoch(self, trials: Iterable[str]) -> None:
+        """Have trials write a checkpoint after the epoch under way and end there."""
+        for trial in trials:
+            self._tell(self._trials[trial], Message(LEAVE, trial))
+        self.flush()
 
     def kill(self, trial: str, why: str) -> None:
         """End the processes of a trial; its death will be reported with this reason."""
@@ -389,7 +397,7 @@ class Pool:
         running.ended.add(key)
         running.result = running.result or message.payload
         running.retire = running.retire or message.payload["retire"]
-        well = message.payload["how"] in (DONE, STOPPED)
+        well = message.payload["how"] in (DONE, STOPPED, LEFT)
         if well and len(running.ended) < len(group.keys):
             return []
         self._release(group, running)

@@ -26,9 +26,9 @@ DETERMINISTIC = (
 """What a trial raises where a second try could only raise it again: the user's input, arithmetic, a
 mistake in code. What a dead process or a full disk leads to is none of these."""
 
-JOIN, TRAIN, GO, STOP, CHECK = "join", "train", "go", "stop", "check"
-"""To a worker process: become a rank; train a trial; go on after a report, or do not; examine
-trials and their data."""
+JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
+"""To a worker process: become a rank; train a trial; go on after a report, or do not; write a
+checkpoint after the epoch under way and end the trial there; examine trials and their data."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -43,15 +43,16 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
 (:class:`Beginning`); finished an epoch (metrics); ended (``how``, ``text``, and ``retire``: why the
 process ends with it); and of it, from its node: it died (why). Last, the data of trials and what
 forbids these (a text or None each), or a text: why the data cannot be had."""
-DONE, STOPPED, REFUSED, OUT_OF_MEMORY, FAILED = (
+DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",
+    "left",
     "refused",
     "out of memory",
     "failed",
 )
-"""How a trial ended: trained and tested; told to stop; cannot work, a second try would not either;
-memory ran out; anything else."""
+"""How a trial ended: trained and tested; told to stop; told to leave, with a checkpoint; cannot
+work, a second try would not either; memory ran out; anything else."""
 
 
 class Message(NamedTuple):

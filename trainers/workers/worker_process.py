@@ -8,7 +8,9 @@ processes are ranks of one torch.distributed group, which they join before their
 runs the same trials in the same order, and rank 0 speaks for all.
 
 A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
-may end it then).
+may end it then). One that is told to leave, since the study ends, writes a checkpoint after the
+epoch under way. The ranks of a gang, which no step lets more than an epoch apart, agree on the
+epoch through their store: the first that is told names the next one.
 
 An epoch's seconds are those of this process's monotonic clock, from the last report's sending (of
 the first epoch, from when the trial was taken up) to this one's: training, evaluation, checkpoint,
@@ -59,6 +61,8 @@ from trainers.workers.messages import (
     HELLO,
     JOIN,
     JOINED,
+    LEAVE,
+    LEFT,
     MEET,
     NAMESPACE,
     OUT_OF_MEMORY,
@@ -104,6 +108,8 @@ class Worker:
         self._sending = threading.Lock()
         self._work: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[str]] = {}
+        self._leaving: set[str] = set()
+        self._store: TCPStore | None = None
         self._place = {"rank": 0, "workers": 1}
         self._host = Host() if lanes > 1 else None
         self._initial: InitialSettings | None = None
@@ -131,7 +137,9 @@ class Worker:
                 message: Message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
                 os._exit(0)  # nobody is left to train for
-            if message.kind in (GO, STOP):
+            if message.kind == LEAVE:
+                self._leaving.add(message.trial)
+            elif message.kind in (GO, STOP):
                 if (answers := self._answers.get(message.trial)) is not None:  # it has not ended
                     answers.put(message.kind)
             else:
@@ -172,6 +180,7 @@ class Worker:
         if rank == 0:
             self._say(MEET, payload=store.port)
         process_group.join(backend, store, rank, workers, limit)
+        self._store = store
         self._place = {"rank": rank, "workers": workers}
         self._say(JOINED)
 
@@ -200,13 +209,14 @@ class Worker:
                 os._exit(1)  # what state the process is in, nobody knows
             error.__traceback__ = None  # its frames hold tensors
         del self._answers[trial]
+        self._leaving.discard(trial)
         retire = self._end(executor)
         self._say(ENDED, trial, {"how": how, "text": text, "retire": retire})
         if retire:
             os._exit(0)
 
     def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
-        """Train until the trial is done or stopped, and return which of both."""
+        """Train until the trial is done, stopped or left, and return which of these."""
         place = str(plan["checkpoints"])
         paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
@@ -217,14 +227,28 @@ class Worker:
             metrics = executor.step()
             if config.profile.steps:
                 write_files(local_folder(plan["profile"]), executor.profile())
-            metrics |= self._keep(executor, place, metrics, int(plan["checkpoint_every"]))
+            leaves = self._leaves(trial, int(metrics["epoch"]))
+            every = 1 if leaves else int(plan["checkpoint_every"])
+            metrics |= self._keep(executor, place, metrics, every)
             seconds = time.monotonic() - began
             self._say(REPORT, trial, {**metrics, "seconds": seconds})
             if metrics["done"]:
                 return DONE
+            if leaves:
+                return LEFT
             if plan["waits"] and self._answers[trial].get() == STOP:
                 return STOPPED
             began = time.monotonic()
+
+    def _leaves(self, trial: str, epoch: int) -> bool:
+        """Tell whether a trial is left after this epoch; the ranks of a gang all say the same."""
+        asked = trial in self._leaving
+        if self._store is None:
+            return asked
+        name = f"leave/{trial}"
+        if asked:
+            self._store.compare_set(name, "", str(epoch + 1))
+        return self._store.check([name]) and epoch >= int(self._store.get(name))
 
     def _keep(
         self, executor: Executor, place: str, metrics: dict[str, Any], every: int

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from study.api import Outcome, report_study, run_study
 from study.config import StudyConfig
 from study.config.compose import change
+from study.errors import UserError
+from study.execution.control import GRACE_VARIABLE, grace_seconds
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
@@ -208,6 +210,89 @@ def test_an_interrupted_study_continues_from_its_checkpoints(
     assert results(outcome.state) == results(undisturbed[1].state)
     assert len(repeated) < 6
     assert set(count_reports(study).values()) == {1}
+
+
+LEFT = ("trial.epochs=14", "checkpoint_every=14")
+ALONE, GANG, PACKED, WAITING = (
+    ("executor=auto",),
+    ("trial.workers=2",),
+    ("executor=packed",),
+    (
+        "search={scheduler: asha, grace_period: 14}",
+        "baseline=null",
+        "space={optimizer.lr: {grid: [0.1]}}",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(ALONE, id="alone"),
+        pytest.param(GANG, id="gang", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed", marks=pytest.mark.slow),
+        pytest.param(WAITING, id="asha", marks=pytest.mark.slow),
+    ],
+)
+def test_trials_of_a_study_that_ends_leave_with_a_checkpoint(
+    tiny: Tiny, form: tuple[str, ...]
+) -> None:
+    """Long before one is due, after an epoch on which the ranks of a gang agree, and without a word
+    lost: the same command trains no epoch again."""
+    study = tiny(f"left {len(str(form))}", *LEFT, *form)
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(study, interrupt)
+    left = [trial for trial in fold(read_ledger(study.folder)).trials if trial.epoch]
+    assert any(4 <= trial.epoch < 14 for trial in left)
+    for trial in left:
+        (newest, *_) = trial.checkpoints_left()
+        assert int(Path(newest).name) == trial.epoch
+        assert (Path(newest) / STATE).is_file()
+    outcome, _ = run(study)
+    straight, _ = run(tiny(f"straight {len(str(form))}", *LEFT, *form))
+    assert results(outcome.state) == results(straight.state)
+    assert set(count_reports(study).values()) == {1}
+    assert not any("repeated" in event for event in read_ledger(study.folder))
+
+
+@pytest.mark.parametrize("said", ["0", "again"])
+def test_a_study_ends_at_once_if_told_so(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """By a second Ctrl-C, or where no time is given."""
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if line.startswith("Ending: ") and said == "again":
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt(event: Event) -> None:
+        if event["event"] == "report" and event["epoch"] == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    if said == "0":
+        monkeypatch.setenv(GRACE_VARIABLE, said)
+    study = tiny(f"at once {said}", *LEFT)
+    with pytest.raises(KeyboardInterrupt):
+        run_study(study, SilentView(interrupt), say)
+    assert any(line.startswith("Ending: ") for line in lines) == (said == "again")
+    trials = fold(read_ledger(study.folder)).trials
+    assert any(trial.epoch >= 2 for trial in trials)
+    assert not workers()
+    if said == "0":
+        assert not any(trial.checkpoints_left() for trial in trials)
+
+
+def test_a_grace_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GRACE_VARIABLE, "soon")
+    with pytest.raises(UserError, match=f"{GRACE_VARIABLE}=soon: must be a number of seconds"):
+        grace_seconds()
 
 
 def interrupt_at(epoch: int) -> Callable[[Event], None]:

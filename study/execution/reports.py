@@ -1,0 +1,103 @@
+"""The events that the ledger takes of what the processes of trials report."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from study.ledger.lines import Event
+from study.ledger.state import StudyState
+from trainers.user_loop import RESERVED
+from trainers.workers.messages import FINAL, HISTORY, Beginning
+
+
+class Reports:
+    """The reports of running trials, and what is kept of them until a trial ends.
+
+    Args:
+        state: state of the study, kept up to date.
+    """
+
+    def __init__(self, state: StudyState) -> None:
+        self._state = state
+        self._tests: dict[str, dict[str, Any]] = {}
+        self._repeated: defaultdict[str, float] = defaultdict(float)
+
+    def take(self, trial: str, result: dict[str, Any]) -> list[Event]:
+        """Return the events of a trial's report of an epoch.
+
+        The last report also has the test figures; that of a trial that only tested has no others.
+        A loop of the user's own names its figures as it likes, and may repeat its last epoch there.
+        """
+        epoch = metrics_of(result)
+        test: dict[str, float] = result.get(FINAL, {})
+        if result["done"] and FINAL not in result:
+            test = {name: epoch.pop(name) for name in list(epoch) if name.startswith("test/")}
+        if test or FINAL in result:
+            self._tests[trial] = {"metrics": test}
+        if FINAL in result:
+            self._tests[trial]["epochs"] = int(result["epoch"])
+        events = _past(trial, result.get(HISTORY, []))
+        number = int(result["epoch"])
+        process = {name: result[name] for name in ("pid", "host", "seconds")}
+        if epoch and number in self._state.known[trial].reports:
+            self._repeated[trial] += result["seconds"]
+        elif epoch and (repeated := self._repeated.pop(trial, 0.0)):
+            process["repeated"] = repeated
+        if epoch:
+            events.append(
+                {"event": "report", "trial": trial, "epoch": number, "metrics": epoch, **process}
+            )
+        if result.get("checkpoint_path"):
+            events.append(
+                {
+                    "event": "checkpoint",
+                    "trial": trial,
+                    "epoch": number,
+                    "path": result["checkpoint_path"],
+                }
+            )
+        return events
+
+    def tested(self, trial: str) -> dict[str, Any] | None:
+        """Return the test figures of a trial that has ended, once; None if it reported none."""
+        return self._tests.pop(trial, None)
+
+
+def began(trial: str, beginning: Beginning) -> list[Event]:
+    """Return the events of a trial that began.
+
+    Its checkpoint may be newer than the last report; the ledger takes the epochs that it lacks.
+    """
+    damaged = (
+        [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
+        if beginning.damaged
+        else []
+    )
+    return [*damaged, *_past(trial, beginning.history)]
+
+
+def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
+    """Return report events of earlier epochs, of which the ledger takes those that it lacks.
+
+    Their seconds are None: nobody has noted them.
+    """
+    return [
+        {
+            "event": "report",
+            "trial": trial,
+            "epoch": int(metrics["epoch"]),
+            "metrics": metrics_of(metrics),
+            "seconds": None,
+        }
+        for metrics in history
+    ]
+
+
+def metrics_of(result: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a result: the numbers in it, but for what a message says beside."""
+    return {
+        name: float(value)
+        for name, value in result.items()
+        if name != "epoch" and name not in RESERVED and isinstance(value, int | float)
+    }
