@@ -29,6 +29,8 @@ SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
 share so many trials at once were faster than fewer on an H200 (docs/benchmarks/studies.md); a
 larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
 other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
+FEW_LAYERS = 32
+"""Most layers of a net that shares a process; not measured."""
 CLASSES = 10
 
 
@@ -137,11 +139,14 @@ def captured(config: TrialConfig) -> bool:
 def packs(config: TrialConfig) -> bool:
     """Return whether a trial is faster beside others in one process.
 
-    It is where it is small, so that processes would take turns on its GPU, and captured with its
-    update, so that threads do not wait for each other's Python.
+    It is where it is small, so that processes would take turns on its GPU, and Python has little to
+    do, for which threads wait for each other: the graph has the update, and there are few layers to
+    capture and to evaluate. An LSTM has a layer for each step of its sequences: twelve of them are
+    twice as fast in processes of their own (an H100, docs/benchmarks/studies.md).
     """
     is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    return is_small and captured(config) and config.update_captured
+    is_shallow = config.model.feedforward and sum(1 for _ in _layers(config)) <= FEW_LAYERS
+    return is_small and is_shallow and captured(config) and config.update_captured
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:
