@@ -8,9 +8,9 @@ that the node has. If others hold a part of the node, such an actor waits; after
 :data:`PATIENCE_SECONDS` two actors for half as much replace it, and so on down to what one worker
 needs. Nodes that join get a lease within a second or so, unless their Python, torch, code of this
 package or installed packages of the user's differ from the driver's: those are given back before
-they compute. A node on which our code does not start is asked again after ever longer waits, and
-its reason is said once. While trials wait and nothing is free, one more small lease is requested on
-any node, which an autoscaler takes as demand.
+they compute. A node on which our code does not start, or whose data are not the study's, is asked
+again after ever longer waits, and its reason is said once. While trials wait and nothing is free,
+one more small lease is requested on any node, which an autoscaler takes as demand.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.config import TrialConfig
+from trainers.workers.messages import CHECK, CHECKED, DIED, Message, last_line
 from trainers.workers.node import Node, versions
 
 POLL_SECONDS = 1.0
@@ -32,7 +35,9 @@ POLL_SECONDS = 1.0
 PATIENCE_SECONDS = 3.0
 """Seconds for which a lease waits for all that its node has before it asks for less."""
 LONGEST_SECONDS = 60.0
-"""Longest wait before a node on which our code did not start is asked again."""
+"""Longest wait before a node that cannot be used is asked again."""
+CHECKING = 0
+"""Number of the process that checks a node's data; the others count from 1."""
 END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
 EPSILON = 1e-6
@@ -176,6 +181,8 @@ class Cluster:
         nodes: returns the nodes in the form of ``ray.nodes()``.
         say: prints a line for the user.
         modules: code of the user's that a node must have, as ``package.module:name``.
+        data: a trial for each data set that a node must have, and the SHA-256 of the examples of
+            all (:attr:`trainers.data.DatasetInfo.files`).
     """
 
     def __init__(
@@ -187,7 +194,9 @@ class Cluster:
         nodes: Callable[[], list[dict[str, Any]]],
         say: Callable[[str], None] = lambda line: None,
         modules: Sequence[str] = (),
+        data: tuple[Sequence[TrialConfig], Collection[str]] = ((), ()),
     ) -> None:
+        self._data = data
         self._unit, self._most, self._make, self._on_events, self._nodes = (
             unit,
             most,
@@ -375,6 +384,10 @@ class Cluster:
             request.node, request.since = node, math.inf  # it waits no more
             if self._refuses(request, host):
                 return
+            if problem := self._lacks_data(request):
+                self._put_off(node, problem)
+                self._drop(request)
+                return
             self._waits.pop(node, None)
             lease = Lease(
                 host=host,
@@ -399,22 +412,53 @@ class Cluster:
             if lease is not None:
                 self._on_events(lease, None)
 
+    def _lacks_data(self, request: _Request) -> str:
+        """Return what forbids a node's data; "" if they are the study's.
+
+        One of its processes reads them, once: their digests are kept beside them.
+        """
+        trials, files = self._data
+        if not trials:
+            return ""
+        for calls in (
+            [("start", (CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1))],
+            [("send", (CHECKING, pickle.dumps(Message(CHECK, payload=list(trials)))))],
+        ):
+            self._answer(request.actor.call.options(concurrency_group="calls").remote(calls))
+        message = Message("")
+        while message.kind not in (CHECKED, DIED):
+            events = request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)
+            for _, content in self._answer(events):
+                message = pickle.loads(content)
+        self._answer(request.actor.call.remote([("kill", (CHECKING,))]))
+        if isinstance(message.payload, str):  # also how its process died
+            return f"the data cannot be read ({message.payload}); bring there what this machine has"
+        other = [info for info in message.payload[0] if info.files not in files]
+        if not other:
+            return ""
+        found = ", ".join(f"{info.source}, sha256 {info.files[:16]}" for info in other)
+        return f"the data are not this study's ({found}); bring the same files there"
+
     def _wait_longer(self, node: str | None, error: BaseException) -> None:
-        """Put a node off on which our code did not start; say why, the first time."""
+        """Put a node off on which our code did not start."""
         from ray.exceptions import RayError
 
-        if not isinstance(error, RayError):
-            return
+        if isinstance(error, RayError):
+            what = last_line(str(error)) or type(error).__name__
+            self._put_off(
+                node,
+                f"this study's code does not start ({what}); install there what this machine has",
+            )
+
+    def _put_off(self, node: str | None, problem: str) -> None:
+        """Ask a node again after a while; say why, the first time."""
         wait = min(2 * self._waits.get(node, (POLL_SECONDS / 2, 0.0))[0], LONGEST_SECONDS)
         news = node is not None and node not in self._waits
         self._waits[node] = wait, time.monotonic() + wait
         if news:
             hosts = {each["NodeID"]: each["NodeManagerHostname"] for each in self._nodes()}
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self._say(
-                f"Not used: on the node {hosts.get(node, node)} this study's code does not start"
-                f" ({lines[-1] if lines else type(error).__name__}); install there what this"
-                " machine has, and it is tried again"
+                f"Not used: on the node {hosts.get(node, node)} {problem}, and it is tried again"
             )
 
 

@@ -42,6 +42,7 @@ from study.plan.resources import local_cpus
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
+from trainers.user_code import names_code
 from trainers.workers.node import Node
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
@@ -86,7 +87,7 @@ def run_plan(
         with (
             _interrupts(control),
             control.watch_storage(),
-            _pool(plan, agenda, node, say) as (pool, ray, find),
+            _pool(plan, state, agenda, node, say) as (pool, ray, find),
         ):
             Loop(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
     if control.interrupted:
@@ -95,7 +96,7 @@ def run_plan(
 
 @contextmanager
 def _pool(
-    plan: Plan, agenda: Agenda, node: Node, tell: Callable[[str], None]
+    plan: Plan, state: StudyState, agenda: Agenda, node: Node, tell: Callable[[str], None]
 ) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
     """Provide the pool, the study's Ray or None, and what finds machines anew or None."""
     study = plan.study
@@ -131,7 +132,8 @@ def _pool(
             )
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
             make, modules = (study.folder / LOG, data), user_modules(study)
-            return Cluster(unit, most, make, on_events, session.nodes, tell, modules)
+            trained = _data_of_nodes(plan, state)
+            return Cluster(unit, most, make, on_events, session.nodes, tell, modules, trained)
 
         def here() -> Machines:
             node.log(study.folder / LOG)
@@ -150,6 +152,16 @@ def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
     configs = [trial.config for trial in agenda.trials] or [study.trial]
     used = [config.data for config in configs if not config.own_loop]
     return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
+
+
+def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], set[str]]:
+    """Return a trial for each data set that every node must have, and the SHA-256 of all of them.
+
+    Data that the user's code makes are that code's, which nodes are compared by.
+    """
+    configs = [trial.config for trial in plan.trials or plan.first]
+    ours = {c.data: c for c in configs if not (c.own_loop or names_code(c.data.name))}
+    return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
 
 
 def needs_ray(study: StudyConfig) -> bool:
