@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, fold
 from tests.study.conftest import raw_lines
 from tests.study.launch.hosts import (
     EPOCHS,
@@ -75,3 +76,42 @@ def test_a_host_that_is_cut_off_for_a_while_changes_nothing(
     if seconds > 60:  # Ray has given the host up, and it came back
         assert any(begun < event["time"] for event in events if event["event"] == "restarted")
         assert events[-1]["time"] > over
+
+
+OTHER_DATA = """\
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
+(umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' >$RAY_AUTH_TOKEN_PATH)
+trap 'cat output >&2' ERR
+words() { python -c 'import random, sys
+random.seed(sys.argv[1])
+print(*random.choices("to be or not".split(), k=4000))' $1 >/tmp/words.txt; }
+export -f words
+words 1
+on 2 bash -c 'words 2'
+ray start --head --port=6379 --num-cpus=0 --node-ip-address=192.0.2.1 --include-dashboard=false
+on 2 ray start --num-cpus=1 --address=192.0.2.1:6379 --node-ip-address=192.0.2.2
+python -m study run study.yaml --plain tracking_uri=none address=192.0.2.1:6379 \\
+    storage=$PWD/studies >output 2>&1 & study=$!
+until grep -q "Not used: on the node host-2 the data are not this study's" output; do
+    sleep 0.2; kill -0 $study
+done
+! grep -q '"started"' studies/words/ledger.jsonl
+on 2 bash -c 'words 1'
+wait $study
+"""
+WORDS = """
+name: words
+trial:
+  {data: {name: text, root: /tmp/words.txt}, model: {name: lstm, args: {width: 8}}, epochs: 1}
+rows: [{label: a}]
+baseline: null
+seeds: [0]
+"""
+
+
+def test_a_host_with_other_data_trains_once_it_has_those_of_the_study(hosts: Path) -> None:
+    (hosts / "work" / "study.yaml").write_text(WORDS)
+    run_on_hosts(hosts, "bash", "-eEc", OTHER_DATA, count=2, timeout=600)
+    state = fold(read_ledger(hosts / "work" / "studies" / "words"))
+    assert [trial.status for trial in state.trials] == [FINISHED]
+    assert "and it is tried again" in (hosts / "work" / "output").read_text()
