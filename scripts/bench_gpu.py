@@ -427,7 +427,7 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(f"no GPU to time: {reason}")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['why']},"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['reason']},"
         f" Python {platform.python_version()}"
     )
     check()
