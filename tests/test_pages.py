@@ -57,7 +57,7 @@ RUNS = {
     "docs/howto/own-loop.md": 3,
     "docs/howto/own-network.md": 2,
     "docs/howto/repair-and-resume.md": 12,
-    "docs/howto/repair-and-resume.md: S3 and aws": 9,
+    "docs/howto/repair-and-resume.md: S3 and aws": 11,
     "docs/howto/cluster.md: Ray": 4,
     "docs/howto/cluster.md: S3": 3,
     "docs/howto/gpus.md: GPU": 1,
@@ -119,7 +119,7 @@ def commands_of(text: str, service: str = "") -> list[str]:
     """Return the commands of a page that run, with a service or without any."""
     mark = f"runs: {service}" if service else "runs"
     blocks = re.findall(rf"<!-- {re.escape(mark)} -->\n{FENCE}", text, re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
+    return [line for block in blocks for line in block.splitlines() if line]
 
 
 def with_budget(command: str, storage: Path) -> str:
@@ -186,7 +186,13 @@ def write_files(page: str, folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.gpu] if name.endswith(": GPU") else [])
+        for name in RUNS
+    ],
+)
 def test_the_commands_of_a_page_run(
     name: str, environment: dict[str, str], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
