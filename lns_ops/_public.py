@@ -56,7 +56,7 @@ __all__ = [
 def backends() -> dict[str, object]:
     """Return which kernels are in use on each device, and why.
 
-    For example ``{"cpu": {"matmul": "simd avx512bw", ...}}``.
+    For example ``{"cpu": {"kernel": "simd avx512bw+vbmi", "reason": ...}, "cuda": ...}``.
     """
     return {
         "cpu": {**cpu.kernel_info(), "float8_products": product_kind("cpu")},

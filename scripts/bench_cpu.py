@@ -116,7 +116,7 @@ def available_kernels() -> list[str]:
     found: dict[str, str] = {}
     for name in ("simd", "avx2", "gather"):
         with product_kernel(name), suppress(ValueError):
-            found.setdefault(cpu.kernel_info()["matmul"], name)
+            found.setdefault(cpu.kernel_info()["kernel"], name)
     return list(found.values())
 
 

@@ -427,8 +427,8 @@ def main() -> None:
     if reason is not None:
         raise SystemExit(f"no GPU to time: {reason}")
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {cuda.kernel_info()['why']},"
-        f" Python {platform.python_version()}"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__},"
+        f" {cuda.kernel_info()['reason']}, Python {platform.python_version()}"
     )
     check()
     copy, issue = copy_bandwidth(), issue_rate()

@@ -148,7 +148,7 @@ def wires(rank: int, world: int) -> list[dict[str, Any]]:
             parameter.grad = (
                 values.clone() if kind == "float32" else LNSTensor.from_float(values, lns12)
             )
-            sync.gradients([parameter], True)
+            sync.gradients([parameter], finite=True)
 
         milliseconds = median_ms(step, 20, dist.barrier)
         before = collectives.sent
@@ -325,7 +325,7 @@ def replica(rank: int, world: int, kind: str, wire: WireConfig) -> dict[str, Any
         row["buckets"] = "while backward runs" if wire.overlap else "after backward"
     if collectives is not None:
         row["ms synchronising"] = median_ms(
-            lambda: sync.gradients(model.parameters(), True), 10, torch.cuda.synchronize
+            lambda: sync.gradients(model.parameters(), finite=True), 10, torch.cuda.synchronize
         )
         before = collectives.sent
         train_step(model, optimizer, batch, sync)

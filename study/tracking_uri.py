@@ -59,6 +59,7 @@ _USER = re.compile(
 )
 _QUERY = re.compile(
     r"""(?P<before> [?&;#]
+            (?! base64, [a-z0-9+/]*+ =* ["')\s])  # a picture in a page
             (?= [^=&;\s?#]*+ =)  # what follows looks at every character once
             (?: sig | pass | (?:[^=&;\s?#]*?[_-])?auth(?:orization)?
               | [^=&;\s?#]*? (?:password|passwd|pwd|token(?!s|i[sz])|secret|signature|credential

@@ -4,6 +4,7 @@ somewhere."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -116,10 +117,10 @@ def commands_of(page: Path) -> list[list[str]]:
 
 
 def words(line: str) -> list[str]:
-    """Return a command's words, without its comment and what follows ``|`` or ``&&``."""
-    every = shlex.split(line, comments=True)
-    ends = [every.index(end) for end in ("|", "&&") if end in every]
-    return every[: min(ends, default=None)]
+    """Return a command's words, without its comment and what follows ``|``, ``&&`` or ``;``."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";|&")
+    lexer.whitespace_split = True
+    return list(itertools.takewhile(lambda word: set(word) - set(";|&"), lexer))
 
 
 def check_commands(page: Path) -> None:
@@ -162,6 +163,7 @@ def test_the_commands_of_all_pages_are_found() -> None:
         "lns-study run table trial.lerning_rate=1   # a comment",
         "lns-study pause | halt table",
         "lns-study status table --watched",
+        "lns-study status table --watched; test $? = 1",
         "python scripts/bench_cpu.py --pears",
         "python scripts/bench_gpus.py",
         "$ ./scripts/quickest",

@@ -2,11 +2,14 @@
 should.
 
 A fence after a line ``<!-- runs -->`` holds commands of a shell, one a line. Those of a page run in
-its order, in one folder. A fence after ``<!-- file: NAME -->`` is a file there. ``TRIAL`` stands
-for the id of a trial of the study that the command names. A fence after ``<!-- refused -->`` has
-commands that end with 2, each with a part of its message in the next line. Studies that come with
-the program get :data:`BUDGET` before the page's own keys, which count more. Of other commands
-tests/test_docs.py asks whether the program takes them.
+its order, in one folder. Those after ``<!-- runs: SERVICE -->`` run apart from the page's others,
+with what ``tests/page_services.py`` starts for them; what they ``export`` holds for the next ones,
+and a server runs until the next server or the end. A fence after ``<!-- file: NAME -->`` is a file
+there. ``TRIAL`` stands for the id of a trial of the study that the command names. A fence after
+``<!-- refused -->`` has commands that end with 2, each with a part of its message in the next line.
+Studies that come with the program get :data:`BUDGET` before the page's own keys, which count more.
+Fences that run nowhere, or elsewhere, are in :data:`NOT_HERE` with the reason; tests/test_docs.py
+asks whether the program takes their commands.
 """
 
 from __future__ import annotations
@@ -29,22 +32,67 @@ import torch
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.manage.rerun import differences
+from tests.page_services import Shell, finished, run, start
+from tests.study.conftest import postgres
+from tests.study.object_store import s3, s3_server
+from tests.study.ray_head import head
+from tests.test_docs import GENERATED, SHELLS
 from trainers.data.download import find_folder
 
+__all__ = ["head", "postgres", "s3", "s3_server"]
 ROOT = Path(__file__).parents[1]
 BRING = "docs/tutorials/bring-your-own.md"
 RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
-    "docs/howto/studies.md": 12,
+    "docs/howto/studies.md": 13,
     "docs/howto/python.md": 7,
     "docs/howto/search.md": 3,
     "docs/howto/formats.md": 5,
     "docs/howto/workers.md": 3,
     BRING: 7,
     "docs/howto/coming-from.md": 4,
+    "docs/howto/claims.md": 5,
+    "docs/howto/data.md": 3,
+    "docs/howto/own-loop.md": 3,
+    "docs/howto/own-network.md": 2,
+    "docs/howto/repair-and-resume.md": 12,
+    "docs/howto/repair-and-resume.md: S3 and aws": 11,
+    "docs/howto/cluster.md: Ray": 4,
+    "docs/howto/cluster.md: S3": 3,
+    "docs/howto/gpus.md: GPU": 1,
+    "docs/howto/team-mlflow.md: PostgreSQL": 8,
+    "docs/tracking.md: TensorBoard": 6,
 }
-"""Pages whose commands run, and how many they are."""
+"""Pages whose commands run, by service, and how many they are."""
+INSTALLS = "installs packages"
+MEASURES = "takes hours, or many cores and GPUs; tests/test_docs.py looks at its words"
+NOT_HERE = {
+    "README.md": {"import torch": "tests/test_docs.py runs it"},
+    "docs/benchmarks": {"": MEASURES},
+    "docs/howto/claims.md": {"lns-study run law_of_bits": "takes hours"},
+    "docs/howto/cluster.md": {
+        "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
+        "docker build": "a registry and a Kubernetes; test_manifests.py reads the manifests",
+        "pip install": INSTALLS,
+    },
+    "docs/howto/coming-from.md": {
+        "import optuna": "another program's, for comparison",
+        "from ray import tune": "another program's, for comparison",
+    },
+    "docs/howto/gpus.md": {"lns-study run formats_by_layout": "eight GPUs"},
+    "docs/howto/studies.md": {
+        "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage"
+    },
+    "docs/howto/team-mlflow.md": {"pip install": INSTALLS},
+    "docs/howto/workers.md": {"lns-study run parallelism": "takes hours"},
+    "docs/tutorials/bring-your-own.md": {"lns-study data fetch": "downloads CIFAR-10"},
+    "docs/tutorials/first-study.md": {
+        "lns-study run table trial.epochs=3": "on MNIST, as the page's other commands on less",
+        "lns-study dashboard": "servers; tests/study/serve",
+    },
+}
+"""Fences of pages, or of folders, that do not run here: how each begins, and why."""
 BUDGET = (
     "data=digits 'trial.model.hidden=[16]' trial.epochs=2 'seeds=[0,1]' tracking_uri=none cpus=2"
 )
@@ -54,20 +102,24 @@ MORE = {
     "updates": "cpus=4",
 }
 """What some studies need beside it, by name."""
+FILES = {
+    "kahan.yaml": "trial.data.name=digits trial.data.train_size=null 'trial.model.hidden=[16]'",
+    "tracked.yaml": "cpus=2",
+}
+"""What studies of a page's own files need, by name."""
 SCRIPTS = {
     "quickstart": "data=digits trial.epochs=1 'seeds=[0]' cpus=2",
     "test": "tests/test_imports.py -k import_direction",
 }
 """What is given to the scripts of a checkout: a budget, and some of the tests."""
 FENCE = r"```\w*\n(.*?)```\n"
-SECONDS = 180
-"""Most that a command may take where the machine is busy; alone it takes some seconds."""
 
 
-def commands_of(text: str) -> list[str]:
-    """Return the commands of a page that run."""
-    blocks = re.findall(rf"<!-- runs -->\n{FENCE}", text, re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
+def commands_of(text: str, service: str = "") -> list[str]:
+    """Return the commands of a page that run, with a service or without any."""
+    mark = f"runs: {service}" if service else "runs"
+    blocks = re.findall(rf"<!-- {re.escape(mark)} -->\n{FENCE}", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
 
 
 def with_budget(command: str, storage: Path) -> str:
@@ -78,10 +130,10 @@ def with_budget(command: str, storage: Path) -> str:
         if script[1] == "quickstart":
             options += f" storage={shlex.quote(str(storage))}"
         return f"{ROOT}/scripts/{script[1]} {options} {command[script.end() :]}"
-    named = re.match(r"lns-study (?:run|plan) (\S+)", command)
+    named = re.match(r"lns-study (?:run|plan|reproduce|simulate) ([^\s;]+)", command)
     if named and not named[1].endswith((".yaml", ".py")):
         return f"{named[0]} {BUDGET} {MORE.get(named[1], '')} {command[named.end() :]}"
-    return command
+    return f"{named[0]} {FILES.get(named[1], '')} {command[named.end() :]}" if named else command
 
 
 def state_of(storage: Path, name: str) -> StudyState:
@@ -132,42 +184,35 @@ def write_files(page: str, folder: Path) -> str:
     return text
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a command of a page; what it printed."""
-    done = finished(command, folder, environment)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done.stdout
-
-
-def finished(
-    command: str, folder: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", RUNS)
-def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.gpu] if name.endswith(": GPU") else [])
+        for name in RUNS
+    ],
+)
+def test_the_commands_of_a_page_run(
+    name: str, environment: dict[str, str], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    page, _, service = name.partition(": ")
     text = write_files(page, tmp_path)
-    storage = tmp_path / "studies"
-    commands = commands_of(text)
-    assert len(commands) == RUNS[page]
-    for command in commands:
-        words = command.split()
-        if "TRIAL" in words:
-            trial = state_of(storage, words[2]).trials[0].id
-            command = command.replace("TRIAL", trial)
-        run(with_budget(command, storage), tmp_path, environment)
-    for study in studies_in(storage):
+    commands = commands_of(text, service)
+    assert len(commands) == RUNS[name]
+    there = start(service, request, tmp_path)
+    storage = there.storage or tmp_path / "studies"
+    shell = Shell(tmp_path, environment | there.variables)
+    try:
+        for command in commands:
+            if "TRIAL" in (words := command.split()):
+                command = command.replace("TRIAL", state_of(storage, words[2]).trials[0].id)
+            for word, meant in there.stands_for.items():
+                command = command.replace(word, meant)
+            shell.run(with_budget(command, storage))
+    finally:
+        shell.close()
+    for study in studies_in(storage) if there.storage else ():
         trials = state_of(storage, study).trials
         assert trials
         assert not any(trial.status == FAILED for trial in trials)
@@ -236,6 +281,51 @@ def studies_in(storage: Path) -> Iterator[str]:
     names = [path.parent.name for path in storage.glob("*/ledger.jsonl")]
     assert names
     yield from names
+
+
+def unaccounted(page: str, text: str) -> list[str]:
+    """Return how fences of shells and of Python begin that no test runs and no reason keeps
+    away."""
+    reasons = [*NOT_HERE.get(page, {}), *NOT_HERE.get(page.rpartition("/")[0], {})]
+    services = {name.partition(": ")[2] for name in RUNS if name.partition(": ")[0] == page}
+    marks = {f"runs: {name}" if name else "runs" for name in services} | {"refused"}
+    fence = r"(?:<!-- ([^\n]*) -->\n)?^ *```(\S*)[^\n]*\n(.*?)^ *```$"
+    found = re.findall(fence, text, re.DOTALL | re.MULTILINE)
+    return [
+        words
+        for mark, kind, words in found
+        if kind in (*SHELLS, "python")
+        and mark not in marks
+        and not (kind == "python" and mark.startswith("file: "))
+        and not words.startswith(tuple(reasons))
+    ]
+
+
+PAGES = [
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if path not in GENERATED
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fence_of_commands_runs_or_says_why_not(page: str) -> None:
+    assert unaccounted(page, (ROOT / page).read_text()) == []
+
+
+def test_every_reason_has_its_fence() -> None:
+    texts = {page: (ROOT / page).read_text() for page in PAGES}
+    for place, reasons in NOT_HERE.items():
+        text = "".join(texts[page] for page in texts if page == place or page.startswith(place))
+        assert [words for words in reasons if not re.search(rf"```\w*\n{words}", text)] == []
+
+
+def test_a_fence_that_nothing_runs_is_seen() -> None:
+    fence = "In between.\n```\nlns-study run table\n```\n"
+    assert unaccounted("docs/howto/new.md", fence) == ["lns-study run table\n"]
+    marked = fence.replace("```\nlns", "<!-- runs -->\n```\nlns")
+    assert unaccounted("docs/howto/new.md", marked) == ["lns-study run table\n"]  # not in RUNS
+    assert unaccounted("docs/howto/data.md", marked) == []
 
 
 def test_a_command_that_fails_is_seen(environment: dict[str, str], tmp_path: Path) -> None:

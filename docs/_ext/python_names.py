@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import lns_ops
-from lns_ops import formats, optim, serialization
+from lns_ops import formats, functional, optim, serialization, tensor
 from study import api, handle
 from study.config import compose
 from study.execution import ask_tell
@@ -26,6 +26,8 @@ STUDY = {
     state: ["fold", "StudyState", "TrialState"],
 }
 """What a script needs of ``study``: a config, its plan, a run of it, and what a ledger holds."""
+HOOKS = [name for name in tensor.__all__ if name[0] != "_" and name not in lns_ops.__all__]
+"""What gives `LNSTensor` another operation."""
 LOOP = ["report", "get_checkpoint", "LoopContext"]
 """What a training loop of one's own needs of ``trainers``."""
 
@@ -35,7 +37,11 @@ def directive(module: ModuleType, name: str) -> str:
     value: Any = getattr(module, name)
     if inspect.isclass(value):
         return f".. autoclass:: {module.__name__}.{name}\n   :members:\n"
-    return f".. autofunction:: {module.__name__}.{name}\n" if inspect.isfunction(value) else ""
+    return (
+        f".. autofunction:: {module.__name__}.{name}\n"
+        if inspect.isfunction(inspect.unwrap(value))
+        else ""
+    )
 
 
 def section(title: str, module: ModuleType, names: list[str]) -> Iterator[str]:
@@ -55,6 +61,8 @@ def page() -> str:
         *section("`lns_ops`", lns_ops, lns_ops.__all__),
         *section("`lns_ops.optim`", optim, optim.__all__),
         *section("`lns_ops.formats`", formats, formats.__all__),
+        *section("`lns_ops.functional`", functional, functional.__all__),
+        *section("`lns_ops.tensor`", tensor, HOOKS),
         *section("`lns_ops.serialization`", serialization, ["save_file", "load_file"]),
     ]
     parts += section("`trainers`", user_loop, LOOP)

@@ -43,7 +43,7 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
     x, y = survey(x_MK, fmt), survey(y_KN, fmt)
     if not (x.nonzero and y.nonzero):
         return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
-    kernel = kernel_info()["matmul"]
+    kernel = kernel_info()["kernel"]
     narrow = kernel == "simd avx2"
     if kernel != "gather" and (piecewise_avx2 if narrow else piecewise_avx512).supported(
         fmt.fraction_bits

@@ -29,7 +29,7 @@ def lanes_plan(
     """
     if operands[0].size < reduce.WORTH:
         return None
-    kernel = kernel_info()["matmul"]
+    kernel = kernel_info()["kernel"]
     return (
         None
         if kernel == "gather"
@@ -56,7 +56,7 @@ def survey(x: Codes, fmt: LNSFormat) -> Survey:
 def kernel_info() -> dict[str, str]:
     """Return which matrix-product kernel is in use, and why.
 
-    Keys: ``matmul`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
+    Keys: ``kernel`` (``simd avx512bw+vbmi``, ``simd avx2`` or ``gather``) and ``reason``.
 
     The vector kernels serve 3 to 7 fraction bits and operands whose products span less than some 90
     octaves; other calls use gathers whatever this says.
@@ -79,10 +79,10 @@ def kernel_info() -> dict[str, str]:
             " 'gather'"
         )
     if forced == "gather" or no_avx2:
-        return {"matmul": "gather", "reason": no_avx2 or "LNS_OPS_CPU_KERNEL=gather"}
+        return {"kernel": "gather", "reason": no_avx2 or "LNS_OPS_CPU_KERNEL=gather"}
     if forced == "avx2" or no_avx512:
-        return {"matmul": "simd avx2", "reason": no_avx512 or "LNS_OPS_CPU_KERNEL=avx2"}
-    return {"matmul": "simd avx512bw+vbmi", "reason": "the processor has AVX-512 BW and VBMI"}
+        return {"kernel": "simd avx2", "reason": no_avx512 or "LNS_OPS_CPU_KERNEL=avx2"}
+    return {"kernel": "simd avx512bw+vbmi", "reason": "the processor has AVX-512 BW and VBMI"}
 
 
 @lru_cache(maxsize=8)

@@ -83,14 +83,14 @@ def unavailable() -> str | None:
 
 
 def kernel_info() -> dict[str, str]:
-    """Return the kernel in use, or ``none`` and why."""
+    """Return the ``kernel`` in use (or ``none``) and the ``reason``, as on the CPU."""
     reason = unavailable()
     if reason is not None:
-        return {"kernel": "none", "why": reason}
+        return {"kernel": "none", "reason": reason}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "kernel": f"cupy sm_{properties.major}{properties.minor}",
-        "why": (
+        "reason": (
             f"{properties.name}, CuPy {_cupy().__version__}, NVRTC"
             f" {'.'.join(map(str, _cupy().cuda.nvrtc.getVersion()))}"
         ),

@@ -7,10 +7,11 @@ two of them. It names no dependencies: the nodes' image has them, and a node tha
 import instead of fetching a torch of its own.
 
 Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
-of studies, linked folders, this package's own, and the data (``trial.data.root``,
-``$LNS_STUDY_DATA``). A file with a password or what :data:`KEY` matches is refused, and so are a
-link to a hidden file or out of the folder, what would be imported in place of this package, code of
-the study that would stay here, and a folder of more than :data:`MOST_BYTES`.
+of studies, MLflow's database and artifacts beside them, linked folders, this package's own, and the
+data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or what :data:`KEY` matches
+is refused, and so are a link to a hidden file or out of the folder, what would be imported in place
+of this package, code of the study that would stay here, and a folder of more than
+:data:`MOST_BYTES`.
 
 The package's folder is named by all that it holds, the command included: a job that waits or runs
 keeps its own, and the same launch again finds it.
@@ -50,6 +51,8 @@ MOST_BYTES = 32 * 2**20
 """Largest size of the study's files, in bytes."""
 DIGITS = 12
 """Number of digits of a digest in names."""
+DATABASE = "mlflow.db"
+"""MLflow's database of a storage, beside its artifacts; files that it keeps begin likewise."""
 CACHES = {"__pycache__", "mlruns", "node_modules"}
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
@@ -279,18 +282,20 @@ def _walk(top: Path, left_out: set[Path], links: list[Path] | None = None) -> It
         yield from (
             path
             for name in names
-            if not name.startswith(".") and (path := Path(folder) / name).is_file()
+            if not name.startswith((".", DATABASE)) and (path := Path(folder) / name).is_file()
         )
 
 
 def _travels(folder: Path, left_out: set[Path]) -> bool:
-    """Tell whether a folder travels: neither hidden, cache, environment, study nor left out."""
+    """Tell whether a folder travels: neither hidden, cache, environment, study, MLflow's artifacts
+    nor left out."""
     return not (
         folder.name.startswith(".")
         or folder.name in CACHES
         or folder.resolve() in left_out
         or (folder / "pyvenv.cfg").exists()
         or (folder / FILE).exists()
+        or (folder.name == "artifacts" and (folder.parent / DATABASE).exists())
     )
 
 

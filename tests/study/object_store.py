@@ -109,10 +109,10 @@ def serve() -> Iterator[int]:
             process.wait()
 
 
-def new_bucket(server: int) -> None:
-    """Make :data:`BUCKET` on a server without it."""
+def new_bucket(server: int, name: str = BUCKET) -> None:
+    """Make a bucket on a server without it."""
     urllib.request.urlopen(
-        urllib.request.Request(f"http://127.0.0.1:{server}/{BUCKET}", method="PUT")
+        urllib.request.Request(f"http://127.0.0.1:{server}/{name}", method="PUT")
     ).close()
 
 

@@ -389,6 +389,14 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("end", ['">', "')", " "])
+def test_a_picture_within_a_page_is_no_password(end: str) -> None:
+    """Its letters may spell one: ``pwd``, before the ``=`` that fill base64."""
+    page = "data:image/png;base64,iVBORpwd/0==" + end
+    assert without_password(page) == page
+    assert without_password("http://h/?a;base64,pwd=x9") == "http://h/?a;base64,pwd=***"
+
+
 @pytest.mark.parametrize("part", ["?#", "?a", "a://:", "?password", "@b:", "a://b,"])
 def test_a_long_text_is_searched_once(part: str) -> None:
     """With a square of its length, 400 KB would take minutes."""

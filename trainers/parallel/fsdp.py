@@ -155,7 +155,7 @@ class ShardedSync(Synchroniser):
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
 
-    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+    def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:
         """Give the optimizer its shards of the gradients.
 
         Return False on every rank where a rank's loss is not finite.

@@ -225,7 +225,7 @@ class Pipeline:
         tally = self._forward_backward(batch)
         with self._spans("synchronise"):
             update = self._collectives.all_true(
-                sync.gradients(self.own.parameters(), math.isfinite(tally.loss))
+                sync.gradients(self.own.parameters(), finite=math.isfinite(tally.loss))
             )
         with self._spans("update"):
             if not (update and self._collectives.all_true(sync.update(optimizer))):

@@ -200,14 +200,14 @@ class TensorParallelSync(Synchroniser):
         """Reset the model's gradients; the optimizer resets those of the parts only."""
         self._model.zero_grad(set_to_none=True)
 
-    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+    def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:
         """Give the optimizer its parts of the gradients, summed over the replicas.
 
         Return False on every worker where the gradients of one are not finite.
         """
         hand_gradients_(self._own, parameters)
         for synchroniser, members in self._sums.values():
-            finite = synchroniser.gradients(members, finite)
+            finite = synchroniser.gradients(members, finite=finite)
         return self._collectives.all_true(finite)
 
     def state(self) -> dict[str, Tensor]:

@@ -104,7 +104,7 @@ class GradientSync:
         self._wire, self._collectives, self._tree = wire, collectives, tree
         self._sums: dict[str, ShardedSum] = {}
 
-    def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
+    def __call__(self, parameters: Iterable[Tensor], *, finite: bool = True) -> bool:
         """Replace each parameter's gradient by its sum over all ranks.
 
         Args:

@@ -105,7 +105,7 @@ class Asynchronous(Synchroniser):
         self._pull()
         return self._all_finite
 
-    def after_step(self, finite: bool) -> bool:
+    def after_step(self, *, finite: bool) -> bool:
         """Tell the server where this replica has diverged, so that no other replica waits for it.
 
         Training goes on until the end of the epoch, which then ends the trial.
@@ -115,7 +115,7 @@ class Asynchronous(Synchroniser):
             ray.get([shard.give_up.remote() for shard in self._shards])
         return True
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Wait for all replicas and take their weights; tell whether all replicas are finite."""
         finite = self._collectives.all_true(finite and self._all_finite)
         if finite:

@@ -45,7 +45,7 @@ class Synchroniser:
         """
         return logits
 
-    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+    def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:
         """Turn the gradients into those of this replica's update; return whether to update at all.
 
         False leaves the weights as they are.
@@ -78,7 +78,7 @@ class Synchroniser:
         """
         return {}
 
-    def after_step(self, finite: bool) -> bool:
+    def after_step(self, *, finite: bool) -> bool:
         """Finish a step and tell whether training goes on.
 
         Ranks that exchanged something in this call agree on the answer.
@@ -88,7 +88,7 @@ class Synchroniser:
         """
         return finite
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Finish an epoch and tell whether training goes on, the same on every rank.
 
         Args:

@@ -102,7 +102,7 @@ class BucketSync(GradientSync):
         self._remaining = [micro_batches * len(bucket) for bucket in self._buckets]
         self._next, self._sent = 0, []
 
-    def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
+    def __call__(self, parameters: Iterable[Tensor], *, finite: bool = True) -> bool:
         """Send the buckets that are left, wait for all, and tell whether all ranks were finite.
 
         Arguments and result are those of :meth:`trainers.sync.all_reduce.GradientSync.__call__`.

@@ -46,7 +46,7 @@ class PowerSGD:
         self._factors: dict[str, Tensor] = {}
         self._residues: dict[str, Tensor] = {}
 
-    def __call__(self, parameters: Iterable[Tensor], finite: bool = True) -> bool:
+    def __call__(self, parameters: Iterable[Tensor], *, finite: bool = True) -> bool:
         """Replace each gradient by (nearly) its sum over all ranks.
 
         Return whether all ranks were finite; where one was not, no gradient is changed.

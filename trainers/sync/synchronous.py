@@ -49,9 +49,9 @@ class Synchronous(Synchroniser):
         if isinstance(self._sum, BucketSync):
             self._sum.begin_step(micro_batches)
 
-    def gradients(self, parameters: Iterable[Tensor], finite: bool) -> bool:
+    def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:
         """Sum the gradients; return False on every rank if they are not finite on one."""
-        return self._sum(parameters, finite)
+        return self._sum(parameters, finite=finite)
 
     def state(self) -> dict[str, Tensor]:
         """Return the residues of error feedback."""

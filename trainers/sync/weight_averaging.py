@@ -83,7 +83,7 @@ class Averaging(Synchroniser):
         )
         self._steps = 0
 
-    def after_step(self, finite: bool) -> bool:
+    def after_step(self, *, finite: bool) -> bool:
         """Run a round after every ``period`` steps; tell whether training goes on.
 
         In a round the ranks learn whether one of them has diverged.
@@ -93,7 +93,7 @@ class Averaging(Synchroniser):
             return True
         return self._round_if_all_finite(finite)
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Run a round if there were steps since the last one, and start counting steps anew."""
         steps, self._steps = self._steps, 0
         return (
@@ -256,7 +256,7 @@ class Elastic(Averaging):
         self._alpha = config.sync.moving_rate / collectives.size
         self._centre = self._read()
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Tell whether all ranks are finite; no round is run, and the replicas remain apart."""
         self._steps = 0
         return self._collectives.all_true(finite)
@@ -290,11 +290,11 @@ class Elastic(Averaging):
 class FinalAverage(Averaging):
     """Independent replicas, averaged at the end."""
 
-    def after_step(self, finite: bool) -> bool:
+    def after_step(self, *, finite: bool) -> bool:
         """Continue in any case; nothing travels."""
         return True
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Tell whether all ranks are finite; after the last epoch, average the replicas."""
         if last:
             return self._round_if_all_finite(finite)
@@ -320,7 +320,7 @@ class Ensemble(FinalAverage):
 
     whole = True
 
-    def end_epoch(self, finite: bool, *, last: bool = False) -> bool:
+    def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
         """Tell whether all ranks are finite."""
         return self._collectives.all_true(finite)
 

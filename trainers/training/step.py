@@ -34,7 +34,7 @@ def train_step(
     sync.begin_step(micro_batches)
     tally = accumulate(model, batch, micro_batches, spans, loss)
     with spans("synchronise"):
-        update = sync.gradients(model.parameters(), math.isfinite(tally.loss))
+        update = sync.gradients(model.parameters(), finite=math.isfinite(tally.loss))
     with spans("update"):
         if not (update and sync.update(optimizer)):
             tally.loss = math.nan

@@ -114,13 +114,14 @@ class Step:
                 tally.add(found)
             if self._delay:
                 time.sleep(self._delay)  # a straggler, for study
-            goes_on = self._all_go_on(sync.after_step(finite))
+            goes_on = self._all_go_on(sync.after_step(finite=finite))
             components.spans.step()
             if not goes_on:
                 return tally, False
         if not components.workers.faultless():
             finite, tally.loss = False, math.nan
-        return tally, self._all_go_on(sync.end_epoch(finite, last=epoch + 1 == self._config.epochs))
+        last = epoch + 1 == self._config.epochs
+        return tally, self._all_go_on(sync.end_epoch(finite=finite, last=last))
 
     def batches(
         self, split: Examples, epoch: int, sync: Synchroniser

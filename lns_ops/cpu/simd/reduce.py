@@ -285,7 +285,7 @@ def plan(
 
     Args:
         spans: smallest and largest field of each operand's nonzero codes.
-        kernel: ``matmul`` of :func:`lns_ops.cpu.kernel_info`.
+        kernel: ``kernel`` of :func:`lns_ops.cpu.kernel_info`.
     """
     narrow = kernel == "simd avx2"
     if kernel == "gather" or not (piecewise_avx2 if narrow else piecewise_avx512).supported(

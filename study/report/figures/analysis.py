@@ -41,7 +41,7 @@ MOST_NAMES = 12
 """Largest number of points of a front that are named."""
 MOST_BOXES = 24
 FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
-"""Below them a front, or a box, says nothing that the table does not."""
+"""Below them a front, of what nothing dominates, or a box says nothing that the table does not."""
 
 
 def draw_front(
@@ -49,10 +49,20 @@ def draw_front(
 ) -> Figure | None:
     """Draw a figure of the metric over every other measure, a dot per entry.
 
-    The line joins the entries that no other dominates in both.
+    The line joins the entries that no other dominates in both; a measure has no picture where they
+    are fewer than :data:`FEWEST_DOTS`.
     """
-    others = [name for name in measures if name != METRIC]
-    if METRIC not in measures or not others or len(found) < FEWEST_DOTS:
+    seen = {
+        name: [entry for entry in found if name in entry.values]
+        for name in measures
+        if name != METRIC and METRIC in measures
+    }
+    others = [
+        name
+        for name, mine in seen.items()
+        if len(front(mine, [name, METRIC], metric)) >= FEWEST_DOTS
+    ]
+    if not others:
         return None
     columns = min(2, len(others))
     lines = math.ceil(len(others) / columns)
@@ -63,8 +73,7 @@ def draw_front(
     for place, other in enumerate(others):
         axes = figure.add_subplot(lines, columns, place + 1, facecolor=theme.page)
         style_axes(axes, theme)
-        mine = [entry for entry in found if other in entry.values]
-        _front_axes(axes, mine, rows, other, metric, theme)
+        _front_axes(axes, seen[other], rows, other, metric, theme)
         if place % columns == 0:
             axes.set_ylabel(plain(labels(metric)[METRIC]))
     if 1 < len(rows) <= MOST_CURVES:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import lns_ops
 from lns_ops import cpu
 from lns_ops import reference as ref
 from lns_ops.cpu import kernel_choice
@@ -265,6 +266,7 @@ def test_thread_count_does_not_change_results() -> None:
 
 FORK_SCRIPT = """
 import os, numpy as np, torch
+import lns_ops
 from lns_ops import cpu
 from lns_ops.format import lns16
 torch_threads = torch.get_num_threads()
@@ -296,7 +298,7 @@ def test_thread_count_comes_from_the_environment() -> None:
 
 def test_kernel_info_and_its_override(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", "gather")
-    assert cpu.kernel_info()["matmul"] == "gather"
+    assert cpu.kernel_info()["kernel"] == "gather"
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", "fortran")
     with pytest.raises(ValueError, match="gather"):
         cpu.kernel_info()
@@ -305,4 +307,11 @@ def test_kernel_info_and_its_override(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="needs AVX2"):
             cpu.kernel_info()
     else:
-        assert cpu.kernel_info()["matmul"] == "simd avx2"
+        assert cpu.kernel_info()["kernel"] == "simd avx2"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_device_tells_its_kernel_and_the_reason_by_the_same_words(device: str) -> None:
+    told = lns_ops.backends()[device]
+    assert isinstance(told, dict)
+    assert told.keys() - {"float8_products"} == {"kernel", "reason"}

@@ -23,7 +23,7 @@ Codes = NDArray[np.int16]
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("LNS_OPS_CPU_KERNEL", request.param)
     try:
-        return cpu.kernel_info()["matmul"]
+        return cpu.kernel_info()["kernel"]
     except ValueError as error:
         pytest.skip(str(error))
 

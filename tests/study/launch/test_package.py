@@ -50,6 +50,7 @@ def test_code_travels_but_neither_data_git_environments_nor_storage(here: Path) 
         "net.py", "parts/layer.py", "conf/data/mine.yaml",  # these travel
         ".git/config", ".env", "data/images", "results/tiny/ledger.jsonl", "venv/pyvenv.cfg",
         "venv/lib/big.py", "mlruns/0/meta.yaml", "parts/__pycache__/layer.pyc", ".lns-study/old",
+        "results/mlflow.db", "results/mlflow.db-wal", "results/artifacts/tiny/report.html",
     ):  # fmt: skip
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text("x")

@@ -24,6 +24,8 @@ from study.manage.studies import overview
 from study.plan.plan import make_plan
 from study.report.compare import compare, lines, verdict
 from study.report.exports import escape, render_latex
+from study.report.figures.analysis import draw_front
+from study.report.figures.style import LIGHT
 from study.report.interactive import explore_data
 from study.report.tables import remarks
 from study.results.configurations import configurations, table
@@ -270,6 +272,24 @@ def test_the_front_has_what_nothing_beats(tiny: Tiny) -> None:
         min(found, key=lambda entry: entry.values["metric"]).values["metric"]
         == best[0].values["metric"]
     )
+
+
+@pytest.mark.parametrize(("errors", "drawn"), [([4, 3, 2, 1], True), ([2, 3, 4, 1], False)])
+def test_a_front_of_two_dots_is_no_picture(tiny: Tiny, errors: list[int], drawn: bool) -> None:
+    """Fewer bits cost accuracy, or the best of few bits dominates two of four."""
+    bits = (12, 13, 14, 15)
+    rows = ", ".join(
+        f"{{label: '{n}', overrides: {{precision.format: 'lns({n},6)'}}}}" for n in bits
+    )
+    events = made_up_events(tiny("dots", f"rows=[{rows}]", "baseline=null"))
+    of = {trial["id"]: trial["row"] for trial in events[0]["trials"]}
+    for event in events:
+        if event["event"] == "report":
+            error = errors[bits.index(int(of[event["trial"]]))]
+            event["metrics"] |= {"validation/error": error / 100, "bits": int(of[event["trial"]])}
+    found, metric = entries(fold(events)), Metric(name="validation/error")
+    assert len(found) == len(bits)
+    assert (draw_front(found, ["metric", "bits"], metric, LIGHT) is not None) == drawn
 
 
 def test_one_worker_sends_no_bytes_and_the_others_are_weighed_by_them(tiny: Tiny) -> None:

@@ -72,7 +72,7 @@ def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
         model = nn.Module()
         model.weight = parameter
         local = OuterStep(config, model, torch.optim.SGD([parameter]), collectives)
-        return (lambda: local.after_step(True),)
+        return (lambda: local.after_step(finite=True),)
     if name == "fsdp":
         from trainers.parallel.fsdp import Sharding
 

@@ -124,7 +124,7 @@ def in_two(rank: int, folder: str) -> dict[str, Any]:
     fresh = Training(replace(TRIALS["two pairs"], seed=7), rank=rank, world_size=2)
     fresh.save(at / "fresh")
     result["collectives"] = collectives_of_a_step(fresh)
-    result["disagreed"] = fresh.sync.gradients(fresh.model.parameters(), rank == 0)
+    result["disagreed"] = fresh.sync.gradients(fresh.model.parameters(), finite=rank == 0)
     diverging = Training(replace(BASE, optimizer=OptimizerConfig(lr=1e30)), rank=rank, world_size=2)
     result["diverged"] = [diverging.train_epoch()["train/loss"] for _ in range(2)]
     result["kept"] = kept(Training(BIG, rank=rank, world_size=2))

@@ -90,9 +90,9 @@ def trained(
     left: list[int] = []
     inner = training.sync.gradients
 
-    def watched(parameters: Iterable[Tensor], finite: bool) -> bool:
+    def watched(parameters: Iterable[Tensor], *, finite: bool) -> bool:
         left.append(getattr(training.sync._sum, "_next", 0))  # type: ignore[attr-defined]
-        return inner(parameters, finite)
+        return inner(parameters, finite=finite)
 
     training.sync.gradients = watched  # type: ignore[method-assign]
     metrics = [repeatable(training.train_epoch()) for _ in range(1)]
