@@ -82,12 +82,8 @@ OTHER_DATA = """\
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
 (umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' >$RAY_AUTH_TOKEN_PATH)
 trap 'cat output >&2' ERR
-words() { python -c 'import random, sys
-random.seed(sys.argv[1])
-print(*random.choices("to be or not".split(), k=4000))' $1 >/tmp/words.txt; }
-export -f words
-words 1
-on 2 bash -c 'words 2'
+python images.py 1
+on 2 python images.py 2
 ray start --head --port=6379 --num-cpus=0 --node-ip-address=192.0.2.1 --include-dashboard=false
 on 2 ray start --num-cpus=1 --address=192.0.2.1:6379 --node-ip-address=192.0.2.2
 python -m study run study.yaml --plain tracking_uri=none address=192.0.2.1:6379 \\
@@ -95,14 +91,28 @@ python -m study run study.yaml --plain tracking_uri=none address=192.0.2.1:6379 
 until grep -q "Not used: on the node host-2 the data are not this study's" output; do
     sleep 0.2; kill -0 $study
 done
-! grep -q '"started"' studies/words/ledger.jsonl
-on 2 bash -c 'words 1'
+! grep -q '"started"' studies/clothes/ledger.jsonl
+on 2 python images.py 1
 wait $study
 """
-WORDS = """
-name: words
+IMAGES = """
+import random, struct, sys
+from pathlib import Path
+
+folder, draw = Path("/tmp/clothes"), random.Random(int(sys.argv[1]))
+folder.mkdir(exist_ok=True)
+for name, n in (("train", 60000), ("t10k", 10000)):
+    images = struct.pack(">IIII", 2051, n, 28, 28) + draw.randbytes(n * 784)
+    (folder / f"{name}-images-idx3-ubyte").write_bytes(images)
+    labels = struct.pack(">II", 2049, n) + bytes(i % 10 for i in range(n))
+    (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+"""
+CLOTHES = """
+name: clothes
 trial:
-  {data: {name: text, root: /tmp/words.txt}, model: {name: lstm, args: {width: 8}}, epochs: 1}
+  data: {name: fashion_mnist, root: /tmp/clothes, train_size: 1000}
+  model: {hidden: [8]}
+  epochs: 1
 rows: [{label: a}]
 baseline: null
 seeds: [0]
@@ -110,8 +120,9 @@ seeds: [0]
 
 
 def test_a_host_with_other_data_trains_once_it_has_those_of_the_study(hosts: Path) -> None:
-    (hosts / "work" / "study.yaml").write_text(WORDS)
+    (hosts / "work" / "study.yaml").write_text(CLOTHES)
+    (hosts / "work" / "images.py").write_text(IMAGES)
     run_on_hosts(hosts, "bash", "-eEc", OTHER_DATA, count=2, timeout=600)
-    state = fold(read_ledger(hosts / "work" / "studies" / "words"))
+    state = fold(read_ledger(hosts / "work" / "studies" / "clothes"))
     assert [trial.status for trial in state.trials] == [FINISHED]
     assert "and it is tried again" in (hosts / "work" / "output").read_text()
