@@ -94,6 +94,11 @@ def test_a_study_launched_to_the_ray_head_is_in_the_mlflow_of_the_file(
     (tmp_path / "tiny.yaml").write_text(TINY)
     launched = launch(host, f"tracking_uri={mlflow}", f"storage={tmp_path}/volumes/studies")
     assert launched.returncode == 0, launched.stdout + launched.stderr
+    words = [sys.executable, "-m", "study", "status", "tiny", "--storage"]
+    status = subprocess.run(
+        [*words, f"{tmp_path}/volumes/studies"], env=host.environment("ray"), capture_output=True
+    )
+    assert status.returncode == 0, status.stderr  # `docker compose exec ray lns-study status ...`
     for name, value in zip(LOGIN, ("admin", host.secret("admin")), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
