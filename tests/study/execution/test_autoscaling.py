@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ def growing(
     for process in mine:
         process.kill()
     psutil.wait_procs(mine, timeout=20)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def of(process: psutil.Process, folder: Path) -> bool:

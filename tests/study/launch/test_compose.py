@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -23,6 +24,8 @@ from tests.study.launch.compose_host import FILE, Host, free_ports
 from tests.study.launch.stand_in_store import PORT
 from tests.study.servers import free_port
 
+RAY = f"/tmp/lns-compose-{os.getpid()}"
+"""Ray's folder; its sockets want short paths."""
 LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
@@ -44,6 +47,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     make_secrets(tmp_path)
     yield host
     host.close()
+    shutil.rmtree(RAY, ignore_errors=True)
 
 
 def test_the_head_of_the_file_makes_every_secret_and_keeps_others_out(host: Host) -> None:
@@ -145,7 +149,7 @@ def options_of_ray(host: Host) -> str:
     """Return what keeps a Ray head apart from others on this machine, which a container does."""
     return (
         f"--num-cpus=2 --port={free_port()} --dashboard-port={host.ports['ray', 8265]}"
-        f" --node-ip-address=127.0.0.1 --temp-dir=/tmp/lns-compose-{os.getpid()}"
+        f" --node-ip-address=127.0.0.1 --temp-dir={RAY}"
         f" --ray-client-server-port={free_port()} --dashboard-agent-listen-port={free_port()}"
     )
 
