@@ -132,18 +132,30 @@ class Local:
 class OfRay(Local):
     """All resources of a Ray, as one lease whose processes run here; Ray Train places the trials.
 
+    While a trial waits, an autoscaler is asked for what those that run have, and one trial more:
+    Ray Train is given trials that fit only, so that Ray itself never hears of those that wait.
+
     Args:
         node: node that runs the processes.
         on_events: called with the processes' messages, from a thread.
         resources: returns the resources of the Ray.
+        unit: CPUs and GPUs of the largest worker.
+        workers: number of workers of the largest trial.
+        ask: asks the Ray's autoscaler for so many workers' resources in all; None if it has none.
     """
 
     def __init__(
-        self, node: Node, on_events: OnEvents, resources: Callable[[], dict[str, float]]
+        self,
+        node: Node,
+        on_events: OnEvents,
+        resources: Callable[[], dict[str, float]],
+        unit: tuple[float, float] = (1.0, 0.0),
+        workers: int = 1,
+        ask: Callable[[list[dict[str, float]]], None] | None = None,
     ) -> None:
         super().__init__(0.0, [], node, on_events)
-        self._resources = resources
-        self._asked = -math.inf
+        self._resources, self._ask, self._unit, self._workers = resources, ask, unit, workers
+        self._asked, self._asked_for = -math.inf, 0
         self.poll(False)
 
     def poll(self, waiting: bool) -> None:
@@ -155,6 +167,27 @@ class OfRay(Local):
         lease.free += have.get("CPU", 0.0) - lease.cpus
         lease.cpus = have.get("CPU", 0.0)
         lease.gpus += [1.0] * (int(have.get("GPU", 0.0)) - len(lease.gpus))
+        used = math.ceil((lease.cpus - lease.free) / self._unit[0] - EPSILON)
+        self._ask_for(used + self._workers if waiting else 0)
+
+    def close(self) -> None:
+        """Take the demand back and end the processes."""
+        self._ask_for(0)
+        super().close()
+
+    def _ask_for(self, workers: int) -> None:
+        """Replace the demand that the autoscaler knows, if it is another."""
+        if self._ask is None or workers == self._asked_for:
+            return
+        self._asked_for = workers
+        cpus, gpus = self._unit
+        bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        # a control store that has died does not answer, and nothing should wait for it
+        thread = threading.Thread(
+            target=self._ask, args=([bundle] * workers,), daemon=True, name="demand"
+        )
+        thread.start()
+        thread.join(POLL_SECONDS)
 
 
 @dataclass(eq=False)

@@ -108,6 +108,9 @@ class Session:
 
         return list(ray.nodes())
 
+    def ask(self, bundles: list[dict[str, float]]) -> None:
+        """Ask an autoscaler for room for these workers in all; there is none."""
+
     def close(self) -> None:
         """Leave the session."""
 
@@ -286,6 +289,13 @@ class Joined(Session):
         """Return ``CPU`` and ``GPU`` of the nodes of the last answer."""
         alive = [node["Resources"] for node in self._nodes if node["Alive"]]
         return {name: sum(each.get(name, 0.0) for each in alive) for name in ("CPU", "GPU")}
+
+    def ask(self, bundles: list[dict[str, float]]) -> None:
+        """Ask the cluster's autoscaler, if it has one, for room for these workers in all."""
+        from ray.autoscaler.sdk import request_resources
+
+        with contextlib.suppress(Exception):  # the cluster may be ending
+            request_resources(bundles=bundles)
 
     def look(self) -> bool:
         """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""

@@ -121,15 +121,9 @@ def _pool(
 
         def on_cluster() -> Machines:
             assert session is not None
-            trials = [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
+            trials = _values_of(agenda, study)
             count = min(study.max_concurrent or plan.size, plan.size)
-            largest = [
-                WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials
-            ]
-            unit = (
-                max(each["CPU"] for each in largest),
-                math.ceil(max(each.get("GPU", 0.0) for each in largest)),
-            )
+            unit = _largest_worker(trials)
             most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
             make, modules = (study.folder / LOG, data), user_modules(study)
             trained = _data_of_nodes(plan, state)
@@ -139,12 +133,29 @@ def _pool(
             node.log(study.folder / LOG)
             node.load(data)
             if study.executor == "train" and session is not None:
-                return OfRay(node, on_events, session.resources)
+                trials = _values_of(agenda, study)
+                workers = max(TrialConfig.from_dict(values).workers for values in trials)
+                unit = _largest_worker(trials)
+                return OfRay(node, on_events, session.resources, unit, workers, session.ask)
             return Local(local_cpus(study), _local_gpus(agenda, study), node, on_events)
 
         find = on_cluster if study.address is not None and study.executor != "train" else here
         pool.use(find())
         yield pool, session, on_cluster if find is on_cluster else None
+
+
+def _values_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
+    """Return the configs of the trials that are known, or that of the base trial."""
+    return [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
+
+
+def _largest_worker(trials: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the CPUs and GPUs that any worker of the trials fits in."""
+    every = [WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
+    return (
+        max(each["CPU"] for each in every),
+        math.ceil(max(each.get("GPU", 0.0) for each in every)),
+    )
 
 
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:

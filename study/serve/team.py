@@ -193,6 +193,11 @@ def _check_names(team: Team) -> None:
 
 
 def _check_artifacts(team: Team) -> None:
+    if team.artifacts.startswith("s3://") and importlib.util.find_spec("boto3") is None:
+        raise ValueError(
+            f"--artifacts {team.artifacts}: needs boto3, not installed; pip install"
+            " 'lns-study[aws]'"
+        )
     place = team.artifacts.removeprefix("file://")
     if "://" in place:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -110,6 +111,26 @@ def test_a_short_password_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         workers=1,
     )
     with pytest.raises(ValueError, match=f"{PASSWORD}: has 5 characters.*at least 12"):
+        check(team)
+
+
+def test_artifacts_in_s3_without_boto3_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow would start, and fail at the first artifact."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "boto3" else found(name)
+    )
+    team = Team(
+        uri=f"sqlite:///{tmp_path / 'team.db'}",
+        storage=tmp_path,
+        artifacts="s3://bucket/artifacts",
+        host="127.0.0.1",
+        port=free_port(),
+        workers=1,
+    )
+    with pytest.raises(ValueError, match=r"--artifacts s3://.*: needs boto3.*lns-study\[aws\]"):
         check(team)
 
 

@@ -1,0 +1,120 @@
+"""Studies on a Ray cluster that grows: a head without CPUs and Ray's own autoscaler, whose nodes
+are raylets on this machine (its provider ``fake_multinode``)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from study.ledger.log import read_ledger
+from study.ledger.state import FINISHED, fold
+from tests.study.conftest import TINY
+from tests.study.ray_head import TOKEN
+from tests.study.raylets import ROOT, started
+from tests.study.servers import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+AWS = yaml.safe_load((ROOT / "conf" / "cluster" / "aws.yaml").read_text())
+
+
+def autoscaling(kinds: dict[str, Any], address: str) -> dict[str, Any]:
+    """Return the config of an autoscaler of these kinds of nodes."""
+    named = {"ray.head.default": kinds["head"], "workers": kinds["workers"]}
+    return {
+        "cluster_name": "growing",
+        "max_workers": 2,
+        "idle_timeout_minutes": 5,
+        "upscaling_speed": 1.0,
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        },
+        "available_node_types": {
+            name: {**kind, "node_config": {}, "max_workers": 2 * (name == "workers")}
+            for name, kind in named.items()
+        },
+        "head_node_type": "ray.head.default",
+        **{
+            name: {} if name in ("auth", "docker", "file_mounts") else []
+            for name in (
+                "auth", "docker", "file_mounts", "cluster_synced_files", "rsync_exclude",
+                "rsync_filter", "initialization_commands", "setup_commands",
+                "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
+                "worker_start_ray_commands",
+            )
+        },
+        "file_mounts_sync_continuously": False,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def growing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The address of a cluster of the kinds of nodes of ``conf/cluster/aws.yaml``, whose workers
+    have two CPUs here."""
+    kinds = AWS["available_node_types"]
+    kinds["workers"]["resources"] = {"CPU": 2}
+    config = tmp_path_factory.mktemp("autoscaling") / "config.yaml"
+    folder, port = Path("/tmp") / f"lns-grow-{os.getpid()}", free_port()
+    config.write_text(json.dumps(autoscaling(kinds, f"127.0.0.1:{port}")))
+    (token := config.with_name("token")).write_text(TOKEN)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    before = {process.pid for process in psutil.process_iter()}
+    words = [
+        "start", "--head", f"--num-cpus={kinds['head']['resources']['CPU']}", f"--port={port}",
+        f"--autoscaling-config={config}", "--include-dashboard=false", f"--temp-dir={folder}",
+        "--node-ip-address=127.0.0.1", f"--ray-client-server-port={free_port()}",
+        f"--dashboard-agent-listen-port={free_port()}",
+    ]  # fmt: skip
+    fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", *words],
+        env=os.environ | fake,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield f"127.0.0.1:{port}"
+    mine = [each for each in psutil.process_iter() if each.pid not in before and of(each, folder)]
+    for process in mine:
+        process.kill()
+    psutil.wait_procs(mine, timeout=20)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def of(process: psutil.Process, folder: Path) -> bool:
+    """Tell whether a process belongs to the Ray of a folder."""
+    try:
+        return str(folder) in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.parametrize("executor", ["auto", "train"])
+def test_a_study_on_a_head_without_cpus_gets_its_nodes_from_the_autoscaler(
+    growing: str, tmp_path: Path, executor: str
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    process = started(tmp_path, f"address={growing}", f"executor={executor}")
+    try:
+        said, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said
+    state = fold(read_ledger(tmp_path / "studies" / "tiny"))
+    assert [trial.status for trial in state.trials] == [FINISHED] * 2
