@@ -32,7 +32,7 @@ command that follows again; the study goes on.
 
   --to ray       a Ray cluster that runs, by its job server (--address)
   --to slurm     sbatch, with conf/cluster/slurm.sh
-  --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
+  --to kuberay   kubectl apply --server-side, with conf/cluster/rayjob.yaml
 
 storage=... must be an absolute path that all nodes see, or s3:// or
 gs://bucket/prefix. The same command again continues the study.
@@ -154,7 +154,7 @@ def _follow_slurm(job: str, status: str) -> int:
 def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
     import yaml
 
-    from study.launch import kuberay, slurm
+    from study.launch import kuberay
 
     objects = kuberay.manifest(package, study, _template(options))
     path = package.stage / "kuberay.yaml"
@@ -164,7 +164,7 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
     began = time.monotonic()
     name, where = objects[0]["metadata"]["name"], kuberay.namespace_words(objects)
     kuberay.remove_ended(name, where)
-    print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
+    print(kuberay.apply(path))
     print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    {shlex.join(['kubectl', 'delete', 'rayjob', name, *where])}", flush=True)
     again = shlex.join(["kubectl", "logs", "--follow", f"job/{name}", *where])

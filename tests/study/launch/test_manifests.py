@@ -166,6 +166,32 @@ def test_a_cluster_asks_for_a_token_bounds_its_pods_and_keeps_its_studies(name: 
             assert set(container["resources"]) == {"requests", "limits"}
 
 
+def test_a_rayjob_retries_ends_and_is_removed_as_the_guide_says() -> None:
+    (job,) = documents("rayjob.yaml")
+    spec = job["spec"]
+    assert spec["backoffLimit"] == 3
+    assert spec["activeDeadlineSeconds"] == 7 * 24 * 3600
+    # KubeRay refuses it beside rules
+    assert spec["shutdownAfterJobFinishes"] is False
+    rules = {
+        (rule["policy"], rule["condition"]["jobStatus"]): rule["condition"]["ttlSeconds"]
+        for rule in spec["deletionStrategy"]["deletionRules"]
+    }
+    assert rules == {
+        ("DeleteCluster", "SUCCEEDED"): 60,
+        ("DeleteCluster", "FAILED"): 3600,
+        ("DeleteSelf", "SUCCEEDED"): 24 * 3600,
+    }
+    guide = " ".join((ROOT / "docs" / "howto" / "cluster.md").read_text().split())
+    for promise in (
+        "made anew up to three times (`backoffLimit`)",
+        "removes the cluster a minute after success and an hour after a failure, and the RayJob"
+        " a day after success; a failed one stays",
+        "A job ends after seven days (`activeDeadlineSeconds`)",
+    ):
+        assert promise in guide
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     (tmp_path / "tiny.yaml").write_text(TINY)
