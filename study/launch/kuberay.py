@@ -28,6 +28,7 @@ import yaml
 
 from study.config import StudyConfig
 from study.errors import OutOfSightError, UserError
+from study.execution.launched import VARIABLE
 from study.launch.package import Package
 from study.launch.slurm import run_tool
 from trainers.object_store import is_url, local_folder
@@ -129,15 +130,28 @@ def look(name: str, namespace: list[str]) -> Seen | None:
     return Seen(state, study, ": ".join(filter(None, why)))
 
 
-def remove_ended(name: str, namespace: list[str]) -> None:
+def remove_ended(name: str, namespace: list[str]) -> str:
     """Delete a RayJob that has ended: as long as it is there, the same manifest starts nothing.
+    Return the entrypoint of one that has not; "" if there is none.
 
     Raises:
         UserError: ``kubectl`` fails.
     """
     seen = look(name, namespace)
-    if seen is not None and seen.state in ENDED:
-        run_tool(("kubectl", "delete", "rayjob", name, *namespace, "--cascade=foreground"))
+    if seen is None:
+        return ""
+    job = ("rayjob", name, *namespace)
+    if seen.state not in ENDED:
+        return run_tool(("kubectl", "get", *job, "--output=jsonpath={.spec.entrypoint}"))
+    run_tool(("kubectl", "delete", *job, "--cascade=foreground"))
+    return ""
+
+
+def set_entrypoint(objects: list[dict[str, Any]], running: str, launched: str) -> None:
+    """Give the RayJob the times of its launch (:mod:`study.execution.launched`), or the entrypoint
+    of the one that runs, which stays as it is."""
+    (job,) = (each for each in objects if each["kind"] == "RayJob")
+    job["spec"]["entrypoint"] = running or f"env {VARIABLE}={launched} {ENTRYPOINT}"
 
 
 def apply(path: Path) -> str:

@@ -14,6 +14,7 @@ from ray.exceptions import AuthenticationError
 
 from study.cli import launch, main
 from study.errors import OutOfSightError, UserError
+from study.execution.launched import VARIABLE
 from study.launch import kuberay, ray_jobs
 from study.launch.slurm import Seen, look
 from tests.study.conftest import TINY
@@ -258,15 +259,16 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
         ("scontrol", "echo node"),
         ("ray", 'for word; do case $word in --temp-dir=*) mkdir -m 777 "${word#*=}"; stat'
          f' --format=%a "$(dirname "${{word#*=}}")" >{programs}/mode; echo "${{word#*=}}"'
-         f' >{programs}/folder;; esac; done'),
+         f' >{programs}/folder;; esac; done; printenv {VARIABLE} >{programs}/launched'),
     ):  # fmt: skip
         program(programs, name, text)
     (tmp_path / "package").mkdir()
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0"}
     job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
-    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies"]
+    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies", "1.5,20.0"]
     subprocess.run(words, env=os.environ | job, check=True)
     assert (programs / "mode").read_text() == "700\n"
+    assert (programs / "launched").read_text() == "1.5,20.0\n"
     folder = Path((programs / "folder").read_text().strip()).parent
     assert folder.name != f"ray-{os.getpid()}"
     assert not folder.exists()

@@ -4,6 +4,7 @@ limits of Kubernetes (:mod:`tests.study.launch.kubernetes_api`)."""
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from study.cli import main
+from study.execution.launched import VARIABLE
 from study.launch import kuberay
 from tests.study.conftest import TINY
 from tests.study.launch.kubernetes_api import (
@@ -57,6 +59,9 @@ def test_a_cluster_takes_the_package_which_a_client_side_apply_cannot_bring(
     assert len(data["binaryData"][kuberay.ARCHIVE]) > MOST_ANNOTATIONS
     assert set(data["metadata"]["annotations"]) == {"lns-study/code"}
     assert data["metadata"]["name"] == job["metadata"]["name"]
+    assert re.fullmatch(
+        rf"env {VARIABLE}=[\d.]+,[\d.]+ {kuberay.ENTRYPOINT}", job["spec"]["entrypoint"]
+    )
     # the server can tell: what the launch wrote, applied by the client, is refused
     api.objects.clear()
     (written,) = Path(".lns-study").glob("*/kuberay.yaml")
