@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from study.claims.stated import state_claims
 from study.config import StudyConfig
 from study.errors import refusals
 from study.execution.control import Control, Decision, clear, storage_refused
+from study.execution.launched import launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
@@ -48,6 +50,8 @@ from trainers.workers.node import Node
 EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0
 FEW_CORES = 4
+LOADED = time.time()
+"""Time at which the code of a run was loaded, of which this module is the last."""
 
 
 class View(Protocol):
@@ -178,6 +182,8 @@ def _in_plan(plan: Plan, state: StudyState) -> bool:
 
 def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
+    if launch := launch_of_job(LOADED):
+        made_with["launch"] = launch
     stated = state_claims(plan.study.to_dict())
     ledger.append(
         "planned", ledger=ledger.id, **plan.to_event(), only=only, stated=stated, **made_with

@@ -48,7 +48,7 @@ SKIPS = (
     "pip-audit cannot reach its database",
     "transformers is not installed", "CIFAR-10.s binary files are not here",
     "aws is not installed", "docker-compose is not installed", "Slurm is not installed",
-    "no newer Python is installed",
+    "kubectl is not installed", "no newer Python is installed",
     "no file system can be mounted here", "a network namespace of our own is not permitted here",
     # combinations of parameters that there are not
     "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions",

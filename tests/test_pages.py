@@ -58,7 +58,7 @@ RUNS = {
     "docs/howto/own-network.md": 2,
     "docs/howto/repair-and-resume.md": 12,
     "docs/howto/repair-and-resume.md: S3 and aws": 11,
-    "docs/howto/cluster.md: Ray": 4,
+    "docs/howto/cluster.md: Ray": 5,
     "docs/howto/cluster.md: S3": 3,
     "docs/howto/gpus.md: GPU": 1,
     "docs/howto/team-mlflow.md: PostgreSQL": 8,
@@ -73,7 +73,7 @@ NOT_HERE = {
     "docs/howto/claims.md": {"lns-study run law_of_bits": "takes hours"},
     "docs/howto/cluster.md": {
         "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
-        "docker build": "a registry and a Kubernetes; test_manifests.py reads the manifests",
+        "helm repo add": "a registry and a Kubernetes; test_manifests.py reads the manifests",
         "pip install": INSTALLS,
     },
     "docs/howto/coming-from.md": {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A study on Slurm. `lns-study launch CONFIG --to slurm` submits this file, or your copy of it:
-#   sbatch slurm.sh PACKAGE NAME STORAGE
+#   sbatch slurm.sh PACKAGE NAME STORAGE [LAUNCHED]
 # Ray starts on every node (`ray symmetric-run`), the study on the first. Two minutes before the
 # time is over Slurm sends USR1 to this script: the study ends in order, and the job is queued again.
 #SBATCH --nodes=1
@@ -16,6 +16,7 @@ export PYTHONPATH=$package/site${PYTHONPATH:+:$PYTHONPATH}
 # Of the two minutes after the notice trials have so many seconds for the epoch under way and a
 # checkpoint.
 export LNS_STUDY_GRACE_SECONDS=90
+export LNS_STUDY_LAUNCHED=${4:-}
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
 
 # A token that this user alone can read; Ray admits nobody without it.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from study.cli.run import add_study
 from study.errors import OutOfSightError, UserError, refusals
+from study.execution.launched import told
 from study.program import lns_study
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ command that follows again; the study goes on.
 
   --to ray       a Ray cluster that runs, by its job server (--address)
   --to slurm     sbatch, with conf/cluster/slurm.sh
-  --to kuberay   kubectl apply, with conf/cluster/rayjob.yaml
+  --to kuberay   kubectl apply --server-side, with conf/cluster/rayjob.yaml
 
 storage=... must be an absolute path that all nodes see, or s3:// or
 gs://bucket/prefix. The same command again continues the study.
@@ -78,9 +79,10 @@ def _launch(options: argparse.Namespace) -> int:
         study = load(options.config, options.overrides, say, download=False, small=options.small)
         plan = make_plan(study, download=False)
         package = pack(options.config, [*small, *options.overrides], study)
+    options.packing = time.monotonic() - began
     print(
         f"Package: {package.files} files and the wheel, {package.size / 2**20:.1f} MiB, code"
-        f" {package.digest[:12]}, packed in {time.monotonic() - began:.1f} s"
+        f" {package.digest[:12]}, packed in {options.packing:.1f} s"
     )
     if package.links:
         print(f"Linked folders do not travel: {', '.join(package.links)}")
@@ -93,7 +95,7 @@ def _launch(options: argparse.Namespace) -> int:
 def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
     from study.launch import ray_jobs
 
-    request = ray_jobs.job_request(package, study.slug)
+    request = ray_jobs.job_request(package, study.slug, _launched(options))
     path = package.stage / "ray-job.json"
     path.write_text(json.dumps(request, indent=1) + "\n")
     if options.dry_run:
@@ -114,7 +116,7 @@ def _to_ray(options: argparse.Namespace, study: StudyConfig, package: Package) -
 def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
     from study.launch import slurm
 
-    command = slurm.batch_command(package, study, _template(options))
+    command = slurm.batch_command(package, study, _template(options), _launched(options))
     path = package.stage / "sbatch.txt"
     path.write_text(shlex.join(command) + "\n")
     if options.dry_run:
@@ -154,17 +156,19 @@ def _follow_slurm(job: str, status: str) -> int:
 def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:
     import yaml
 
-    from study.launch import kuberay, slurm
+    from study.launch import kuberay
 
     objects = kuberay.manifest(package, study, _template(options))
     path = package.stage / "kuberay.yaml"
-    path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
     if options.dry_run:
+        path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
         return _written(path)
     began = time.monotonic()
     name, where = objects[0]["metadata"]["name"], kuberay.namespace_words(objects)
-    kuberay.remove_ended(name, where)
-    print(slurm.run_tool(("kubectl", "apply", "-f", str(path))))
+    running = kuberay.remove_ended(name, where)
+    kuberay.set_entrypoint(objects, running, _launched(options))
+    path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
+    print(kuberay.apply(path))
     print(f"Submitted in {time.monotonic() - began:.1f} s")
     print(f"Stop:    {shlex.join(['kubectl', 'delete', 'rayjob', name, *where])}", flush=True)
     again = shlex.join(["kubectl", "logs", "--follow", f"job/{name}", *where])
@@ -174,6 +178,11 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
         return _lost(why, again)
     except KeyboardInterrupt:
         return _detached(again)
+
+
+def _launched(options: argparse.Namespace) -> str:
+    """Return the times of a launch that is submitted now; "" if none is."""
+    return "" if options.dry_run else told(options.packing, time.time())
 
 
 def _template(options: argparse.Namespace) -> Path:

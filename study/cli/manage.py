@@ -203,7 +203,7 @@ def _status(options: argparse.Namespace) -> int:
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     from study.cli.progress import render
     from study.manage.studies import condition
-    from study.results.utilisation import first_epoch
+    from study.results.utilisation import first_epoch, launch_stages
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
@@ -214,7 +214,8 @@ def _print_status(console: Any, folder: Path, state: StudyState) -> None:
         highlight=False,
     )
     console.print(render(state, now=time.time() if now == "running" else None))
-    if stages := first_epoch(state.runs[-1] if state.runs else None):
+    run = state.runs[-1] if state.runs else None
+    for stages in filter(None, (launch_stages(run), first_epoch(run))):
         console.print(stages, markup=False, highlight=False)
 
 

@@ -1,12 +1,14 @@
 """Launch on Kubernetes: a ConfigMap with the package and a RayJob of KubeRay that runs it.
 
 Both are written into one file, from ``conf/cluster/rayjob.yaml`` or the user's own copy of it, and
-given to ``kubectl apply``. The package must fit a ConfigMap (1 MiB, base64 included); each pod
-unpacks it into an empty folder of its own before Ray starts. The study's storage must lie in a
-volume of the head that outlives the cluster. Secrets are named in the template, never contained.
+given to ``kubectl apply --server-side``: a client-side apply copies the object into an annotation,
+which may have 256 KiB. The package must fit a ConfigMap (1 MiB, base64 included); each pod unpacks
+it into an empty folder of its own before Ray starts. The study's storage must lie in a volume of
+the head that outlives the cluster. Secrets are named in the template, never contained.
 
 Docs: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html,
-https://kubernetes.io/docs/concepts/configuration/configmap/
+https://kubernetes.io/docs/concepts/configuration/configmap/,
+https://kubernetes.io/docs/reference/using-api/server-side-apply/
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import yaml
 
 from study.config import StudyConfig
 from study.errors import OutOfSightError, UserError
+from study.execution.launched import VARIABLE
 from study.launch.package import Package
 from study.launch.slurm import run_tool
 from trainers.object_store import is_url, local_folder
@@ -33,12 +36,14 @@ from trainers.object_store import is_url, local_folder
 ARCHIVE = "package.tar.xz"
 VOLUME = "package"
 """Name of the template's volumes that hold the package."""
+MANAGER = "lns-study"
+"""Name under which the server notes what a launch has set."""
 MOST_BYTES = 2**20
 """Largest size of a ConfigMap's data, in bytes, base64 included."""
 LONGEST_NAME = 47
 """Most characters of a RayJob's name that KubeRay takes."""
 DIGITS = 8
-ENDED = ("Complete", "Failed")
+ENDED = ("Complete", "Failed", "ValidationFailed")
 """What KubeRay calls a RayJob that it does not touch again."""
 LOOK_SECONDS = 2.0
 """Seconds between looks at a RayJob."""
@@ -125,15 +130,40 @@ def look(name: str, namespace: list[str]) -> Seen | None:
     return Seen(state, study, ": ".join(filter(None, why)))
 
 
-def remove_ended(name: str, namespace: list[str]) -> None:
+def remove_ended(name: str, namespace: list[str]) -> str:
     """Delete a RayJob that has ended: as long as it is there, the same manifest starts nothing.
+    Return the entrypoint of one that has not; "" if there is none.
 
     Raises:
         UserError: ``kubectl`` fails.
     """
     seen = look(name, namespace)
-    if seen is not None and seen.state in ENDED:
-        run_tool(("kubectl", "delete", "rayjob", name, *namespace, "--cascade=foreground"))
+    if seen is None:
+        return ""
+    job = ("rayjob", name, *namespace)
+    if seen.state not in ENDED:
+        return run_tool(("kubectl", "get", *job, "--output=jsonpath={.spec.entrypoint}"))
+    run_tool(("kubectl", "delete", *job, "--cascade=foreground"))
+    return ""
+
+
+def set_entrypoint(objects: list[dict[str, Any]], running: str, launched: str) -> None:
+    """Give the RayJob the times of its launch (:mod:`study.execution.launched`), or the entrypoint
+    of the one that runs, which stays as it is."""
+    (job,) = (each for each in objects if each["kind"] == "RayJob")
+    job["spec"]["entrypoint"] = running or f"env {VARIABLE}={launched} {ENTRYPOINT}"
+
+
+def apply(path: Path) -> str:
+    """Create the objects of a file, or change them to what it says; return what ``kubectl`` says.
+
+    The file wins over what others have changed (``kubectl edit``), as in a client-side apply.
+
+    Raises:
+        UserError: ``kubectl`` fails.
+    """
+    server = ("--server-side", f"--field-manager={MANAGER}", "--force-conflicts")
+    return run_tool(("kubectl", "apply", *server, "-f", str(path)))
 
 
 def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:

@@ -1,9 +1,10 @@
 """Launch through the job server of a Ray cluster (Ray's ``JobSubmissionClient``).
 
 The study's files travel as the job's ``working_dir``, this version's wheel as a ``py_modules``
-entry that Ray installs on every node. The job's environment names no variable: what the nodes' own
-environment holds (an MLflow password, say) stays there. The token of a cluster that asks for one is
-Ray's own matter (``~/.ray/auth_token``, ``RAY_AUTH_TOKEN``) and travels in HTTP's headers only.
+entry that Ray installs on every node. The job's environment names no variable but, in its command,
+the times of the launch: what the nodes' own environment holds (an MLflow password, say) stays
+there. The token of a cluster that asks for one is Ray's own matter (``~/.ray/auth_token``,
+``RAY_AUTH_TOKEN``) and travels in HTTP's headers only.
 
 Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
 """
@@ -17,16 +18,24 @@ from collections.abc import Callable
 from typing import Any
 
 from study.errors import OutOfSightError, UserError
+from study.execution.launched import VARIABLE
 from study.launch.package import Package
 
 DASHBOARD = "http://127.0.0.1:8265"
 
 
-def job_request(package: Package, slug: str) -> dict[str, Any]:
-    """Return the arguments of ``JobSubmissionClient.submit_job``."""
+def job_request(package: Package, slug: str, launched: str = "") -> dict[str, Any]:
+    """Return the arguments of ``JobSubmissionClient.submit_job``.
+
+    Args:
+        package: what travels.
+        slug: the study's name, with which that of the job begins.
+        launched: times of the launch (:mod:`study.execution.launched`), if it is submitted.
+    """
+    told = ("env", f"{VARIABLE}={launched}") if launched else ()
     return {
         "submission_id": f"{slug}-{secrets.token_hex(4)}",
-        "entrypoint": shlex.join(package.command),
+        "entrypoint": shlex.join((*told, *package.command)),
         "runtime_env": {"working_dir": str(package.folder), "py_modules": [str(package.wheel)]},
         "metadata": {"code": package.digest, "wheel": package.wheel.name},
     }

@@ -38,8 +38,11 @@ LOG = "slurm-{job}.log"
 """Output of a job, in the folder of the package; a requeued job appends to it."""
 
 
-def batch_command(package: Package, loaded: StudyConfig, template: Path) -> tuple[str, ...]:
-    """Return the words that submit the study.
+def batch_command(
+    package: Package, loaded: StudyConfig, template: Path, launched: str = ""
+) -> tuple[str, ...]:
+    """Return the words that submit the study; ``launched`` are the times of the launch
+    (:mod:`study.execution.launched`).
 
     Raises:
         UserError: the package lies where Python cannot be told to look for it.
@@ -59,6 +62,7 @@ def batch_command(package: Package, loaded: StudyConfig, template: Path) -> tupl
         str(package.stage),
         loaded.slug,
         loaded.storage,
+        *([launched] if launched else []),
     )
 
 

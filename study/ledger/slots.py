@@ -79,6 +79,8 @@ class Run:
         begin: time of its plan.
         end: time of its last event.
         over: whether the run has ended, as far as the ledger knows.
+        launch: times of the launch whose job it is (:mod:`study.execution.launched`); without those
+            before the job started, where the job has been started again.
         most: largest number of trials at a time that the config allows; None for as many as fit.
         rows: row label by trial id.
         capacity: resources after each change.
@@ -89,6 +91,7 @@ class Run:
     begin: float
     end: float
     over: bool = False
+    launch: dict[str, float] = field(default_factory=dict)
     most: int | None = None
     rows: dict[str, str] = field(default_factory=dict)
     capacity: list[Capacity] = field(default_factory=list)
@@ -103,6 +106,7 @@ class Run:
         return Run(
             begin=planned["time"],
             end=planned["time"],
+            launch=dict(planned.get("launch", {})),
             most=planned.get("study", {}).get("max_concurrent"),
             rows={trial["id"]: trial["row"] for trial in planned["trials"]},
         )
@@ -178,8 +182,11 @@ class Run:
 def follow(runs: list[Run], event: Event) -> None:
     """Apply the next event of a ledger to its runs; a ``planned`` event begins a run."""
     if event["event"] == "planned":
+        run = Run.of(event)
         if runs:
             runs[-1].close()
-        runs.append(Run.of(event))
+            if run.launch and run.launch["submitted"] < runs[-1].begin:
+                run.launch = {key: run.launch[key] for key in ("started", "loaded")}
+        runs.append(run)
     elif runs:
         runs[-1].apply(event)

@@ -1,11 +1,15 @@
 """Estimate of what a study takes: trials, resources and time.
 
 The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`). Where no
-earlier trial is like a planned one there is no estimate, and the plan says so.
+earlier trial is like a planned one there is no estimate, and the plan says so. What an adaptive
+search will propose is not known: as many random configurations of its space stand for it
+(:func:`_likely`). A trial is counted with all of its epochs and data: where a scheduler ends trials
+early, or rounds train on part of the data, the estimate is an upper bound, which it says.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +19,10 @@ from study.config.space import describe
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import study_folders
-from study.plan.candidates import by_rule
+from study.plan.candidates import by_rule, generation_ends
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
-from study.plan.plan import Plan
+from study.plan.plan import Plan, make_plan
 from study.plan.resources import local_cpus
 from study.plan.trials import PlannedTrial
 from study.text import counted, duration
@@ -109,7 +113,7 @@ def describe_cost(plan: Plan) -> str:
     are unlike any earlier one are counted at the mean.
     """
     known = of_storage(plan.study.storage)
-    values = [trial.config.to_dict() for trial in plan.trials]
+    values = [trial.config.to_dict() for trial in _likely(plan)]
     paced = [
         (known[pace_key(each)] * each["epochs"], each) for each in values if pace_key(each) in known
     ]
@@ -119,10 +123,42 @@ def describe_cost(plan: Plan) -> str:
             "Cost: unknown, no earlier trial in the storage is like these; a trial takes"
             f" {gpus:g} GPU and {max(map(cpus_of, values), default=1)} CPU"
         )
-    scale = plan.size / len(paced) / 3600
+    scale = _whole_trials(plan) / len(paced) / 3600
     gpu = scale * sum(seconds * gpus_of(each) for seconds, each in paced)
     cpu = scale * sum(seconds * cpus_of(each) for seconds, each in paced)
-    return f"Cost: about {gpu:.3g} GPU hours and {cpu:.3g} CPU hours"
+    return f"Cost: about {gpu:.3g} GPU hours and {cpu:.3g} CPU hours{_less(plan)}"
+
+
+def _likely(plan: Plan) -> tuple[PlannedTrial, ...]:
+    """Return trials that take what the plan's will: its own; for an adaptive search that has none
+    yet, random ones, and where too few of these are valid, the first of each row."""
+    study = plan.study
+    if plan.trials or not study.search.adaptive:
+        return plan.trials
+    try:
+        search = dataclasses.replace(study.search, algorithm="random", scheduler="none")
+        drawn = make_plan(dataclasses.replace(study, search=search), download=False)
+    except ValueError:
+        return plan.first
+    return drawn.trials
+
+
+def _whole_trials(plan: Plan) -> float:
+    """Return how many trials of all epochs a plan amounts to: each generation of a population goes
+    on where the one before ended."""
+    study = plan.study
+    if not study.search.population:
+        return plan.size
+    ends = generation_ends(study.trial.epochs, study.search.perturbation_interval)
+    return plan.size / len(ends)
+
+
+def _less(plan: Plan) -> str:
+    """Say why a study may take less than estimated; "" if it will not."""
+    search = plan.study.search
+    if search.scheduler == "halving":
+        return ", less with rounds on part of the data"
+    return ", less with what the scheduler ends early" if search.ends_early else ""
 
 
 def _describe_processes(plan: Plan) -> Iterator[str]:
@@ -176,7 +212,8 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     It is never less than the time of the longest trial.
     """
     study = plan.study
-    values = [trial.config.to_dict() for trial in plan.trials]
+    likely = _likely(plan)
+    values = [trial.config.to_dict() for trial in likely]
     like_known = [each for each in values if pace_key(each) in known]
     times = [known[pace_key(each)] * each["epochs"] for each in like_known]
     if not times:
@@ -184,7 +221,7 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
             "Expected time: unknown, no earlier trial in the storage is like these; after the first"
             " epochs a run shows it"
         )
-    total = sum(times) / len(times) * plan.size
+    total = sum(times) / len(times) * _whole_trials(plan)
     slots = [local_cpus(study) // cpus_of(each) for each in values]
     concurrent = (
         max(1, min([*slots, study.max_concurrent or 10**6]))
@@ -192,15 +229,16 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
         else study.max_concurrent or 1
     )
     seconds = max(total / concurrent, *times)
-    unknown = len(plan.trials) - len(times)
+    unknown = len(likely) - len(times)
     note = (
         f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
     )
-    cut = ", less with what the scheduler ends early" if study.search.ends_early else ""
     use = ""
     if study.address is None and not any(map(gpus_of, values)):
         cpu_seconds = (
-            sum(map(operator.mul, times, map(cpus_of, like_known))) / len(times) * plan.size
+            sum(map(operator.mul, times, map(cpus_of, like_known)))
+            / len(times)
+            * _whole_trials(plan)
         )
         use = (
             ", utilisation of the CPUs at most"
@@ -208,5 +246,5 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
         )
     return (
         f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial"
-        f" time){use}{cut}{note}"
+        f" time){use}{_less(plan)}{note}"
     )

@@ -215,6 +215,29 @@ def first_epoch(run: Run | None) -> str:
     )
 
 
+def launch_stages(run: Run | None) -> str:
+    """Describe in a line how long a launched run took to its plan, by stage; "" of any other run.
+
+    The submission is timed by the machine that launched, the rest by that of the job.
+    """
+    if run is None or not run.launch:
+        return ""
+    times, joint = run.launch, ", "
+    if "submitted" not in times:
+        began, joint = "the job was started again", "; "
+    else:
+        waited = times["started"] - times["submitted"]
+        began = f"packed in {times['packing']:.1f} s, submitted; " + (
+            f"{waited:.1f} s until the job started"
+            if waited >= 0
+            else "the job started (the two machines' clocks disagree)"
+        )
+    return (
+        f"{began}{joint}{times['loaded'] - times['started']:.1f} s until its code was loaded,"
+        f" {run.begin - times['loaded']:.1f} s until the study was planned"
+    )
+
+
 def remark(run: Run | None) -> str:
     """Explain in a sentence why a run used less than half of its capacity.
 

@@ -14,6 +14,7 @@ from ray.exceptions import AuthenticationError
 
 from study.cli import launch, main
 from study.errors import OutOfSightError, UserError
+from study.execution.launched import VARIABLE
 from study.launch import kuberay, ray_jobs
 from study.launch.slurm import Seen, look
 from tests.study.conftest import TINY
@@ -115,6 +116,12 @@ def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return [*words, "storage=/studies", "tracking_uri=none"]
 
 
+APPLY = """\
+[[ $* == *--server-side* ]] || [ "$(stat --format=%s "${@: -1}")" -le 262144 ] || {
+echo 'metadata.annotations: Too long: may not be more than 262144 bytes' >&2; exit 1; }"""
+"""What a cluster says to an apply of the last word's file: the client's copies it."""
+
+
 def kubectl(programs: Path, states: list[str], job: str, logs: str = "true") -> None:
     """A kubectl that says of the RayJob one state after the other, then the last one."""
     (programs / "states").write_text("".join(f"{state}\n" for state in states))
@@ -123,7 +130,7 @@ def kubectl(programs: Path, states: list[str], job: str, logs: str = "true") -> 
         "kubectl",
         f'echo "$*" >>{programs}/calls\ncd {programs}\ncase "$*" in'
         ' "get rayjob"*) head -n 1 states; [ $(wc -l <states) = 1 ] || sed -i 1d states;;'
-        f' "get job"*) {job};; "logs"*) {logs};; esac',
+        f' "get job"*) {job};; "logs"*) {logs};; apply*) {APPLY};; esac',
     )
 
 
@@ -146,6 +153,7 @@ def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
     ("states", "job", "code", "said"),
     [
         (["|Failed||ValidationFailed|no such field"], "true", 1, "ValidationFailed: no such field"),
+        (["|ValidationFailed||ValidationFailed|a gate"], "true", 1, "ValidationFailed: a gate"),
         (["|Running|RUNNING||", "|Complete|SUCCEEDED||"], "echo uid-1", 0, "Complete SUCCEEDED"),
         # what the log ends with says nothing of how the study ended
         (["|Running|RUNNING||", "|Failed|FAILED|AppFailed|exit 1"], "echo uid-1", 1, "AppFailed"),
@@ -167,6 +175,7 @@ def test_a_rayjob_is_followed_to_its_end_or_no_longer_than_is_sensible(
     kubectl(programs, ["", *(f"x{state}" if state else "" for state in states)], job)
     assert main(launched) == code
     told = capfd.readouterr()
+    assert ("Not followed any more" in told.err) == ("was deleted" in said or len(states) == 3)
     assert said in told.out + told.err
 
 
@@ -250,15 +259,16 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
         ("scontrol", "echo node"),
         ("ray", 'for word; do case $word in --temp-dir=*) mkdir -m 777 "${word#*=}"; stat'
          f' --format=%a "$(dirname "${{word#*=}}")" >{programs}/mode; echo "${{word#*=}}"'
-         f' >{programs}/folder;; esac; done'),
+         f' >{programs}/folder;; esac; done; printenv {VARIABLE} >{programs}/launched'),
     ):  # fmt: skip
         program(programs, name, text)
     (tmp_path / "package").mkdir()
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0"}
     job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
-    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies"]
+    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies", "1.5,20.0"]
     subprocess.run(words, env=os.environ | job, check=True)
     assert (programs / "mode").read_text() == "700\n"
+    assert (programs / "launched").read_text() == "1.5,20.0\n"
     folder = Path((programs / "folder").read_text().strip()).parent
     assert folder.name != f"ray-{os.getpid()}"
     assert not folder.exists()

@@ -132,7 +132,7 @@ def documents(name: str) -> list[dict[str, Any]]:
     return [each for each in yaml.safe_load_all((CLUSTER / name).read_text()) if each]
 
 
-MANIFESTS = ("rayjob.yaml", "raycluster.yaml", "storage.yaml")
+MANIFESTS = ("rayjob.yaml", "raycluster.yaml", "storage.yaml", "reader.yaml")
 
 
 @pytest.mark.slow
@@ -164,6 +164,47 @@ def test_a_cluster_asks_for_a_token_bounds_its_pods_and_keeps_its_studies(name: 
         ]
         for container in (*pod["containers"], *pod.get("initContainers", [])):
             assert set(container["resources"]) == {"requests", "limits"}
+
+
+def test_the_reader_sees_the_studies_as_the_clusters_do() -> None:
+    (reader,), (job,) = documents("reader.yaml"), documents("rayjob.yaml")
+    assert faults(reader) == []
+    pod, head = (reader["spec"], job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"])
+    assert pod["securityContext"] == head["securityContext"]
+    assert [volume for volume in head["volumes"] if volume in pod["volumes"]] == pod["volumes"]
+    (container,), (main, *_) = pod["containers"], head["containers"]
+    assert container["image"] == main["image"]
+    assert container["envFrom"] == main["envFrom"]
+    assert container["volumeMounts"] == [
+        mount for mount in main["volumeMounts"] if mount["name"] == "studies"
+    ]
+    assert set(container["resources"]) == {"requests", "limits"}
+
+
+def test_a_rayjob_retries_ends_and_is_removed_as_the_guide_says() -> None:
+    (job,) = documents("rayjob.yaml")
+    spec = job["spec"]
+    assert spec["backoffLimit"] == 3
+    assert spec["activeDeadlineSeconds"] == 7 * 24 * 3600
+    # KubeRay refuses it beside rules
+    assert spec["shutdownAfterJobFinishes"] is False
+    rules = {
+        (rule["policy"], rule["condition"]["jobStatus"]): rule["condition"]["ttlSeconds"]
+        for rule in spec["deletionStrategy"]["deletionRules"]
+    }
+    assert rules == {
+        ("DeleteCluster", "SUCCEEDED"): 60,
+        ("DeleteCluster", "FAILED"): 3600,
+        ("DeleteSelf", "SUCCEEDED"): 24 * 3600,
+    }
+    guide = " ".join((ROOT / "docs" / "howto" / "cluster.md").read_text().split())
+    for promise in (
+        "made anew up to three times (`backoffLimit`)",
+        "removes the cluster a minute after success and an hour after a failure, and the RayJob"
+        " a day after success; a failed one stays",
+        "A job ends after seven days (`activeDeadlineSeconds`)",
+    ):
+        assert promise in guide
 
 
 @pytest.fixture

@@ -312,6 +312,8 @@ def test_slurm_takes_no_part_of_a_folders_name_for_a_pattern(
     command = batch_command(package, load("tiny.yaml", WORDS), here / "slurm.sh")
     assert f"--output={here}/100%%j/.lns-study/{package.stage.name}/slurm-%j.log" in command
     assert str(package.stage) in command
+    told = batch_command(package, load("tiny.yaml", WORDS), here / "slurm.sh", "1.5,20.0")
+    assert told == (*command, "1.5,20.0")
 
 
 def test_slurm_takes_no_folder_that_a_path_would_be_cut_at(

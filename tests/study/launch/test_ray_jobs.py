@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from study.cli import main
+from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
@@ -40,7 +42,7 @@ def launch(
 
 
 def test_a_launched_study_outlives_its_follower_and_is_continued(
-    head: tuple[str, dict[str, str]], tmp_path: Path
+    head: tuple[str, dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address, env = head
     (tmp_path / "tiny.yaml").write_text(TINY)
@@ -80,10 +82,29 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
         for event in events
         if event["event"] == "planned"
     ]
+    _check_stages(events, tmp_path / "studies", capsys)
     wheel = next((tmp_path / ".lns-study").glob("*/*.whl")).name.split("-")[1]
     assert versions == [wheel] * 2  # it ran from the wheel, not from what the node has
     for path in (tmp_path / ".lns-study").rglob("*"):
         assert not path.is_file() or PASSWORD.encode() not in path.read_bytes()
+
+
+def _check_stages(events: list[Event], storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each launch's times travelled with its job, and `status` tells the last one's in order."""
+    plans = [event for event in events if event["event"] == "planned"]
+    for plan in plans:
+        times = plan["launch"]
+        assert times["packing"] > 0
+        ordered = [times["submitted"], times["started"], times["loaded"], plan["time"]]
+        assert ordered == sorted(ordered)
+    assert plans[1]["launch"]["submitted"] > plans[0]["time"]
+    assert main(["status", "tiny", "--storage", str(storage)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())  # lines are cut at 80 characters
+    stages = ("packed in", "until the job started", "until its code was loaded",
+              "until the study was planned", "after the plan", "until one reported")  # fmt: skip
+    places = [shown.find(stage) for stage in stages]
+    assert -1 not in places
+    assert places == sorted(places)
 
 
 def test_a_failed_job_is_a_failure(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from study.api import _say_unused_gpus, run_study
 from study.config import StudyConfig
 from study.ledger.log import read_ledger
-from study.ledger.slots import Run
+from study.ledger.slots import Run, follow
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
 from study.results import utilisation as module
@@ -26,6 +26,7 @@ from study.results.utilisation import (
     TAIL,
     epochs_a_second,
     first_epoch,
+    launch_stages,
     line,
     remark,
     sentences,
@@ -399,6 +400,35 @@ def test_no_run_says_so_of_gpus_that_device_auto_takes(
     assert {trial.config.device for trial in plan.trials} == {"cuda"}
     _say_unused_gpus(plan, StudyState(), said.append)
     assert said == []
+
+
+def launched(times: dict[str, float], *before: float) -> Run:
+    """The run of a job whose plan came at 20, after runs whose plans came before."""
+    runs: list[Run] = []
+    for time in before:
+        follow(runs, {"event": "planned", "time": time, "trials": []})
+    follow(runs, {"event": "planned", "time": 20.0, "trials": [], "launch": times})
+    return runs[-1]
+
+
+def test_the_way_of_a_launched_study_to_its_plan_by_stage() -> None:
+    times = {"packing": 1.5, "submitted": 10.0, "started": 14.0, "loaded": 17.0}
+    whole = (
+        "packed in 1.5 s, submitted; 4.0 s until the job started, 3.0 s until its code was loaded,"
+        " 3.0 s until the study was planned"
+    )
+    again = (
+        "the job was started again; 3.0 s until its code was loaded, 3.0 s until the study was"
+        " planned"
+    )
+    assert launch_stages(launched(times)) == whole
+    assert launch_stages(launched(times, 5.0)) == whole  # an earlier launch
+    assert launch_stages(launched(times, 5.0, 12.0)) == again  # queued again: it ran in between
+    assert launch_stages(launched(times | {"submitted": 15.0})) == whole.replace(
+        "4.0 s until the job started", "the job started (the two machines' clocks disagree)"
+    )
+    assert launch_stages(launched({})) == ""
+    assert launch_stages(None) == ""
 
 
 def test_the_way_to_the_first_epoch_by_stage() -> None:

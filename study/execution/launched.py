@@ -1,0 +1,45 @@
+"""Times of a launch, which travel with the job: how long it was packed, and when it was submitted.
+
+A variable of the job's environment has them, so that the ledger of a study that runs on another
+machine can tell the whole way to its first epoch. The job adds when its process started, by the
+kernel's own count, and when its code was loaded. Limits: ``submitted`` is of the launching
+machine's clock, the others of the node's; what happens between submission and start (queue, images,
+pods, the wheel's installation by Ray) is one stage, as only the cluster could tell it apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+VARIABLE = "LNS_STUDY_LAUNCHED"
+"""Environment variable ``SECONDS,TIME``: seconds of packing, and the time of the submission."""
+START = 19
+"""Place of a process's start, in ticks since boot, in /proc/PID/stat behind its name."""
+
+
+def told(packing: float, submitted: float) -> str:
+    """Return the value of :data:`VARIABLE`."""
+    return f"{packing:.3f},{submitted:.3f}"
+
+
+def launch_of_job(loaded: float) -> dict[str, float]:
+    """Return the times of the launch that this process is the job of; {} if there was none.
+
+    Args:
+        loaded: time at which its code was loaded.
+    """
+    packing, comma, submitted = os.environ.get(VARIABLE, "").partition(",")
+    try:
+        known = {"packing": float(packing), "submitted": float(submitted)} if comma else {}
+    except ValueError:  # set by somebody else
+        known = {}
+    return known and {**known, "started": _start(), "loaded": loaded}
+
+
+def _start() -> float:
+    """Return the time at which this process started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
