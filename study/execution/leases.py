@@ -267,16 +267,10 @@ class Cluster:
         for node in self._nodes():
             if node["Alive"] and node["NodeID"] not in self._refused:
                 self._claim(node["NodeID"], node["Resources"])
-        for request in list(self._requests):
-            if (
-                request.lease is None
-                and request.node
-                and self._asked - request.since > PATIENCE_SECONDS
-            ):
+        for request in [request for request in self._requests if request.lease is None]:
+            if request.node and self._asked - request.since > PATIENCE_SECONDS:
                 self._halve(request)
-        pending = [
-            request for request in self._requests if request.lease is None and request.node is None
-        ]
+        pending = [r for r in self._requests if r.lease is None and r.node is None]
         # such a request could only land on a refused node again
         if waiting and not pending and not self._refused and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
