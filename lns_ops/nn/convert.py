@@ -42,7 +42,7 @@ from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
+from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion, underflow
 
 SCOPES = ("matmul", "everywhere")
 _PRODUCTS_INSIDE = (
@@ -358,6 +358,7 @@ def _convert_to_lns(
         _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
+    underflow.look_again()
     follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):

@@ -30,6 +30,7 @@ from lns_ops._compat import is_transforming, reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor import underflow
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -77,6 +78,7 @@ class _LinearMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
+        underflow.look(grad_BO, ctx.options[0])
         grad_x = _product(grad_BO, w.t(), *ctx.options) if ctx.needs_input_grad[0] else None
         grad_w = _product(grad_BO.t(), x.t(), *ctx.options) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None, None
@@ -153,6 +155,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
+        underflow.look(grad, ctx.options[1])
         sizes: dict[str, tuple[int, ...] | None] = {"y": None}
         # operands of each result, with the incoming gradient in the place of that result
         of_a, of_b = {

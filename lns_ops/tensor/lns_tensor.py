@@ -26,7 +26,7 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, integers, promotion
+from lns_ops.tensor import collectives, fallback, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
@@ -425,6 +425,7 @@ class _ToFloat(torch.autograd.Function):
         promotion.refuse_transforms(grad)
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
+        underflow.look(grad, ctx.fmt)
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 
