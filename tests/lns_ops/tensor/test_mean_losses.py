@@ -98,9 +98,8 @@ def test_a_gradient_that_keeps_what_counts_is_not_warned_of(scope: str, fmt: str
     x, y = batch()
     model = convert_(net(), fmt, scope=scope)
     scale = 1 if fmt == "lns12" else 1 / len(y)
-    sure = 20 * F.one_hot(
-        y, 64
-    )  # most classes have a gradient below the range, and none to speak of
+    sure = 20 * F.one_hot(y, 64)  # of such a row all gradients are below the range
+    sure[::2] = 0
     assert not said(lambda: (F.cross_entropy(model(x), y, reduction="sum") * scale).backward())
     assert not said(
         lambda: (F.cross_entropy(model(x) + sure, y, reduction="sum") * scale).backward()
