@@ -12,12 +12,10 @@ Two scopes:
   which :func:`summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
-  ordinary tensors; layers left out decode LNS inputs. Float buffers of a converted layer become
-  LNS too, except those of normalization layers (running statistics are float32,
-  :mod:`lns_ops.tensor.ops.normalization`) and those that hold infinities, which are masks. A module
-  that owns only buffers (rotary embeddings, tables of positions) stays float32: a frequency that is
-  wrong by 0.27 % is wrong by radians at position 1,000. Its results are encoded where they meet LNS
-  (:mod:`lns_ops.tensor.promotion`).
+  ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
+  they meet LNS (:mod:`lns_ops.tensor.promotion`): a counter or a running mean would stop where its
+  steps are less than half an ulp, and a frequency that is wrong by 0.27 % is wrong by radians at
+  position 1,000. So do parameters of integers.
 
 Layers may have different formats, and a module may be converted in steps, one scope or format at a
 time; where one layer's output enters a layer of another format it is re-encoded. What two formats
@@ -59,16 +57,6 @@ _PRODUCTS_INSIDE = (
     nn.Linear,
 )
 """The layers with products."""
-_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-
 Format = LNSFormat | str
 Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
@@ -148,20 +136,6 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that scope ``everywhere`` converts."""
-    if isinstance(module, _STATISTICS):
-        return {}
-    found = {
-        n: b
-        for n, b in module.named_buffers(recurse=False, remove_duplicate=False)
-        if b.dtype.is_floating_point
-    }
-    return {
-        n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())
-    }
-
-
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """List a layer's own parameters, under each of their names."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -170,17 +144,17 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """Convert a layer's parameters and buffers to LNS and hook its inputs.
+    """Convert a layer's parameters to LNS and hook its inputs.
 
     ``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it.
     """
     for name, parameter in _parameters(module):
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            continue
         if parameter not in encoded:
             values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
             encoded[parameter] = successor(parameter, values)
         setattr(module, name, encoded[parameter])
-    for name, buffer in _buffers(module).items():
-        setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
     _hook(module, _Encode(fmt))
 
 
