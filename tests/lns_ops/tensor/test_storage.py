@@ -67,6 +67,20 @@ def test_a_shared_model_is_trained_by_another_process() -> None:
     assert torch.equal(model.weight.to_float(), 2 * before)
 
 
+@pytest.mark.parametrize("move", ["cpu", "float", "share_memory"])
+def test_a_module_that_a_graph_holds_is_moved_when_the_graph_is_gone(move: str) -> None:
+    model = layer()
+    out = model(torch.ones(3, 2))
+    with pytest.raises(RuntimeError) as caught:
+        getattr(model, move)()
+    assert "delete outputs and losses first" in str(caught.value.__cause__ or caught.value)
+    out.sum().backward()
+    del out
+    gradient = model.weight.grad.codes.clone()
+    assert getattr(model, move)().weight.requires_grad
+    assert torch.equal(model.weight.grad.codes, gradient)
+
+
 class Examples(Dataset[Any]):
     def __len__(self) -> int:
         return 4
