@@ -423,6 +423,9 @@ def summary(module: nn.Module) -> str:
     for name, layer in _owners(module):
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
+        kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
+        if conversion is None and kept is not None:  # a layer was parametrized later
+            conversion = Conversion(scope="everywhere", fmt=kept)
         scope, fmt = (
             (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
         )
