@@ -1,8 +1,6 @@
 """LNSTensor: the wrapper subclass, its dispatch, and conversion from and to float tensors.
 
-An operator in place takes its form out of place; a composite one that arrives whole (under
-``torch.inference_mode``) is taken apart by torch's own decomposition; one without an LNS form
-raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
+:mod:`lns_ops.tensor` says what becomes of an operator without an LNS form.
 """
 
 from __future__ import annotations
@@ -370,11 +368,13 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fmt = _format_of(args, kwargs)
     assert fmt is not None
     value = _whole_value if rounds(func.name().removeprefix("aten::")) else _value
-    result = func(*tree_map(value, args), **tree_map(value, kwargs))
-    encoded = tree_map(
-        lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result
-    )
-    return args[0].copy_(encoded) if written else encoded
+    values = tree_map(value, args)
+    result = func(*values, **tree_map(value, kwargs))
+    if written:
+        for x, y in zip(tree_leaves(args[0]), tree_leaves(values[0]), strict=True):
+            x.copy_(y)
+        return result if result is None else args[0]
+    return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
 
 
 def _is_real(leaf: object) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,6 +81,16 @@ def _with_alpha(
     beyond = lns.absolute(product, fmt) == fmt.field_mask
     return torch.where(
         beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result
+    )
+
+
+@handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(func: Any, *args: Any) -> NoReturn:
+    raise ValueError(
+        "GradScaler with LNS gradients: looks for infinities, which LNS has not; leave it (fp16="
+        "False, mixed_precision='no') and multiply the loss by a power of two, which costs nothing"
+        " in LNS: (1024 * loss).backward(), with the same lr for Adam, one 1,024 times smaller for"
+        " SGD"
     )
 
 
