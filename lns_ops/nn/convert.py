@@ -141,20 +141,31 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _convert_everywhere(
-    module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    """Convert a layer's parameters to LNS and hook its inputs.
+def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Parameter, LNSTensor]:
+    """Return the values in LNS of parameters of numbers; those of integers stay as they are.
 
-    ``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it.
+    Raises:
+        ValueError: a parameter is complex, or holds a NaN or an infinity.
     """
+    found: dict[nn.Parameter, LNSTensor] = {}
+    for name, layer, fmt in chosen:
+        for its_name, parameter in _parameters(layer):
+            if parameter.is_floating_point() or parameter.is_complex():
+                try:
+                    found[parameter] = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
+                except ValueError as error:
+                    where = f"parameter {its_name} of layer {name or '(root)'!r}"
+                    raise type(error)(f"{where}: {error}") from error
+    return found
+
+
+def _convert_everywhere(
+    module: nn.Module, fmt: LNSFormat, successors: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
     for name, parameter in _parameters(module):
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            continue
-        if parameter not in encoded:
-            values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-            encoded[parameter] = successor(parameter, values)
-        setattr(module, name, encoded[parameter])
+        if parameter in successors:
+            setattr(module, name, successors[parameter])
     _hook(module, _Encode(fmt))
 
 
@@ -333,7 +344,7 @@ def _convert_to_lns(
     if scope == "everywhere":
         _check_ties(owners, chosen)
     underflow.look_again()
-    follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
+    follow(module, _convert_layers(chosen, scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
@@ -352,17 +363,18 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _convert_layers(
-    chosen: list[tuple[nn.Module, LNSFormat]], scope: str
+    chosen: list[tuple[str, nn.Module, LNSFormat]], scope: str
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Convert layers, and return which parameters have taken the place of which."""
-    encoded: dict[nn.Parameter, nn.Parameter] = {}
-    for layer, picked in chosen:
+    encoded = _encoded(chosen) if scope == "everywhere" else {}
+    successors = {parameter: successor(parameter, x) for parameter, x in encoded.items()}
+    for _, layer, picked in chosen:
         if scope == "matmul":
             _convert_matmul(layer, picked)
         else:
-            _convert_everywhere(layer, picked, encoded)
+            _convert_everywhere(layer, picked, successors)
         layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
-    return encoded
+    return successors
 
 
 def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:

@@ -31,7 +31,7 @@ from lns_ops._compat import is_transforming, reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import underflow
+from lns_ops.tensor import in_float32, underflow
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -90,6 +90,7 @@ _product = _in_two_forms(_LinearMatmul)
 
 def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
+    input = in_float32(input)  # of a layer that is LNS everywhere
     flat = input.reshape(-1, input.shape[-1])
     rows = weight if weight.dim() == 2 else weight[None]
     output = _product(flat, rows, fmt, get_matmul_accumulation())
@@ -190,7 +191,7 @@ def _convolution(
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's convolution ``[B, I, ...]`` to ``[B, O, ...]`` (or without B), in LNS."""
-    dims = weight.dim() - 2
+    input, dims = in_float32(input), weight.dim() - 2
     single = input.dim() == dims + 1
     x = input[None] if single else input
     if isinstance(padding, str):
@@ -231,7 +232,7 @@ def _transposed_convolution(
     padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's transposed convolution ``[B, O, ...]`` to ``[B, I, ...]``, in LNS."""
-    dims = weight.dim() - 2
+    input, dims = in_float32(input), weight.dim() - 2
     single = input.dim() == dims + 1
     y = input[None] if single else input
     options = _options(fmt, dims, stride, padding, dilation, groups)
