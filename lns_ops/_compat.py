@@ -60,15 +60,6 @@ def is_transforming() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
-def is_transformed(x: torch.Tensor) -> bool:
-    """Return whether ``torch.func`` wraps a tensor for a gradient or a batch; only private
-    functions tell (torch 2.13)."""
-    if not is_transforming():
-        return False
-    functorch = torch._C._functorch
-    return bool(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x))
-
-
 def written_arguments(operator: Any) -> list[Any]:
     """Return the arguments that an aten operator writes to; only its schema tells (torch 2.13)."""
     return [

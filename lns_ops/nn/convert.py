@@ -86,6 +86,11 @@ class _Encode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the float"
+                " module that lns_ops.revert_ gives back, or convert with scope='matmul'"
+            )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None
         named = {

@@ -83,7 +83,7 @@ class LNSTensor(torch.Tensor):
             ValueError: ``x`` holds a NaN or an infinity.
             NotImplementedError: a transform of ``torch.func`` goes on around the call.
         """
-        promotion.refuse_transforms(x)
+        promotion.refuse_transforms()
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
@@ -422,7 +422,7 @@ class _ToFloat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[LNSTensor, None]:
-        promotion.refuse_transforms(grad)
+        promotion.refuse_transforms()
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
         underflow.look(grad, ctx.fmt)

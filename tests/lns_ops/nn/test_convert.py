@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -421,3 +422,23 @@ def test_products_take_what_a_layer_of_the_other_scope_gives() -> None:
         out.sum().backward()
         assert isinstance(first.weight.grad, LNSTensor)
         assert type(second.weight.grad) is torch.Tensor
+
+
+REFUSED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "vmap": lambda model, x: torch.vmap(
+        lambda weights: torch.func.functional_call(model, weights, (x,))
+    )({name: torch.stack([p.detach()] * 2) for name, p in model.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_lns_graph_is_refused_in_words(name: str) -> None:
+    model = convert_(net(), lns12, scope="everywhere")
+    with pytest.raises(NotImplementedError, match=rf"{name}.*convert with scope='matmul'"):
+        REFUSED[name](model, torch.randn(2, 6))
+
+
+def test_products_are_exported() -> None:
+    model, x = convert_(net(), lns12), torch.randn(2, 6)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
