@@ -88,8 +88,8 @@ class _Encode:
     ) -> tuple[Any, dict[str, Any]] | None:
         if torch.compiler.is_exporting():
             raise NotImplementedError(
-                f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the float"
-                " module that lns_ops.revert_ gives back, or convert with scope='matmul'"
+                f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the"
+                " float module that lns_ops.revert_ gives back, or convert with scope='matmul'"
             )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None
