@@ -31,6 +31,9 @@ public does (torch 2.13)."""
 no_dispatch = _mode_utils.no_dispatch
 """Context in which an operator acts on the wrapper alone, for its shape and strides; nothing public
 does (torch 2.13)."""
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+"""How many hold a tensor; ``torch.utils.swap_tensors`` asks a parameter for it, by which
+``nn.Module.to`` moves subclasses, and nothing public does (torch 2.13)."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 """Walk nested arguments; torch has no public ones (torch 2.13)."""
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
@@ -55,15 +58,6 @@ def is_transforming() -> bool:
     """Return whether a transform of ``torch.func`` goes on; only a private function tells (torch
     2.13). Code that is traced is told no: the compiler cannot trace the question."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
-
-
-def is_transformed(x: torch.Tensor) -> bool:
-    """Return whether ``torch.func`` wraps a tensor for a gradient or a batch; only private
-    functions tell (torch 2.13)."""
-    if not is_transforming():
-        return False
-    functorch = torch._C._functorch
-    return bool(functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x))
 
 
 def written_arguments(operator: Any) -> list[Any]:

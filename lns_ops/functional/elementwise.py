@@ -114,19 +114,19 @@ define_operator(
     "encode",
     f"(Tensor x, {FORMAT}) -> Tensor",
     _encode_cpu,
-    lambda x, bits, fraction_bits: torch.empty_like(x, dtype=torch.int16),
+    lambda x, bits, fraction_bits: x.new_empty(x.shape, dtype=torch.int16),
 )
 define_operator(
     "decode",
     f"(Tensor codes, {FORMAT}, ScalarType dtype) -> Tensor",
     _decode_cpu,
-    lambda codes, bits, fraction_bits, dtype: torch.empty_like(codes, dtype=dtype),
+    lambda codes, bits, fraction_bits, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
 define_operator(
     "sqrt",
     f"(Tensor x, {FORMAT}) -> Tensor",
     _sqrt_cpu,
-    lambda x, bits, fraction_bits: torch.empty_like(x),
+    lambda x, bits, fraction_bits: x.new_empty(x.shape),
 )
 
 

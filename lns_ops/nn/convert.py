@@ -12,12 +12,10 @@ Two scopes:
   which :func:`summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
-  ordinary tensors; layers left out decode LNS inputs. Float buffers of a converted layer become
-  LNS too, except those of normalization layers (running statistics are float32,
-  :mod:`lns_ops.tensor.ops.normalization`) and those that hold infinities, which are masks. A module
-  that owns only buffers (rotary embeddings, tables of positions) stays float32: a frequency that is
-  wrong by 0.27 % is wrong by radians at position 1,000. Its results are encoded where they meet LNS
-  (:mod:`lns_ops.tensor.promotion`).
+  ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
+  they meet LNS (:mod:`lns_ops.tensor.promotion`): a counter or a running mean would stop where its
+  steps are less than half an ulp, and a frequency that is wrong by 0.27 % is wrong by radians at
+  position 1,000. So do parameters of integers.
 
 Layers may have different formats, and a module may be converted in steps, one scope or format at a
 time; where one layer's output enters a layer of another format it is re-encoded. What two formats
@@ -42,7 +40,7 @@ from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion
+from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion, underflow
 
 SCOPES = ("matmul", "everywhere")
 _PRODUCTS_INSIDE = (
@@ -59,16 +57,6 @@ _PRODUCTS_INSIDE = (
     nn.Linear,
 )
 """The layers with products."""
-_STATISTICS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
-
 Format = LNSFormat | str
 Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
@@ -98,6 +86,11 @@ class _Encode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the"
+                " float module that lns_ops.revert_ gives back, or convert with scope='matmul'"
+            )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None
         named = {
@@ -148,39 +141,36 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that scope ``everywhere`` converts."""
-    if isinstance(module, _STATISTICS):
-        return {}
-    found = {
-        n: b
-        for n, b in module.named_buffers(recurse=False, remove_duplicate=False)
-        if b.dtype.is_floating_point
-    }
-    return {
-        n: b for n, b in found.items() if isinstance(b, LNSTensor) or bool(torch.isfinite(b).all())
-    }
-
-
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """List a layer's own parameters, under each of their names."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
-def _convert_everywhere(
-    module: nn.Module, fmt: LNSFormat, encoded: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    """Convert a layer's parameters and buffers to LNS and hook its inputs.
+def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Parameter, LNSTensor]:
+    """Return the values in LNS of parameters of numbers; those of integers stay as they are.
 
-    ``encoded`` maps parameters to their LNS forms, so that layers which share one go on sharing it.
+    Raises:
+        ValueError: a parameter is complex, or holds a NaN or an infinity.
     """
+    found: dict[nn.Parameter, LNSTensor] = {}
+    for name, layer, fmt in chosen:
+        for its_name, parameter in _parameters(layer):
+            if parameter.is_floating_point() or parameter.is_complex():
+                try:
+                    found[parameter] = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
+                except ValueError as error:
+                    where = f"parameter {its_name} of layer {name or '(root)'!r}"
+                    raise type(error)(f"{where}: {error}") from error
+    return found
+
+
+def _convert_everywhere(
+    module: nn.Module, fmt: LNSFormat, successors: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
     for name, parameter in _parameters(module):
-        if parameter not in encoded:
-            values = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-            encoded[parameter] = successor(parameter, values)
-        setattr(module, name, encoded[parameter])
-    for name, buffer in _buffers(module).items():
-        setattr(module, name, LNSTensor(lns.encode(buffer, fmt), fmt))
+        if parameter in successors:
+            setattr(module, name, successors[parameter])
     _hook(module, _Encode(fmt))
 
 
@@ -358,7 +348,8 @@ def _convert_to_lns(
         _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
-    follow(module, _convert_layers([(layer, picked) for _, layer, picked in chosen], scope))
+    underflow.look_again()
+    follow(module, _convert_layers(chosen, scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
@@ -377,17 +368,18 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _convert_layers(
-    chosen: list[tuple[nn.Module, LNSFormat]], scope: str
+    chosen: list[tuple[str, nn.Module, LNSFormat]], scope: str
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Convert layers, and return which parameters have taken the place of which."""
-    encoded: dict[nn.Parameter, nn.Parameter] = {}
-    for layer, picked in chosen:
+    encoded = _encoded(chosen) if scope == "everywhere" else {}
+    successors = {parameter: successor(parameter, x) for parameter, x in encoded.items()}
+    for _, layer, picked in chosen:
         if scope == "matmul":
             _convert_matmul(layer, picked)
         else:
-            _convert_everywhere(layer, picked, encoded)
+            _convert_everywhere(layer, picked, successors)
         layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
-    return encoded
+    return successors
 
 
 def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
@@ -448,6 +440,9 @@ def summary(module: nn.Module) -> str:
     for name, layer in _owners(module):
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
+        kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
+        if conversion is None and kept is not None:  # a layer was parametrized later
+            conversion = Conversion(scope="everywhere", fmt=kept)
         scope, fmt = (
             (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
         )

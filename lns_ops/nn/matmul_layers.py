@@ -9,8 +9,8 @@ decoded, so results are rounded to the format whatever the accumulation. The bia
 float32. What is saved for the backward pass are the operands themselves, which the graph mostly
 holds anyway.
 
-A layer that does more than torch's own (a subclass with a forward of its own, a parametrized layer,
-nn.LSTM, nn.MultiheadAttention) keeps its forward; within it, the functions of :data:`_PRODUCTS` are
+A layer that does more than torch's own (a subclass with a forward of its own, nn.LSTM,
+nn.MultiheadAttention) keeps its forward; within it, the functions of :data:`_PRODUCTS` are
 LNS (:class:`_Products`). The scores of attention are no layer and stay float32, in
 nn.MultiheadAttention as elsewhere; so does the second sum of nn.Bilinear.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from lns_ops import functional as lns
@@ -30,6 +31,7 @@ from lns_ops._compat import is_transforming, reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor import in_float32, underflow
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -77,6 +79,7 @@ class _LinearMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
+        underflow.look(grad_BO, ctx.options[0])
         grad_x = _product(grad_BO, w.t(), *ctx.options) if ctx.needs_input_grad[0] else None
         grad_w = _product(grad_BO.t(), x.t(), *ctx.options) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None, None
@@ -87,19 +90,20 @@ _product = _in_two_forms(_LinearMatmul)
 
 def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
+    input = in_float32(input)  # of a layer that is LNS everywhere
     flat = input.reshape(-1, input.shape[-1])
     rows = weight if weight.dim() == 2 else weight[None]
     output = _product(flat, rows, fmt, get_matmul_accumulation())
     if bias is not None:
         output = output + bias
     shape = (*input.shape[:-1], *weight.shape[:-1])
-    return output if output.shape == shape else output.reshape(shape)
+    return (output if output.shape == shape else output.reshape(shape)).to(input.dtype)
 
 
 class LNSMatmulLinear(nn.Linear):
     """An nn.Linear whose matrix products are computed in LNS.
 
-    Parameters, bias addition, inputs and outputs are float32.
+    Parameters, bias addition, inputs and outputs are float32; outputs have the input's dtype.
 
     Shapes: input ``[..., in_features]``, output ``[..., out_features]``. Made by
     :func:`lns_ops.convert_`, not constructed. Products of either accumulation
@@ -153,6 +157,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
+        underflow.look(grad, ctx.options[1])
         sizes: dict[str, tuple[int, ...] | None] = {"y": None}
         # operands of each result, with the incoming gradient in the place of that result
         of_a, of_b = {
@@ -186,7 +191,7 @@ def _convolution(
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's convolution ``[B, I, ...]`` to ``[B, O, ...]`` (or without B), in LNS."""
-    dims = weight.dim() - 2
+    input, dims = in_float32(input), weight.dim() - 2
     single = input.dim() == dims + 1
     x = input[None] if single else input
     if isinstance(padding, str):
@@ -195,7 +200,7 @@ def _convolution(
     out = _convolved("y", x, weight, None, options)
     if bias is not None:
         out = out + bias.reshape(-1, *[1] * dims)
-    return out[0] if single else out
+    return (out[0] if single else out).to(input.dtype)
 
 
 def _options(
@@ -227,7 +232,7 @@ def _transposed_convolution(
     padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's transposed convolution ``[B, O, ...]`` to ``[B, I, ...]``, in LNS."""
-    dims = weight.dim() - 2
+    input, dims = in_float32(input), weight.dim() - 2
     single = input.dim() == dims + 1
     y = input[None] if single else input
     options = _options(fmt, dims, stride, padding, dilation, groups)
@@ -236,7 +241,7 @@ def _transposed_convolution(
     out = _convolved("x", y, weight, size, options)
     if bias is not None:
         out = out + bias.reshape(-1, *[1] * dims)
-    return out[0] if single else out
+    return (out[0] if single else out).to(input.dtype)
 
 
 class _LNSMatmulConv:
@@ -363,13 +368,29 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     """Return the class of scope ``matmul`` for a layer's class."""
     if original in LAYERS:
         return LAYERS[original]
+    if _is_parametrized(original):
+        return _on(layer_class(original.__bases__[0]), original)
     if original not in _MADE:
         _MADE[original] = type(f"LNSMatmul{original.__name__}", (_KeepsForward, original), {})
     return _MADE[original]
 
 
+def _is_parametrized(kind: type[nn.Module]) -> bool:
+    """Return whether torch made a class for one parametrized layer."""
+    return kind.__module__ == parametrize.__name__
+
+
+def _on(base: type[nn.Module], parametrized: type[nn.Module]) -> type[nn.Module]:
+    """Return a parametrized layer's class on another base, the only one, where torch finds it."""
+    own = {k: v for k, v in vars(parametrized).items() if k not in ("__dict__", "__weakref__")}
+    return type(f"Parametrized{base.__name__}", (base,), own)
+
+
 def original_class(made: type[nn.Module]) -> type[nn.Module]:
     """Return the class of which :func:`layer_class` made this one, or the class itself."""
+    if _is_parametrized(made):
+        base = original_class(made.__bases__[0])
+        return made if base is made.__bases__[0] else _on(base, made)
     own = {layer: original for original, layer in LAYERS.items()}.get(made)
     if own is not None:
         return own  # type: ignore[return-value]

@@ -26,9 +26,9 @@ remainder __mod__ __rmod__ fmod floor_divide div.Tensor_mode div.Scalar_mode __f
 __rfloordiv__ prod cumprod cummax cummin _cummax_helper _cummin_helper median nanmedian mode
 quantile nanquantile nansum nanmean unique unique_consecutive _unique _unique2 unique_dim histc
 bincount bucketize searchsorted isin isclose allclose cov corrcoef cdist _cdist_forward pdist
-_pdist_forward pairwise_distance cross embedding_renorm renorm trace inverse pinverse det logdet
-slogdet cholesky cholesky_solve cholesky_inverse qr svd lu lu_solve geqrf orgqr ormqr
-triangular_solve matrix_exp matrix_power lstsq eig grid_sample grid_sampler grid_sampler_2d
+_pdist_forward pairwise_distance cosine_similarity cross embedding_renorm renorm trace inverse
+pinverse det logdet slogdet cholesky cholesky_solve cholesky_inverse qr svd lu lu_solve geqrf orgqr
+ormqr triangular_solve matrix_exp matrix_power lstsq eig grid_sample grid_sampler grid_sampler_2d
 grid_sampler_3d affine_grid affine_grid_generator upsample_bicubic2d _upsample_bicubic2d_aa
 _upsample_bilinear2d_aa upsample_bilinear2d upsample_trilinear3d upsample_linear1d max_unpool1d
 max_unpool2d max_unpool3d rrelu fractional_max_pool2d fractional_max_pool3d

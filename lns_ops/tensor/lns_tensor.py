@@ -1,8 +1,6 @@
 """LNSTensor: the wrapper subclass, its dispatch, and conversion from and to float tensors.
 
-An operator in place takes its form out of place; a composite one that arrives whole (under
-``torch.inference_mode``) is taken apart by torch's own decomposition; one without an LNS form
-raises, or is computed in float32 (:mod:`lns_ops.tensor.fallback`).
+:mod:`lns_ops.tensor` says what becomes of an operator without an LNS form.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, integers, promotion
+from lns_ops.tensor import collectives, fallback, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
@@ -85,7 +83,7 @@ class LNSTensor(torch.Tensor):
             ValueError: ``x`` holds a NaN or an infinity.
             NotImplementedError: a transform of ``torch.func`` goes on around the call.
         """
-        promotion.refuse_transforms(x)
+        promotion.refuse_transforms()
         return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
 
     def to_float(self) -> Tensor:
@@ -370,11 +368,13 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     fmt = _format_of(args, kwargs)
     assert fmt is not None
     value = _whole_value if rounds(func.name().removeprefix("aten::")) else _value
-    result = func(*tree_map(value, args), **tree_map(value, kwargs))
-    encoded = tree_map(
-        lambda leaf: LNSTensor(lns.encode(leaf, fmt), fmt) if _is_real(leaf) else leaf, result
-    )
-    return args[0].copy_(encoded) if written else encoded
+    values = tree_map(value, args)
+    result = func(*values, **tree_map(value, kwargs))
+    if written:
+        for x, y in zip(tree_leaves(args[0]), tree_leaves(values[0]), strict=True):
+            x.copy_(y)
+        return result if result is None else args[0]
+    return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
 
 
 def _is_real(leaf: object) -> bool:
@@ -422,9 +422,10 @@ class _ToFloat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[LNSTensor, None]:
-        promotion.refuse_transforms(grad)
+        promotion.refuse_transforms()
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
+        underflow.look(grad, ctx.fmt)
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import is_transformed, tree_leaves, tree_map
+from lns_ops._compat import is_transforming, tree_leaves, tree_map
 from lns_ops.spec.format import LNSFormat
 
 encoded_by: Counter[str] = Counter()
@@ -46,13 +46,13 @@ def takes_floats(*functions: Any) -> None:
     KEPT.update(functions)
 
 
-def refuse_transforms(x: Tensor) -> None:
-    """Refuse to encode what a transform of ``torch.func`` wraps.
+def refuse_transforms() -> None:
+    """Refuse to encode within a transform of ``torch.func``, whether or not it wraps the values.
 
     Raises:
-        NotImplementedError: ``x`` is part of such a transform.
+        NotImplementedError: such a transform goes on.
     """
-    if is_transformed(x):
+    if is_transforming():
         raise NotImplementedError(
             "torch.func.grad, vmap, jvp and the like around LNS layers: LNS functions have no rules"
             " for them; use torch.autograd.grad, one call for each gradient (jacobian without"

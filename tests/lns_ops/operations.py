@@ -92,9 +92,10 @@ fmod floor_divide div.floor_rounding div.trunc_rounding prod cumprod cummax cumm
 mode quantile nansum unique unique_consecutive bucketize searchsorted isin isclose cdist cross
 renorm trace cov corrcoef linalg.inv linalg.det linalg.slogdet linalg.qr linalg.svd linalg.cholesky
 linalg.solve linalg.eigh matrix_exp linalg.matrix_power nn.functional.pairwise_distance
-nn.functional.grid_sample nn.functional.interpolate.bicubic nn.functional.max_unpool1d
-nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
-scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long bfloat16
+nn.functional.cosine_similarity nn.functional.grid_sample nn.functional.interpolate.bicubic
+nn.functional.max_unpool1d nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin
+scatter_reduce.mean scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long
+bfloat16
 """)
 """No arithmetic of their own in LNS: torch's own in float32, encoded once; so are gradients.
 Complex, boolean and integer results stay what they are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "mul": lns.mul,
     "div": lns.div,
 }
+_IN_FLOAT32 = (
+    "keep a moving average in float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)),"
+    " multi_avg_fn=...)"
+)
 
 
 def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
@@ -45,6 +49,12 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """
     name = func.overloadpacket.__name__
     x_codes, y_codes, fmt = operands(name, x, y)
+    if name == "mul" and type(y) is float and 0 < y < 1 and lns.number_code(y, fmt) == fmt.bias:
+        warnings.warn(
+            f"multiplication by {y:.6g} in {fmt}: it counts as 1, which is less than half a step"
+            f" away, so that a decay never moves; {_IN_FLOAT32}",
+            stacklevel=2,
+        )
     if x_codes.shape != y_codes.shape:
         _check_broadcast(name, x_codes, y_codes)
     if alpha != 1:
@@ -71,6 +81,16 @@ def _with_alpha(
     beyond = lns.absolute(product, fmt) == fmt.field_mask
     return torch.where(
         beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result
+    )
+
+
+@handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(func: Any, *args: Any) -> NoReturn:
+    raise ValueError(
+        "GradScaler with LNS gradients: looks for infinities, which LNS has not; leave it (fp16="
+        "False, mixed_precision='no') and multiply the loss by a power of two, which costs nothing"
+        " in LNS: (1024 * loss).backward(), with the same lr for Adam, one 1,024 times smaller for"
+        " SGD"
     )
 
 
@@ -130,8 +150,7 @@ def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
     if isinstance(weight, float) and 0 < weight < math.sqrt(1 + x.fmt.epsilon) - 1:
         warnings.warn(
             f"lerp from a to b with a weight of {weight:.3g} in {x.fmt}: leaves a as it is wherever"
-            " |b - a| <= |a|, as such steps are less than half an ulp; keep a moving average in"
-            " float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)), multi_avg_fn=...)",
+            f" |b - a| <= |a|, as such steps are less than half an ulp; {_IN_FLOAT32}",
             stacklevel=2,
         )
     return binary(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import DisableTorchFunction, collate_functions, no_dispatch
+from lns_ops._compat import DisableTorchFunction, collate_functions, no_dispatch, use_count
 from lns_ops.tensor.integers import taken_out
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
@@ -391,3 +391,23 @@ def storage(self: LNSTensor) -> NoReturn:
         " state_dict=lns_ops.serialization.to_floats(model.state_dict())), which convert_ makes"
         " the same codes of"
     )
+
+
+def _uses(self: LNSTensor) -> int:
+    """Return how many hold a parameter, of which ``nn.Module.to`` asks as it moves it.
+
+    Raises:
+        ValueError: a graph holds it, and would train what the module no longer has.
+    """
+    count = use_count(self)
+    if count > 2:  # itself, and where its gradient ends
+        raise ValueError(
+            f"LNS parameter of shape {tuple(self.shape)}: is held by the graph of an earlier"
+            " forward pass, so the module cannot be moved (to, cpu, float, share_memory): delete"
+            " outputs and losses first (del out, loss; keep loss.item(), out.detach()), compute"
+            " them under torch.no_grad(), or move the module before"
+        )
+    return count
+
+
+LNSTensor._use_count = _uses  # type: ignore[attr-defined]

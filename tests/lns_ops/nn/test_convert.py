@@ -4,6 +4,8 @@ loop."""
 from __future__ import annotations
 
 import collections
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import lns_ops
-from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, reference
+from lns_ops import LNSFormat, LNSTensor, convert_, lns8, lns12, lns16, reference, summary
 from lns_ops.nn import LNSMatmulLinear
 from lns_ops.optim import SGD, parameters_by_format
 
@@ -389,3 +391,54 @@ def test_containers_without_parameters_are_left_alone(scope: str) -> None:
     convert_(model, lns16, scope=scope)
     assert all(getattr(model, name) is value for name, value in kept.items())
     assert model.frozen["block"] is kept["frozen"]["block"]
+
+
+@pytest.mark.parametrize("bad", [math.inf, 1j], ids=["infinity", "complex"])
+def test_a_parameter_without_lns_values_is_named_and_nothing_changes(bad: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].weight = nn.Parameter(torch.full((2, 2), bad))
+    before = list(model.parameters())
+    with pytest.raises(ValueError, match="parameter weight of layer '1'"):
+        convert_(model, lns12, scope="everywhere")
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    assert "everywhere" not in summary(model)
+    model[0](torch.ones(1, 3)).sum().backward()  # no parameter has a successor
+    with torch.no_grad():
+        model[1].weight = nn.Parameter(torch.ones(2, 2))
+    convert_(model, lns12, scope="everywhere")
+
+
+def test_products_take_what_a_layer_of_the_other_scope_gives() -> None:
+    for first, second, shape in (
+        (nn.Linear(3, 4), nn.Linear(4, 2), (5, 3)),
+        (nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), (4, 2, 6)),
+    ):
+        torch.manual_seed(0)
+        convert_(second, "lns16")  # each by itself: neither call knows the other layer
+        convert_(first, "lns16", scope="everywhere")
+        x = torch.randn(shape)
+        out = second(first(x))
+        assert torch.equal(out, second(first(x).to_float()))
+        out.sum().backward()
+        assert isinstance(first.weight.grad, LNSTensor)
+        assert type(second.weight.grad) is torch.Tensor
+
+
+REFUSED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "vmap": lambda model, x: torch.vmap(
+        lambda weights: torch.func.functional_call(model, weights, (x,))
+    )({name: torch.stack([p.detach()] * 2) for name, p in model.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_lns_graph_is_refused_in_words(name: str) -> None:
+    model = convert_(net(), lns12, scope="everywhere")
+    with pytest.raises(NotImplementedError, match=rf"{name}.*convert with scope='matmul'"):
+        REFUSED[name](model, torch.randn(2, 6))
+
+
+def test_products_are_exported() -> None:
+    model, x = convert_(net(), lns12), torch.randn(2, 6)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))

@@ -193,9 +193,9 @@ def into_buckets(model: nn.Module) -> None:
 
 
 def with_buffer(model: nn.Module) -> None:
-    layer = nn.Linear(2, 2)
-    layer.register_buffer("scale", torch.ones(2))
-    lns_ops.distributed_data_parallel(lns_ops.convert_(layer, "lns16", scope="everywhere"))
+    layer = lns_ops.convert_(nn.Linear(2, 2), "lns16", scope="everywhere")
+    layer.register_buffer("scale", lns_ops.LNSTensor.from_float(torch.ones(2), "lns16"))
+    lns_ops.distributed_data_parallel(layer)
 
 
 def shard(model: nn.Module) -> None:

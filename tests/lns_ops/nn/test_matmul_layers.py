@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from lns_ops import convert_, decode, encode, lns8, lns12, lns16, revert_, summary
 from lns_ops import functional as lns
@@ -231,3 +231,45 @@ def test_gradients_of_single_examples_by_torch_func(name: str) -> None:
         single = torch.autograd.grad(loss(leaves, example), list(leaves.values()))
         for n, expected in zip(leaves, single, strict=True):
             torch.testing.assert_close(found[n][i], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_parametrizations_come_off_whenever_they_were_put_on(before: bool) -> None:
+    x, made = torch.randn(5, 6), []
+    for _ in range(2):  # torch has copies share a class, which it takes from both
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 4)
+        steps = (parametrizations.weight_norm, lambda m: convert_(m, lns12))
+        for step in steps if before else reversed(steps):
+            step(layer)
+        made.append(layer)
+    layer, other = made
+    expected = layer(x)
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is LNSMatmulLinear
+    assert torch.equal(layer(x), expected)
+    assert type(revert_(layer)) is nn.Linear
+    assert torch.equal(other(x), expected)
+    revert_(other)
+    assert torch.equal(other(x), F.linear(x, other.weight, other.bias))
+    parametrize.remove_parametrizations(other, "weight")
+    assert type(other) is nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_layer_returns_its_inputs_dtype(dtype: torch.dtype) -> None:
+    model = nn.Sequential(
+        nn.Conv1d(2, 3, 2), nn.ConvTranspose1d(3, 2, 2), nn.Linear(5, 4), nn.LayerNorm(4)
+    ).to(dtype)
+    convert_(model, lns16)
+    x = torch.randn(3, 2, 5, dtype=dtype, requires_grad=True)
+    out = model(x)
+    assert out.dtype == dtype
+    out.sum().backward()
+    assert all(p.grad.dtype == dtype for p in (x, *model.parameters()))
+
+
+def test_the_summary_knows_a_layer_that_was_parametrized_later() -> None:
+    layer = convert_(nn.Sequential(nn.Linear(3, 2)), lns12, scope="everywhere")
+    parametrizations.weight_norm(layer[0])
+    assert "float32" not in summary(layer)

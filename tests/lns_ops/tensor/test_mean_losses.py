@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import lns_ops
 from lns_ops import LNSTensor, convert_
+from lns_ops.tensor import underflow
 
 TERMS = 1024
 
@@ -64,6 +65,53 @@ def test_a_mean_over_few_terms_is_not() -> None:
     x, y = batch(32)
     out = convert_(net(), "lns12", scope="everywhere")(x)
     assert not said(lambda: F.cross_entropy(out, y))
+
+
+LOST_ON_THE_WAY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a mean of another name": lambda out, y: F.nll_loss(F.log_softmax(out, 1), y),
+    "a mean of one's own": lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
+    "mean()": lambda out, y: F.cross_entropy(out, y, reduction="none").mean(),
+}
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+@pytest.mark.parametrize("name", LOST_ON_THE_WAY)
+def test_a_gradient_that_underflows_as_it_enters_is_said_once(name: str, scope: str) -> None:
+    x, y = batch()
+    model = convert_(net(), "lns12", scope=scope)
+
+    def train() -> None:
+        for _ in range(3):
+            LOST_ON_THE_WAY[name](model(x), y).backward()
+
+    (message,) = said(train)
+    assert "% of it underflow in lns12" in message
+    assert "power of two" in message
+    assert not said(train)
+    convert_(net(), "lns12", scope=scope)  # another network begins anew
+    assert len(said(train)) == 1
+
+
+@pytest.mark.parametrize("fmt", ["lns12", "lns16"])
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+def test_a_gradient_that_keeps_what_counts_is_not_warned_of(scope: str, fmt: str) -> None:
+    x, y = batch()
+    model = convert_(net(), fmt, scope=scope)
+    scale = 1 if fmt == "lns12" else 1 / len(y)
+    sure = 20 * F.one_hot(y, 64)  # of such a row all gradients are below the range
+    sure[::2] = 0
+    assert not said(lambda: (F.cross_entropy(model(x), y, reduction="sum") * scale).backward())
+    assert not said(
+        lambda: (F.cross_entropy(model(x) + sure, y, reduction="sum") * scale).backward()
+    )
+
+
+def test_looking_for_what_underflows_ends() -> None:
+    x, y = batch(32)
+    model = convert_(net(), "lns12")
+    for _ in range(underflow.LOOKS):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    assert not said(lambda: (F.cross_entropy(model(x), y) / 4096).backward())
 
 
 def gradients(loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:

@@ -149,3 +149,13 @@ def test_a_norm_compiles() -> None:
     x = torch.randn(3, 4)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x).codes, loss(x).codes)
+
+
+def test_the_cosine_of_a_zero_row_has_torchs_gradient() -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    y, other = LNSTensor.from_float(x.detach()), torch.tensor([[1.0, 1.0], [2.0, 1.0]])
+    F.cosine_similarity(x, other).sum().backward()
+    F.cosine_similarity(y.requires_grad_(), LNSTensor.from_float(other)).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.allclose(y.grad.to_float(), x.grad, rtol=0.01)

@@ -224,3 +224,26 @@ def test_an_empty_index_adds_nothing() -> None:
 def test_bags_that_begin_before_the_one_before_are_refused() -> None:
     with pytest.raises(ValueError, match="must not fall"):
         functional.embedding_bag(torch.tensor([0, 1]), X, torch.tensor([0, 2, 1]))
+
+
+def test_a_gradient_scaler_is_told_of_powers_of_two() -> None:
+    model = lns_ops.convert_(nn.Linear(3, 2), "lns16", scope="everywhere")
+    optimizer, scaler = lns_ops.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.randn(4, 3)).to_float().sum()).backward()
+    with pytest.raises(ValueError, match="multiply the loss by a power of two"):
+        scaler.step(optimizer)
+
+
+@torch.library.custom_op("lns_tests::double_", mutates_args={"tensors"})
+def double_(tensors: list[Tensor]) -> None:
+    """An operation of somebody else that writes to a list."""
+    for each in tensors:
+        each.mul_(2)
+
+
+def test_the_fallback_writes_to_lists() -> None:
+    tensors = [lns([1.0, 2.0]), lns(4.0)]
+    with lns_ops.allow_float_fallback() as converted:
+        double_(tensors)
+    assert [t.to_float().tolist() for t in tensors] == [[2.0, 4.0], 8.0]
+    assert converted.counts.total() == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from lns_ops import LNSTensor, convert_, lns12, lns16, revert_
@@ -64,6 +65,20 @@ def test_a_shared_model_is_trained_by_another_process() -> None:
     process.join()
     assert process.exitcode == 0
     assert torch.equal(model.weight.to_float(), 2 * before)
+
+
+@pytest.mark.parametrize("move", ["cpu", "float", "share_memory"])
+def test_a_module_that_a_graph_holds_is_moved_when_the_graph_is_gone(move: str) -> None:
+    model = layer()
+    out = model(torch.ones(3, 2))
+    with pytest.raises(RuntimeError) as caught:
+        getattr(model, move)()
+    assert "delete outputs and losses first" in str(caught.value.__cause__ or caught.value)
+    out.sum().backward()
+    del out
+    gradient = model.weight.grad.codes.clone()
+    assert getattr(model, move)().weight.requires_grad
+    assert torch.equal(model.weight.grad.codes, gradient)
 
 
 class Examples(Dataset[Any]):
@@ -315,6 +330,22 @@ def test_moving_averages_are_kept_in_float32() -> None:
     assert torch.equal(stuck.module.weight.codes, start.codes)
     expected = before * (2 - 0.999**1_000)
     assert torch.allclose(average.module.weight, expected, rtol=1e-4)  # 1,000 roundings of float32
+
+
+def test_a_decay_that_counts_as_one_is_said() -> None:
+    model = layer()
+    average, others = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999)), copy.deepcopy(model)
+    average.update_parameters(model)
+    for decay in (
+        lambda: average.update_parameters(model),
+        lambda: others.weight.detach().mul_(0.999).add_(model.weight, alpha=0.001),
+    ):
+        with pytest.warns(UserWarning, match=r"by 0\.999 in lns16: it counts as 1.*revert_"):
+            decay()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for factor in (0.99, 1.0, 1.001, -0.999, 1):
+            model.weight.detach().mul_(factor)
 
 
 @pytest.mark.parametrize("module", ["half", "double", "bfloat16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -156,22 +157,34 @@ def test_summary_says_what_was_converted() -> None:
     ]
 
 
-def test_buffers_that_hold_values_are_converted_and_masks_and_statistics_are_not() -> None:
-    class Positions(nn.Module):
+def test_buffers_and_integers_stay_as_they_are() -> None:
+    class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(4))
+            self.order = nn.Parameter(torch.tensor([3, 105, 999]), requires_grad=False)
+            self.even = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
             self.register_buffer("positions", torch.linspace(0, 1, 4))
-            self.register_buffer("mask", torch.zeros(4).fill_(-torch.inf))
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("average", torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.positions
+            self.calls += 1
+            self.average.mul_(0.99).add_(x.detach().mean(0), alpha=0.01)
+            return x * self.scale + self.positions
 
-    model = convert_(nn.Sequential(Positions(), nn.BatchNorm1d(4)), lns12, "everywhere")
-    assert isinstance(model[0].positions, LNSTensor)
-    assert type(model[0].mask) is Tensor
-    assert type(model[1].running_var) is Tensor
-    assert isinstance(model(torch.randn(3, 4)), LNSTensor)
+    model = convert_(nn.Sequential(Counts(), nn.BatchNorm1d(4)), lns12, "everywhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(200):
+            out = model(torch.ones(3, 4))
+    assert isinstance(out, LNSTensor)
+    assert isinstance(model[0].scale, LNSTensor)
+    assert model[0].order.tolist() == [3, 105, 999]
+    assert model[0].even.tolist() == [True, False]
+    assert all(type(buffer) is Tensor for buffer in model.buffers())
+    assert model[0].calls == 200
+    assert torch.allclose(model[0].average, torch.tensor(1 - 0.99**200), rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
