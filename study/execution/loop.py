@@ -17,11 +17,11 @@ from study.execution.control import Control, Wish, grace_seconds, is_full
 from study.execution.leases import EPSILON
 from study.execution.pool import Machines, Pool
 from study.execution.ray_session import Session
-from study.execution.reports import Reports, began, metrics_of
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
+from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
