@@ -113,8 +113,8 @@ def _add_wishes(commands: Commands) -> None:
         "pause": "begin no more trials of a running study until `resume`; those that run go on",
         "stop": "begin no more trials of a running study, and end it when those that run are done",
         "cancel": (
-            "end a running study and its trials now; they continue from their checkpoints when it"
-            " is run again"
+            "end a running study: its trials write a checkpoint after the epoch under way, if that"
+            " takes no longer than 20 s, and go on from it when the study is run again"
         ),
     }.items():
         add_command(commands, name, functools.partial(_ask, name), text)
@@ -348,7 +348,7 @@ def _ask(name: str, options: argparse.Namespace) -> int:
     left = {
         "pause": f"`{lns_study('resume', options.study, storage=options.storage)}` goes on",
         "stop": "it ends when the trials that run are done",
-        "cancel": "its trials end now",
+        "cancel": "its trials end with the epoch under way",
     }
     print(f"{state.config.name}: asked to {name}; {left[name]}")
     return 0
