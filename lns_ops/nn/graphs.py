@@ -4,7 +4,8 @@ Eager, most of a step of a converted net is Python, which launches some thousand
 graph of them is launched at once. What it repeats are kernels and their arguments: Python in the
 step runs while it is captured and never again, so a step that reads a value on the host, or whose
 shapes depend on values, cannot be captured, and numbers that Python hands to kernels keep the
-values of the capture. A learning rate is such a number; its change is refused, not overlooked.
+values of the capture. A learning rate is such a number, whose change is refused, not overlooked,
+unless it is a tensor on the GPU.
 
 Source: CUDA C++ Programming Guide, "CUDA Graphs"; PyTorch documentation, "CUDA Graphs" in "CUDA
 semantics".
@@ -48,8 +49,9 @@ def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
 
     Tensors that are passed are copied into those of the capture; what is returned is overwritten by
     the next call. Random numbers are drawn anew in each. Faults (a NaN to encode) are counted as in
-    eager steps, and raised by :func:`lns_ops.check_faults`. Under a rate that varies, leave
-    ``optimizer.step()`` out of the step and call it after each.
+    eager steps, and raised by :func:`lns_ops.check_faults`. For a rate that varies, give the
+    optimizer a tensor on the GPU, ``lr=torch.tensor(0.1, device="cuda")``, which torch's schedulers
+    fill; or leave ``optimizer.step()`` out of the step and call it after each.
 
     Args:
         step: runs forward, backward and mostly an optimizer's step. Its arguments are tensors on
@@ -167,7 +169,8 @@ class _Graph:
                 raise ValueError(
                     f"cuda_graph: {type(optimizer).__name__} has changed since the capture:"
                     f" {', '.join(changed) or 'parameter groups'}: a graph repeats the captured"
-                    " options; leave optimizer.step() out of the step and call it after each"
+                    " options; give it lr=torch.tensor(..., device='cuda') if it is the rate, or"
+                    " leave optimizer.step() out of the step and call it after each"
                 )
 
 
@@ -234,10 +237,17 @@ def _optimizers_that_step() -> Iterator[list[Optimizer]]:
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group; tensors among them are those of the optimizer,
-    whose values kernels read."""
+    """Return the options of each parameter group.
+
+    Tensors on a GPU are the optimizer's own, whose values kernels read; one on the CPU is read as
+    the step is captured, and stands here with its value.
+    """
     return [
-        {key: value for key, value in group.items() if key != "params"}
+        {
+            key: value.tolist() if isinstance(value, Tensor) and not value.is_cuda else value
+            for key, value in group.items()
+            if key != "params"
+        }
         for group in optimizer.param_groups
     ]
 

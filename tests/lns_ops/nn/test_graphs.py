@@ -79,6 +79,23 @@ def test_replays_have_the_bits_of_eager_steps(
     assert_equal_bits(graphed.model, eager.model)
 
 
+@pytest.mark.gpu
+@needs_gpu
+def test_a_rate_on_the_gpu_varies_between_replays() -> None:
+    graphed, eager = Trained("lns12"), Trained("lns12")
+    rate = torch.tensor(0.002, dtype=torch.float64, device="cuda")
+    graphed.optimizer.param_groups[0]["lr"] = rate
+    graphed.model.eval()
+    eager.model.eval()
+    step = lns_ops.cuda_graph(graphed.step, warmup=1)
+    batch = torch.randn(8, 16).cuda(), torch.randint(4, (8,)).cuda()
+    for _ in range(STEPS):
+        assert float(step(*batch)) == float(eager.step(*batch))
+        rate.mul_(0.75)
+        eager.optimizer.param_groups[0]["lr"] *= 0.75
+    assert_equal_bits(graphed.model, eager.model)
+
+
 def captured() -> tuple[Trained, Callable[..., Tensor], tuple[Tensor, Tensor]]:
     trained = Trained("lns12")
     step = lns_ops.cuda_graph(trained.step, warmup=1)
