@@ -37,6 +37,9 @@ def load_model_tensors(
     """Load the tensors that :func:`model_tensors` returned into ``model`` and ``optimizer``.
 
     Names that the model does not have are left out.
+
+    Raises:
+        ValueError: the checkpoint has LNS codes of what is float in the model.
     """
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     optimizer.state.clear()
@@ -52,6 +55,11 @@ def load_model_tensors(
             else saved
         )
         if kind == "model":
+            if saved.dtype is torch.int16 and value is saved and parameter.is_floating_point():
+                raise ValueError(
+                    f"checkpoint: {name} is of LNS codes and of {parameter.dtype} in the model, as"
+                    " buffers are since 2026-11-26; train this trial again from its beginning"
+                )
             parameter.copy_(value)
         else:
             optimizer.state[parameter][keys[0]] = value
