@@ -389,7 +389,7 @@ def add_float(
 
 def _add_product(x: Tensor, direction: Tensor, alpha: float | Tensor) -> None:
     """Compute ``x += alpha direction``, rounded once to ``x``'s dtype."""
-    if not isinstance(alpha, Tensor) or not alpha.is_cuda:
+    if not isinstance(alpha, Tensor) or not alpha.is_cuda or alpha.device != x.device:
         x.add_(direction, alpha=float(alpha))
         return
     wide = torch.promote_types(x.dtype, torch.float32)  # torch.add computes in it, too

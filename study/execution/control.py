@@ -29,6 +29,7 @@ from typing import Any
 
 from study.config import LimitsConfig
 from study.errors import UserError, refusals
+from study.execution.user_files import JOB
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
@@ -45,6 +46,9 @@ FETCH_SECONDS = 2.0
 GRACE_VARIABLE, GRACE_SECONDS = "LNS_STUDY_GRACE_SECONDS", 20.0
 """Environment variable, and its default: how long a study that ends waits for checkpoints. Whoever
 starts it knows how long before the end the signal comes: a Slurm job sets more."""
+JOB_SECONDS = 1.0
+"""The default in a job of Ray's, which Ray kills three seconds after ``ray job stop``: ledger and
+report are ended in them, too."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
@@ -84,7 +88,7 @@ def grace_seconds() -> float:
     """
     said = os.environ.get(GRACE_VARIABLE, "")
     try:
-        seconds = float(said or GRACE_SECONDS)
+        seconds = float(said or (JOB_SECONDS if JOB in os.environ else GRACE_SECONDS))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
@@ -140,6 +144,10 @@ class Control:
         self._begun: set[str] = set()
         self.interrupted = False
         """Whether Ctrl-C was pressed."""
+        self.leaving = False
+        """Whether trials write their last checkpoint, since the study is cancelled."""
+        self.hurried = False
+        """Whether Ctrl-C was pressed while they did."""
         self.storage_error = ""
         """Error with which the storage refused a write; ends the study as *cancel* does."""
 

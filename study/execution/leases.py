@@ -408,14 +408,16 @@ class Cluster:
         lease: Lease | None = None
         try:
             host, address, names, node = self._answer(request.actor.describe.remote())
-            request.node, request.since = node, math.inf  # it waits no more
+            asked, request.node, request.since = request.node, node, math.inf  # it waits no more
             if self._refuses(request, host):
                 return
             if problem := self._lacks_data(request):
                 self._put_off(node, problem)
+                self._waits[asked] = self._waits[node]  # one for any node would land here again
                 self._drop(request)
                 return
             self._waits.pop(node, None)
+            self._waits.pop(asked, None)
             lease = Lease(
                 host=host,
                 address=address,

@@ -133,15 +133,20 @@ class Loop:
             and self._state.known[trial].config["sync"]["name"] != "asynchronous"
         }
         seconds = grace_seconds()
-        if not left or not seconds:
+        if not left or not seconds or self._ray_problem:
             return
+        self._control.leaving = True
         self._say(
             f"Ending: {counted(len(left), 'trial')} may finish the epoch under way and write a"
             f" checkpoint, for {seconds:g} s at most; interrupt once more to end at once"
         )
         self._pool.leave_after_epoch(left)
         until = time.monotonic() + seconds
-        while left.intersection(self._pool.running) and time.monotonic() < until:
+        while (
+            left.intersection(self._pool.running)
+            and time.monotonic() < until
+            and not self._control.hurried
+        ):
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=False, poll=False))
 
     def _has_ray(self) -> tuple[bool, bool]:
@@ -332,7 +337,7 @@ class Loop:
             }
         if how == STOPPED:
             return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
-        if how == LEFT:
+        if how == LEFT or (how == DIED and self._control.leaving):
             return None
         if how == REFUSED:
             return {"event": "failed", "trial": trial, "error": text}

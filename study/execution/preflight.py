@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from study.config import StudyConfig
+from study.execution.control import grace_seconds
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
@@ -53,6 +54,7 @@ def preflight(
     Raises:
         ValueError: the first thing that would make the study fail.
     """
+    grace_seconds()
     check_storage(plan.study.storage)
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)

@@ -23,6 +23,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -48,6 +49,8 @@ from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 DATA_SETS = 4
 """Largest number of data sets kept in memory."""
+DOUBLED_SECONDS = 1.0
+"""Seconds within which a second signal is the first one's."""
 LOG = "workers.log"
 """File in the study's folder with the output of the trials' processes."""
 
@@ -200,15 +203,26 @@ def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
 
 @contextmanager
 def _interrupts(control: Control) -> Iterator[None]:
-    """Turn the first Ctrl-C into a request to cancel; the second interrupts as usual."""
+    """Turn the first Ctrl-C into a request to cancel.
+
+    While trials leave, the next one ends them at once; any other interrupts as usual. What comes
+    within :data:`DOUBLED_SECONDS` of the first is the same notice, sent to a group as well.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    before, first = signal.getsignal(signal.SIGINT), -math.inf
 
     def cancel(*_: object) -> None:
+        nonlocal first
+        if time.monotonic() - first < DOUBLED_SECONDS:
+            return
+        if control.leaving and not control.hurried:
+            control.hurried = True
+        elif control.interrupted:
+            raise KeyboardInterrupt
+        first = time.monotonic()
         control.interrupted = True
-        signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, cancel)
     try:

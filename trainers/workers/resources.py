@@ -30,7 +30,10 @@ share so many trials at once were faster than fewer on an H200 (docs/benchmarks/
 larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
 other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
 FEW_LAYERS = 32
-"""Most layers of a net that shares a process; not measured."""
+"""Most layers of a net that shares a process, or a GPU with eleven others; not measured."""
+RECURRENT_UNITS = 8192
+"""Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
+steps keep some 8 GB."""
 CLASSES = 10
 
 
@@ -168,7 +171,13 @@ def choose_share(config: TrialConfig) -> float:
         return 1.0
     layers = [weights * places for weights, places in _layers(config)]
     macs = 3.0 * config.batch_size * sum(layers) / len(layers)
-    return next((share for most, share in SHARES if macs <= most), 1.0)
+    share = next((share for most, share in SHARES if macs <= most), 1.0)
+    # what is kept for the backward pass grows with depth and length, which the mean hides
+    is_long = len(layers) > FEW_LAYERS or (
+        config.model.name == "lstm"
+        and config.batch_size * config.model.arguments.width > RECURRENT_UNITS
+    )
+    return max(share, SHARES[-1][1]) if is_long else share
 
 
 def parameters(config: TrialConfig) -> float:

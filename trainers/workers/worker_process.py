@@ -234,10 +234,10 @@ class Worker:
             self._say(REPORT, trial, {**metrics, "seconds": seconds})
             if metrics["done"]:
                 return DONE
-            if leaves:
-                return LEFT
             if plan["waits"] and self._answers[trial].get() == STOP:
                 return STOPPED
+            if leaves:
+                return LEFT
             began = time.monotonic()
 
     def _leaves(self, trial: str, epoch: int) -> bool:

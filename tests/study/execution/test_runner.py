@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from study.config import StudyConfig
 from study.config.compose import change
 from study.errors import UserError
 from study.execution.control import GRACE_VARIABLE, grace_seconds
+from study.execution.runner import DOUBLED_SECONDS
+from study.execution.user_files import JOB
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
@@ -270,7 +273,9 @@ def test_a_study_ends_at_once_if_told_so(
 
     def say(line: str) -> None:
         lines.append(line)
-        if line.startswith("Ending: ") and said == "again":
+        if line.startswith("Ending: "):
+            signal.raise_signal(signal.SIGINT)  # the same notice, sent to the group as well
+            time.sleep(DOUBLED_SECONDS)
             signal.raise_signal(signal.SIGINT)
 
     def interrupt(event: Event) -> None:
@@ -290,10 +295,17 @@ def test_a_study_ends_at_once_if_told_so(
         assert not any(trial.checkpoints_left() for trial in trials)
 
 
-def test_a_grace_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grace_that_is_no_number_is_refused_before_work_starts(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert grace_seconds() == 20
+    monkeypatch.setenv(JOB, "{}")
+    assert grace_seconds() == 1
     monkeypatch.setenv(GRACE_VARIABLE, "soon")
+    study = tiny("no number", *LEFT)
     with pytest.raises(UserError, match=f"{GRACE_VARIABLE}=soon: must be a number of seconds"):
-        grace_seconds()
+        run(study)
+    assert not study.folder.exists()
 
 
 def interrupt_at(epoch: int) -> Callable[[Event], None]:
