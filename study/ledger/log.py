@@ -4,7 +4,7 @@ It is the source of truth. MLflow and the report are made from it and can be mad
 each with ``event`` and ``time`` (seconds since 1970)::
 
     planned     a run of the study begins: config, trials, data, code; stated, the digest of what
-                the study states
+                the study states; prepared, the seconds from the command to here
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
     started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
                                                                 cpus, gpus; pid and host of a

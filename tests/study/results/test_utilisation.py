@@ -295,13 +295,7 @@ def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[H
             TAIL,
             "idle: 79 % at the end, when no trial was left to start",
         ),
-        (
-            [*of(4, 40, reports=[30.0, 35.0])],
-            (4, 0),
-            None,
-            STARTS,
-            "25 % went into starting trials",
-        ),
+        ([*of(4, 40, reports=[30.0, 35.0])], (4, 0), None, STARTS, "25 % went into starts"),
     ],
 )
 def test_what_held_a_run_is_found_and_said(
@@ -339,8 +333,8 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
     state = fold(with_slots(made_up_events(tiny("words"))))
     assert sentences(state) == [
         (
-            "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the"
-            " last one's end."
+            "Utilisation 2 % of the CPUs from the plan, 47 % from the first trial's start to the"
+            " last one's end; 2 % from the plan without starts."
         ),
         (
             "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those"
@@ -413,3 +407,59 @@ def test_the_way_to_the_first_epoch_by_stage() -> None:
     unheard = [Held(trial="a", begin=4.0, end=None)]
     assert first_epoch(run_of(unheard, [(1.5, 2, 0)], None)) == ""
     assert first_epoch(None) == ""
+
+
+def test_what_passed_from_the_command_to_the_plan_counts() -> None:
+    """Both trials of :data:`TWO` hold a CPU of four for 60 s in all, and 30 s passed before."""
+    run = run_of(TWO, [(5, 4, 0)], 100, prepared=30.0)
+    use = utilisation(run)
+    assert use is not None
+    assert (use.share, use.training) == (60 / (4 * 130), 60 / 160)
+    assert what_held(run)[BEFORE] == pytest.approx(4 * 40 / (4 * 130))
+    assert first_epoch(run) == (
+        "first epoch 50.0 s after the command: 30.0 s until it was planned, 5.0 s until the"
+        " machines were up, 5.0 s until a trial started, 10.0 s until one reported"
+    )
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_the_words_are_from_where_the_figures_are(tiny: Tiny, noted: bool) -> None:
+    events = with_slots(made_up_events(tiny("words")))
+    if noted:
+        events[0]["prepared"] = 1000.0
+    state = fold(events)
+    began = "command" if noted else "plan"
+    assert sentences(state)[0] == (
+        f"Utilisation {1 if noted else 2} % of the CPUs from the {began}, 47 % from the first"
+        f" trial's start to the last one's end; {1 if noted else 2} % from the {began} without"
+        " starts."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "seconds", "start"),
+    [
+        ([90.0], [10.0], 80.0),  # its process says how long the epoch took
+        ([90.0, 100.0], [85.0, None], 80.0),  # Ray Train's says all since it began to start
+        ([90.0, 100.0], None, 80.0),  # an earlier ledger
+        ([90.0, 95.0], [10.0, 5.0], 85.0),  # the first epoch compiles
+        ([90.0], [None], 0.0),  # nobody knows
+    ],
+)
+def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
+    reports: list[float], seconds: list[float | None] | None, start: float
+) -> None:
+    """A gang has both CPUs from the first moment to the last."""
+    held = [
+        Held(trial="a", begin=0, end=100, slots=[0, 1], cpus=2.0, reports=reports, seconds=seconds)
+    ]
+    run = run_of(held, [(0, 2, 0)], 100)
+    use = utilisation(run)
+    assert use is not None
+    assert (use.share, use.training) == (1.0, 1.0)
+    assert use.trained == pytest.approx(1 - start / 100)
+    assert remark(run) == (
+        f"Slots were in use for 100 % of the CPUs' time; {start:.0f} % went into starts."
+        if start
+        else ""
+    )
