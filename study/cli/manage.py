@@ -26,7 +26,7 @@ TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
 PLACE = ("address", "insecure", "cpus", "max_concurrent", "tracking_uri")
 """Keys that say where a study runs, and nothing of what it is."""
 Commands = Any  # argparse's subparsers, generic in stubs alone
-Run = Callable[["StudyConfig", bool, str], int]
+Run = Callable[["StudyConfig", bool, str, float], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
@@ -313,7 +313,7 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
         return _say_nothing_failed(options, state)
     with refusals():
         study = continued(extended(state, options.overrides), folder)
-    return run(study, options.plain, only)
+    return run(study, options.plain, only, options.began)
 
 
 def _check_place(options: argparse.Namespace) -> None:

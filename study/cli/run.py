@@ -203,6 +203,7 @@ def _run(options: argparse.Namespace) -> int:
         code = run_config(
             study,
             options.plain or options.job,
+            began=options.began,
             again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
         )
@@ -210,11 +211,17 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def run_config(
-    study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None
+    study: StudyConfig,
+    plain: bool,
+    only: str = "all",
+    began: float | None = None,
+    *,
+    again: str = "",
+    node: Node | None = None,
 ) -> int:
     """Run a study's config and print its outcome; return the exit code.
 
-    ``again`` is the command that continues it.
+    ``again`` is the command that continues it, ``began`` when this one did.
     """
     from rich.console import Console
 
@@ -224,7 +231,7 @@ def run_config(
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         outcome = run_study(
-            study, make_view(console, plain), lambda line: _say(console, line), only, node
+            study, make_view(console, plain), lambda line: _say(console, line), only, node, began
         )
     except KeyboardInterrupt:
         print(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from study.api import _say_unused_gpus, run_study
+from study.cli import main
 from study.config import StudyConfig
+from study.errors import UserError
 from study.ledger.log import read_ledger
 from study.ledger.slots import Run
 from study.ledger.state import StudyState, fold
@@ -463,3 +467,26 @@ def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
         if start
         else ""
     )
+
+
+def test_a_run_notes_when_its_command_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic() - 1000
+    outcome = run_study(tiny("noted", "trial.epochs=1"), SilentView(), print, began=began)
+    (run,) = outcome.state.runs
+    assert run.from_command
+    assert run.planned - run.begin >= 1000
+
+    def refuse(*arguments: object) -> None:
+        said.append(arguments[-1])
+        raise UserError("seen")
+
+    said: list[object] = []
+    monkeypatch.setattr("study.api.run_study", refuse)
+    words = ["run", str(tmp_path / "tiny.yaml"), "name=other", f"storage={tmp_path}"]
+    before = time.monotonic()
+    assert main(words) == 2
+    (called,) = said
+    assert isinstance(called, float)
+    assert before <= called <= time.monotonic()
