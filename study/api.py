@@ -185,16 +185,10 @@ def _enter_plan(
 ) -> None:
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     stated = state_claims(plan.study.to_dict())
-    noted = {} if began is None else {"prepared": time.monotonic() - began}
-    ledger.append(
-        "planned",
-        ledger=ledger.id,
-        **plan.to_event(),
-        only=only,
-        stated=stated,
-        **made_with,
-        **noted,
-    )
+    noted: dict[str, Any] = {"only": only, "stated": stated}
+    if began is not None:
+        noted["prepared"] = time.monotonic() - began
+    ledger.append("planned", ledger=ledger.id, **plan.to_event(), **noted, **made_with)
 
 
 def _begin(
