@@ -123,10 +123,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="estimate how long a study would take on more machines, without running it",
         description=(
-            "Simulate a study's trials and scheduler on numbers of slots (trials at a time):"
-            " makespan, utilisation, what is ended early, load on MLflow. Times and curves come"
-            " from studies in the storage where they have like trials, else from --seconds and"
-            " synthetic curves."
+            "Simulate a study's trials and scheduler on numbers of slots, of which a trial takes"
+            " one a worker: makespan, utilisation, what is ended early, load on MLflow. Times and"
+            " curves come from studies in the storage where they have like trials, else from"
+            " --seconds and synthetic curves."
         ),
     )
     simulate.add_argument(
@@ -143,7 +143,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         nargs="+",
         default=[1, 10, 100, 1000],
-        help="trials at a time (default: 1 10 100 1000)",
+        help="processes at a time (default: 1 10 100 1000)",
     )
     simulate.add_argument(
         "--seconds",
@@ -303,6 +303,10 @@ def _simulate(options: argparse.Namespace) -> int:
     lines = []
     for slots in options.slots:
         found = simulate(plan, slots, seconds, error)
+        if found.unfit:
+            more = f"{counted(found.unfit, 'trial')} of more workers"
+            lines.append([str(slots), more, *["-"] * (len(SIMULATED) - 2)])
+            continue
         lines.append(
             [
                 str(slots),
