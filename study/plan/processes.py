@@ -5,10 +5,13 @@ The rules are those of :mod:`trainers.workers.resources`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
-from study.plan.plan import Plan
+from study.config import SearchConfig
+from study.plan.plan import Plan, make_plan
+from study.plan.trials import PlannedTrial
 from study.text import counted
 from trainers.config import TrialConfig
 from trainers.workers.resources import (
@@ -25,25 +28,37 @@ FASTER = {
     1 / 4: " train 1.8 to 2.3 times as fast four at a time as by turns (an H200)",
 }
 """What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
-ROWS_NAMED = 3
+DRAWN = 64
+"""Number of random configurations that stand for what a search will propose."""
 
 
 def describe_processes(plan: Plan) -> Iterator[str]:
     """Yield a line on each kind of process that a plan's trials train in, and why.
 
-    Of a search that has proposed nothing yet it is what the first valid trials of its rows get.
+    Of a search that has proposed nothing yet it is what random configurations of its space get.
     """
     if plan.study.executor == "train":
         yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
         return
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for trial in plan.trials or plan.first:
-        kinds[_describe(plan.study.executor, trial.config)].append(trial.row)
-    for kind, rows in kinds.items():
-        named = list(dict.fromkeys(rows))
-        some = ", ".join(named[:ROWS_NAMED]) + (", ..." if len(named) > ROWS_NAMED else "")
-        who = counted(len(rows), "trial") if plan.trials else f"proposals of {some}"
-        yield f"Processes: {who}: {kind}"
+    trials = plan.trials or _like_proposals(plan)
+    kinds = Counter(_describe(plan.study.executor, trial.config) for trial in trials)
+    for kind, count in kinds.items():
+        share = f"{100 * count / len(trials):.0f} % of the space (at random)"
+        yield f"Processes: {counted(count, 'trial') if plan.trials else share}: {kind}"
+
+
+def _like_proposals(plan: Plan) -> tuple[PlannedTrial, ...]:
+    """Return trials at random points of the space of an adaptive search, or its first valid ones.
+
+    What it will propose is unknown.
+    """
+    study = plan.study
+    search = SearchConfig(algorithm="random", num_samples=DRAWN, objectives=study.search.objectives)
+    try:
+        random = make_plan(dataclasses.replace(study, search=search), download=False)
+    except ValueError:
+        return plan.first
+    return random.trials or plan.first
 
 
 def _describe(executor: str, config: TrialConfig) -> str:

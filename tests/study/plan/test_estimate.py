@@ -144,8 +144,16 @@ def test_a_plan_says_which_processes_proposals_will_get(tiny: Tiny) -> None:
         "baseline=null",
         "rows=[{label: one}, {label: gang, overrides: {workers: 2}}]",
     )
-    assert lines(study, "Processes: ") == [
-        "Processes: proposals of one: one each (executor=auto): only small nets on a GPU share"
-        " processes by themselves",
-        "Processes: proposals of gang: a gang of 2 each, a process a worker (trial.workers)",
+    assert sorted(lines(study, "Processes: ")) == [
+        "Processes: 50 % of the space (at random): a gang of 2 each, a process a worker"
+        " (trial.workers)",
+        "Processes: 50 % of the space (at random): one each (executor=auto): only small nets on a"
+        " GPU share processes by themselves",
     ]
+
+
+def test_what_a_space_holds_is_told_with_its_shapes(tiny: Tiny) -> None:
+    (study, changes) = "shapes", ["baseline=null", "rows=[]", "search={algorithm: tpe}"]
+    found = lines(tiny(study, *changes, "space={workers: {choice: [1, 2]}}"), "Processes: ")
+    assert len(found) == 2
+    assert any("a gang of 2 each" in line for line in found)
