@@ -1,6 +1,6 @@
 """Time the study engine beside bare Ray Tune, both in the same run on the same machine.
 
-    python scripts/bench_study.py [--trials N] [--only WORD ...] [--long] [--json FILE]
+    python scripts/bench_study.py [NAME ...] [--trials N] [--long] [--json FILE]
 
 Trials of :mod:`bench_executors` compute nothing, so that what is left is the engine's own cost:
 plan, ledger (fsynced), processes, MLflow.
@@ -40,7 +40,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -452,31 +452,40 @@ def long() -> None:
     report("seconds a trial at 10,000 trials", large, "s", f"{large / small:.2f} times")
 
 
-def main() -> None:
-    """Run and print everything asked for."""
+PARTS: dict[str, Callable[[int], None]] = {
+    "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang,
+    "memory": memory, "rate": rate, "driver": driver, "config": config,
+    "house": house, "raylets": raylets,
+}  # fmt: skip
+BY_NAME = ("house", "raylets")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options; ``names`` are the parts to run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {' '.join(PARTS)}")
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="the same")
     parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        help="of: slots noop tracked metrics gang memory rate driver config house raylets",
-    )
     parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args(arguments)
+    wanted = [*options.names, *options.only]
+    if unknown := [name for name in wanted if name not in PARTS]:
+        parser.error(f"{unknown[0]!r}: not one of {' '.join(PARTS)}")
+    options.names = [name for name in PARTS if name in wanted or not (wanted or name in BY_NAME)]
+    return options
+
+
+def main() -> None:
+    """Run and print everything asked for."""
+    options = parse()
     os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     cores = len(os.sched_getaffinity(0))
     print(f"Ray {ray.__version__}, Python {platform.python_version()}, {cores} cores")
-    parts: dict[str, Callable[[int], None]] = {
-        "slots": slots, "noop": noop, "tracked": tracked, "metrics": metrics, "gang": gang,
-        "memory": memory, "rate": rate, "driver": driver, "config": config,
-        "house": house, "raylets": raylets,
-    }  # fmt: skip
-    for name, part in parts.items():
-        if name in (options.only or [name for name in parts if name not in ("house", "raylets")]):
-            part(options.trials)
+    for name in options.names:
+        PARTS[name](options.trials)
     if options.long:
         long()
     if options.json:

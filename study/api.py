@@ -97,6 +97,7 @@ def run_study(
     say: Callable[[str], None],
     only: str = ALL,
     node: Node | None = None,
+    began: float | None = None,
 ) -> Outcome:
     """Run a study, or what is left of it.
 
@@ -107,12 +108,14 @@ def run_study(
         only: ``all`` for all trials that have not finished, ``unfinished`` for those of them that
             have not failed, ``failed`` for the failed ones.
         node: node of this machine, if it has begun to load what trials need; ended with the study.
+        began: when the command began, on the clock of :func:`time.monotonic`; None for now.
 
     Raises:
         UserError: the study cannot start, and nothing was done; or its storage is full, and the
             same command goes on once it is not.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
+    began = time.monotonic() if began is None else began
     with _opened(study, say, node) as (plan, data, ledger, before, node):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
@@ -126,7 +129,7 @@ def run_study(
                 f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
-        return _run(plan, data, ledger, before, view, say, only, node)
+        return _run(plan, data, ledger, before, view, say, only, node, began)
 
 
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
@@ -180,14 +183,17 @@ def _in_plan(plan: Plan, state: StudyState) -> bool:
     return all(trial.id in last for trial in plan.trials)
 
 
-def _enter_plan(plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str) -> None:
+def _enter_plan(
+    plan: Plan, data: list[dict[str, Any]], ledger: Ledger, only: str, began: float | None = None
+) -> None:
     made_with = {"data": data, "provenance": provenance(), "hardware": hardware()}
     if launch := launch_of_job(LOADED):
         made_with["launch"] = launch
     stated = state_claims(plan.study.to_dict())
-    ledger.append(
-        "planned", ledger=ledger.id, **plan.to_event(), only=only, stated=stated, **made_with
-    )
+    noted: dict[str, Any] = {"only": only, "stated": stated}
+    if began is not None:
+        noted["prepared"] = time.monotonic() - began
+    ledger.append("planned", ledger=ledger.id, **plan.to_event(), **noted, **made_with)
 
 
 def _begin(
@@ -197,10 +203,11 @@ def _begin(
     state: StudyState,
     only: str,
     say: Callable[[str], None],
+    began: float,
 ) -> None:
     """Enter the plan of a run, and say what is left of it."""
     try:
-        _enter_plan(plan, data, ledger, only)
+        _enter_plan(plan, data, ledger, only, began)
         longer = continuations(ledger, state)
     except LedgerError as error:
         refused = f"storage: ledger: {error}; nothing was started"
@@ -220,11 +227,12 @@ def _run(
     say: Callable[[str], None],
     only: str,
     node: Node,
+    began: float,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
     ledger.listen(state.apply)
-    _begin(plan, data, ledger, state, only, say)
+    _begin(plan, data, ledger, state, only, say, began)
     folder = plan.study.folder
     artifacts, shown = _artifacts(plan.study), lambda where: _say_where(plan, where, say)
     tracker = make_tracker(folder, plan.study.tracking, artifacts, say, shown)

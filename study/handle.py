@@ -15,6 +15,7 @@ Everything is read from the study's ledger, also of a study that runs elsewhere.
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -198,16 +199,18 @@ class Study:
         Raises:
             UserError: a change is bad, or the study cannot start; nothing was done.
         """
+        began = time.monotonic()
         with refusals():
             changed = extended(self.state, as_overrides({**(overrides or {}), **keys}))
             study = continued(changed, self.folder)
-        return _run(study, ALL)
+        return _run(study, ALL, began)
 
     def resume(self) -> Study:
         """Run what is left, without the trials that failed."""
+        began = time.monotonic()
         with refusals():
             study = continued(self.config, self.folder)
-        return _run(study, UNFINISHED)
+        return _run(study, UNFINISHED, began)
 
     def report(self, tracking_uri: str | None = None) -> Path:
         """Write the report again, send MLflow what it lacks, and return the report's page."""
@@ -261,7 +264,8 @@ def run(
         UserError: a change or the config is bad, or the study cannot start; nothing was done.
         KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
     """
-    return _run(_compose(config, overrides, keys), ALL)
+    began = time.monotonic()
+    return _run(_compose(config, overrides, keys), ALL, began)
 
 
 def create(
@@ -300,11 +304,11 @@ def _compose(
         return load_config(source, as_overrides(changes), print, small=small)
 
 
-def _run(config: StudyConfig, only: str) -> Study:
+def _run(config: StudyConfig, only: str, began: float) -> Study:
     from rich.console import Console
 
     console = Console()
-    outcome = run_study(config, make_view(console), _say_on(console), only)
+    outcome = run_study(config, make_view(console), _say_on(console), only, began=began)
     _say_tracking(outcome)
     return Study(outcome.report.parent)
 

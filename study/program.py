@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +44,16 @@ def lns_study(*words: str, storage: str = STORAGE) -> str:
     return " ".join(
         [_program(), *(shlex.quote(without_password(word)) for word in (*words, *option))]
     )
+
+
+def process_began() -> float:
+    """Return when this process began, on the clock of :func:`time.monotonic`.
+
+    The system notes it in ticks since boot; its wall clock knows boot to a second only.
+    """
+    after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def _program() -> str:

@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Sequence
 
 from study.cli.data import add_data
@@ -23,7 +24,7 @@ from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulat
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import UserError
-from study.program import NAME, own_version
+from study.program import NAME, own_version, process_began
 from study.text import nearest
 
 DESCRIPTION = """\
@@ -44,9 +45,14 @@ each, and compare the test errors.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line; return the exit code.
+
+    ``options.began`` is when the command began: with this process, or with a call from Python.
+    """
+    began = process_began() if arguments is None else time.monotonic()
     _print_whatever_the_locale()
     options = parse(arguments)
+    options.began = began
     for notice in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(notice) is not signal.SIG_IGN:
             signal.signal(notice, _interrupt)

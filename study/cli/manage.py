@@ -26,7 +26,7 @@ TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
 PLACE = ("address", "insecure", "cpus", "max_concurrent", "tracking_uri")
 """Keys that say where a study runs, and nothing of what it is."""
 Commands = Any  # argparse's subparsers, generic in stubs alone
-Run = Callable[["StudyConfig", bool, str], int]
+Run = Callable[["StudyConfig", bool, str, float], int]
 
 
 def add_commands(commands: Commands, run: Run) -> None:
@@ -202,8 +202,9 @@ def _status(options: argparse.Namespace) -> int:
 
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
     from study.cli.progress import render
+    from study.execution.launched import launch_stages
     from study.manage.studies import condition
-    from study.results.utilisation import first_epoch, launch_stages
+    from study.results.utilisation import first_epoch
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
@@ -314,7 +315,7 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
         return _say_nothing_failed(options, state)
     with refusals():
         study = continued(extended(state, options.overrides), folder)
-    return run(study, options.plain, only)
+    return run(study, options.plain, only, options.began)
 
 
 def _check_place(options: argparse.Namespace) -> None:

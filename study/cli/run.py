@@ -123,10 +123,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="estimate how long a study would take on more machines, without running it",
         description=(
-            "Simulate a study's trials and scheduler on numbers of slots (trials at a time):"
-            " makespan, utilisation, what is ended early, load on MLflow. Times and curves come"
-            " from studies in the storage where they have like trials, else from --seconds and"
-            " synthetic curves."
+            "Simulate a study's trials and scheduler on numbers of slots, of which a trial takes"
+            " one a worker: makespan, utilisation, what is ended early, load on MLflow. Times and"
+            " curves come from studies in the storage where they have like trials, else from"
+            " --seconds and synthetic curves."
         ),
     )
     simulate.add_argument(
@@ -143,7 +143,7 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         nargs="+",
         default=[1, 10, 100, 1000],
-        help="trials at a time (default: 1 10 100 1000)",
+        help="processes at a time (default: 1 10 100 1000)",
     )
     simulate.add_argument(
         "--seconds",
@@ -203,6 +203,7 @@ def _run(options: argparse.Namespace) -> int:
         code = run_config(
             study,
             options.plain or options.job,
+            began=options.began,
             again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
         )
@@ -210,11 +211,17 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def run_config(
-    study: StudyConfig, plain: bool, only: str = "all", again: str = "", node: Node | None = None
+    study: StudyConfig,
+    plain: bool,
+    only: str = "all",
+    began: float | None = None,
+    *,
+    again: str = "",
+    node: Node | None = None,
 ) -> int:
     """Run a study's config and print its outcome; return the exit code.
 
-    ``again`` is the command that continues it.
+    ``again`` is the command that continues it, ``began`` when this one did.
     """
     from rich.console import Console
 
@@ -224,7 +231,7 @@ def run_config(
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         outcome = run_study(
-            study, make_view(console, plain), lambda line: _say(console, line), only, node
+            study, make_view(console, plain), lambda line: _say(console, line), only, node, began
         )
     except KeyboardInterrupt:
         print(
@@ -296,6 +303,10 @@ def _simulate(options: argparse.Namespace) -> int:
     lines = []
     for slots in options.slots:
         found = simulate(plan, slots, seconds, error)
+        if found.unfit:
+            more = f"{counted(found.unfit, 'trial')} of more workers"
+            lines.append([str(slots), more, *["-"] * (len(SIMULATED) - 2)])
+            continue
         lines.append(
             [
                 str(slots),

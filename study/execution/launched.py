@@ -13,6 +13,8 @@ import os
 import time
 from pathlib import Path
 
+from study.ledger.slots import Run
+
 VARIABLE = "LNS_STUDY_LAUNCHED"
 """Environment variable ``SECONDS,TIME``: seconds of packing, and the time of the submission."""
 START = 19
@@ -43,3 +45,26 @@ def _start() -> float:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age
+
+
+def launch_stages(run: Run | None) -> str:
+    """Describe in a line how long a launched run took to its plan, by stage; "" of any other run.
+
+    The submission is timed by the machine that launched, the rest by that of the job.
+    """
+    if run is None or not run.launch:
+        return ""
+    times, joint = run.launch, ", "
+    if "submitted" not in times:
+        began, joint = "the job was started again", "; "
+    else:
+        waited = times["started"] - times["submitted"]
+        began = f"packed in {times['packing']:.1f} s, submitted; " + (
+            f"{waited:.1f} s until the job started"
+            if waited >= 0
+            else "the job started (the two machines' clocks disagree)"
+        )
+    return (
+        f"{began}{joint}{times['loaded'] - times['started']:.1f} s until its code was loaded,"
+        f" {run.planned - times['loaded']:.1f} s until the study was planned"
+    )

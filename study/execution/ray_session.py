@@ -50,6 +50,9 @@ ENVIRONMENT = {
     # by default one process per CPU; a study needs one per machine
     "RAY_prestart_worker_first_driver": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    # since 2.60 `ray start --block` waits 30 s at SIGTERM for Serve's replicas to move elsewhere; a
+    # Ray of the study's own has no other node, and its trials have ended
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_DEDUP_LOGS": "1",
     "PYTHONWARNINGS": "ignore",
 }

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import queue
 import signal
 import threading
@@ -39,7 +38,7 @@ from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
 from study.plan.plan import Plan
-from study.plan.resources import local_cpus
+from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
@@ -193,12 +192,7 @@ def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
         trial.config.device == "cuda" for trial in agenda.trials
     ):
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]
+    return visible_gpus()
 
 
 @contextmanager

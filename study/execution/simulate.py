@@ -1,7 +1,8 @@
 """Simulation of a study on machines that one does not have, by discrete events.
 
-Trials start where a slot is free, take their seconds per epoch, report, and are ended by the
-study's own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are
+Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), take their
+seconds per epoch, report, and are ended by the study's own scheduler (Ray Tune's, fed by the same
+reports). Nothing trains: a trial's errors are
 those of a recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a,
 b, c come from the trial's id alone. Reports at one time are taken in the order in which their
 trials began.
@@ -16,8 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import heapq
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from collections.abc import Callable, Sequence
 from study.execution.schedulers import Scheduler, make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
+from study.plan.packing import Need, pack
 from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 
@@ -37,12 +37,13 @@ class SimulatedRun:
     """Result of a simulation with one number of slots.
 
     Attributes:
-        slots: number of trials at a time.
+        slots: number of slots, the places of a process each.
         makespan: seconds from the first trial's start to the last one's end.
         idle: share of the slots' time in which none trained.
         epochs, saved: epochs computed, and epochs saved because trials were ended early.
         early: number of trials ended early.
         requests: requests per second to the tracking store, on average.
+        unfit: number of trials that need more slots, and are left out.
     """
 
     slots: int
@@ -52,6 +53,7 @@ class SimulatedRun:
     saved: int
     early: int
     requests: float
+    unfit: int = 0
 
 
 def _scheduler_of(plan: Plan) -> Scheduler | None:
@@ -76,40 +78,35 @@ def simulate(
     """
     scheduler = _scheduler_of(plan)
     metric = next(iter(plan.study.search.objectives))
-    order, waiting = itertools.count(), iter(plan.trials)
-    events: list[tuple[float, int, int, PlannedTrial]] = []
-    busy = now = 0.0
-    epochs = saved = early = 0
 
-    def begin(at: float) -> None:
-        trial = next(waiting, None)
-        if trial is not None:
-            heapq.heappush(events, (at + start_seconds + seconds(trial), next(order), 1, trial))
-
-    for _ in range(min(slots, len(plan.trials))):
-        begin(0.0)
-    while events:
-        now, number, epoch, trial = heapq.heappop(events)
-        busy += seconds(trial)
-        epochs += 1
+    def ends(trial: PlannedTrial, epoch: int, now: float) -> bool:
         metrics, last = {metric: error(trial, epoch)}, epoch == trial.config.epochs
-        ends = scheduler is not None and not last and scheduler.ends(trial.id, epoch, metrics, now)
-        if scheduler is not None and (ends or last):
+        if scheduler is None:
+            return False
+        early = not last and scheduler.ends(trial.id, epoch, metrics, now)
+        if early or last:
             scheduler.note_end(trial.id, epoch, metrics, now)
-        if ends or last:
-            early, saved = early + ends, saved + trial.config.epochs - epoch
-            begin(now)
-        else:
-            heapq.heappush(events, (now + seconds(trial), number, epoch + 1, trial))
+        return early
+
+    found = pack(
+        plan.trials, slots, 0, seconds, needs=_places, ends=ends, start_seconds=start_seconds
+    )
+    ran = len(plan.trials) - found.unfit
     return SimulatedRun(
         slots=slots,
-        makespan=now,
-        idle=1 - busy / (slots * now) if now else 0.0,
-        epochs=epochs,
-        saved=saved,
-        early=early,
-        requests=REQUESTS_A_TRIAL * len(plan.trials) / now if now else 0.0,
+        makespan=found.makespan,
+        idle=1 - found.held["cpus"] / (slots * found.makespan) if found.makespan else 0.0,
+        epochs=found.epochs,
+        saved=found.saved,
+        early=found.early,
+        requests=REQUESTS_A_TRIAL * ran / found.makespan if found.makespan else 0.0,
+        unfit=found.unfit,
     )
+
+
+def _places(trial: PlannedTrial) -> Need:
+    """Return the slots that a trial takes, one a worker."""
+    return Need(trial.config.workers, 0)
 
 
 def recorded_seconds(

@@ -4,8 +4,9 @@ It is the source of truth. MLflow and the report are made from it and can be mad
 each with ``event`` and ``time`` (seconds since 1970)::
 
     planned     a run of the study begins: config, trials, data, code; stated, the digest of what
-                the study states; launch, of a launched one: seconds of packing,
-                and when it was submitted, and its process started and had loaded its code
+                the study states; prepared, the seconds from the command to here; launch, of a
+                launched one: seconds of packing, and when it was submitted, and its process
+                started and had loaded its code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
     started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
                                                                 cpus, gpus; pid and host of a

@@ -6,9 +6,7 @@ the first of its ``finished``, ``stopped``, ``failed``, ``restarted`` and ``reli
 end of the run: ``ended``, or the last event of a run that was killed.
 
 Each event costs the same however many came before. What the figures mean is in
-:mod:`study.results.utilisation`. Limits: a restarted trial repeats epochs whose reports are not in
-the ledger again, so it counts as starting until its first new report; ledgers written before slots
-were noted have no intervals.
+:mod:`study.results.utilisation`. Limits: ledgers written before slots were noted have no intervals.
 """
 
 from __future__ import annotations
@@ -39,6 +37,8 @@ class Interval:
         end: time at which it gave them up; None while it holds them.
         how: event that ended the interval, or ``interrupted``; "" while it lasts.
         first, last: times of the trial's first and last report of an epoch; None before.
+        first_seconds: seconds for which the trial's process trained before the first report, as it
+            says itself; None where it does not.
         epochs: number of reported epochs.
         alone, alone_seconds: number of epochs, from one report to the next, during which no other
             trial ran, and their total seconds.
@@ -56,6 +56,7 @@ class Interval:
     how: str = ""
     first: float | None = None
     last: float | None = None
+    first_seconds: float | None = None
     epochs: int = 0
     alone: int = 0
     alone_seconds: float = 0.0
@@ -76,7 +77,9 @@ class Run:
     """One run of a study.
 
     Attributes:
-        begin: time of its plan.
+        begin: time of the command; of the plan, where the ledger has not noted the former.
+        planned: time of its plan.
+        from_command: whether the time of the command is known.
         end: time of its last event.
         over: whether the run has ended, as far as the ledger knows.
         launch: times of the launch whose job it is (:mod:`study.execution.launched`); without those
@@ -89,7 +92,9 @@ class Run:
     """
 
     begin: float
+    planned: float
     end: float
+    from_command: bool = False
     over: bool = False
     launch: dict[str, float] = field(default_factory=dict)
     most: int | None = None
@@ -104,8 +109,10 @@ class Run:
     def of(planned: Event) -> Run:
         """Return the run that a ``planned`` event begins."""
         return Run(
-            begin=planned["time"],
+            begin=planned["time"] - planned.get("prepared", 0.0),
+            planned=planned["time"],
             end=planned["time"],
+            from_command="prepared" in planned,
             launch=dict(planned.get("launch", {})),
             most=planned.get("study", {}).get("max_concurrent"),
             rows={trial["id"]: trial["row"] for trial in planned["trials"]},
@@ -130,7 +137,7 @@ class Run:
         elif kind == "started" and "slots" in event:
             self._start(event)
         elif kind == "report" and trial in self.running:
-            self._report(self.running[trial], time)
+            self._report(self.running[trial], event)
         elif kind in ENDS and trial in self.running:
             self._end(trial, time, kind)
         elif kind == "ended":
@@ -160,10 +167,13 @@ class Run:
         self.running[trial] = interval
         self._alone_since = time if len(self.running) == 1 else None
 
-    def _report(self, interval: Interval, time: float) -> None:
+    def _report(self, interval: Interval, event: Event) -> None:
+        time = event["time"]
         interval.epochs += 1
         if interval.first is None or interval.last is None:
             interval.first = time
+            if (seconds := event.get("seconds")) is not None:
+                interval.first_seconds = seconds + event.get("repeated", 0.0)
         elif self._alone_since is not None and self._alone_since <= interval.last:
             interval.alone, interval.alone_seconds = (
                 interval.alone + 1,

@@ -1,19 +1,22 @@
 """Estimate of what a study takes: trials, resources and time.
 
-The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`). Where no
-earlier trial is like a planned one there is no estimate, and the plan says so. What an adaptive
-search will propose is not known: as many random configurations of its space stand for it
-(:func:`_likely`). A trial is counted with all of its epochs and data: where a scheduler ends trials
-early, or rounds train on part of the data, the estimate is an upper bound, which it says.
+The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`), by packing
+the trials into the CPUs and GPUs of this machine (:mod:`study.plan.packing`). Where no earlier
+trial is like a planned one there is no estimate, and the plan says so. What an adaptive search will
+propose is not known: as many random configurations of its space stand for it (:func:`_likely`). A
+trial is counted with all of its epochs and data: where a scheduler ends trials early, or rounds
+train on part of the data, the estimate is an upper bound, which it says.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections import Counter
-from collections.abc import Iterator
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
 
+from study.config import StudyConfig
 from study.config.search import choose_sampler
 from study.config.space import describe
 from study.ledger.log import read_ledger
@@ -22,12 +25,14 @@ from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule, generation_ends
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
+from study.plan.packing import need_of, pack
 from study.plan.plan import Plan, make_plan
-from study.plan.resources import local_cpus
+from study.plan.processes import describe_processes
+from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.text import counted, duration
 from trainers.object_store import is_url
-from trainers.workers.resources import cpus_of, gpus_of, lanes_of
+from trainers.workers.resources import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 ARGUMENTS = "trainable.args."
@@ -75,7 +80,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if study.search.constraints:
         bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
         yield f"  a configuration can be the best only with {bounds}"
-    yield from _describe_processes(plan)
+    yield from describe_processes(plan)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         for count, first in by_rule(plan.excluded):
@@ -161,30 +166,6 @@ def _less(plan: Plan) -> str:
     return ", less with what the scheduler ends early" if search.ends_early else ""
 
 
-def _describe_processes(plan: Plan) -> Iterator[str]:
-    """Yield how many trials train in which kind of process, and why.
-
-    Yields nothing if every trial has a process of its own.
-    """
-    if plan.study.executor == "train":
-        yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
-        return
-    counts = Counter(
-        (trial.config.workers, lanes_of(plan.study.executor, trial.config)) for trial in plan.trials
-    )
-    for (workers, lanes), count in sorted(counts.items()):
-        if workers > 1:
-            yield f"Processes: {count} trials in gangs of {workers}, a process a worker"
-        elif lanes > 1 and plan.study.executor == "packed":
-            yield f"Processes: {count} trials share processes, up to {lanes} each (executor=packed)"
-        elif lanes > 1:
-            yield (
-                f"Processes: {count} trials share processes, {lanes} each: small nets whose step is"
-                " a CUDA graph train three times as fast side by side as by turns (an H200), with"
-                " the same bits; trial.gpus=1 gives each a process and a GPU"
-            )
-
-
 def _configurations(plan: Plan) -> str:
     if not plan.study.space:
         return "1 configuration"
@@ -207,44 +188,71 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 
 
 def _describe_time(plan: Plan, known: dict[str, float]) -> str:
-    """Describe the expected time: that of all trials, divided by how many run at a time.
+    """Describe the expected time: that of all trials, packed into what the machine has.
 
-    It is never less than the time of the longest trial.
+    Of a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
     likely = _likely(plan)
-    values = [trial.config.to_dict() for trial in likely]
-    like_known = [each for each in values if pace_key(each) in known]
-    times = [known[pace_key(each)] * each["epochs"] for each in like_known]
+    times = {
+        trial.id: known[key] * trial.config.epochs
+        for trial in likely
+        if (key := pace_key(trial.config.to_dict())) in known
+    }
     if not times:
         return (
             "Expected time: unknown, no earlier trial in the storage is like these; after the first"
             " epochs a run shows it"
         )
-    total = sum(times) / len(times) * _whole_trials(plan)
-    slots = [local_cpus(study) // cpus_of(each) for each in values]
-    concurrent = (
-        max(1, min([*slots, study.max_concurrent or 10**6]))
-        if study.address is None
-        else study.max_concurrent or 1
-    )
-    seconds = max(total / concurrent, *times)
-    unknown = len(likely) - len(times)
-    note = (
-        f"; {unknown} trials are unlike any earlier one and counted at the mean" if unknown else ""
-    )
+    mean = statistics.fmean(times.values())
+
+    def seconds(trial: PlannedTrial) -> float:
+        return times.get(trial.id, mean) / trial.config.epochs
+
+    # those that a search will propose are taken to be like those that it has
+    trials = list(itertools.islice(itertools.cycle(likely), max(1, round(_whole_trials(plan)))))
+    cpus, gpus, assumed = _have(study, likely)
+    packed = pack(trials, cpus, gpus, seconds, most=_most(study))
+    total = sum(seconds(trial) * trial.config.epochs for trial in trials)
     use = ""
-    if study.address is None and not any(map(gpus_of, values)):
-        cpu_seconds = (
-            sum(map(operator.mul, times, map(cpus_of, like_known)))
-            / len(times)
-            * _whole_trials(plan)
-        )
-        use = (
-            ", utilisation of the CPUs at most"
-            f" {100 * min(1.0, cpu_seconds / (local_cpus(study) * seconds)):.0f} %"
-        )
+    if study.address is None and packed.makespan:
+        have = {"CPUs": cpus, "GPUs": gpus}
+        held = dict(zip(have, packed.held.values(), strict=True))
+        shares = {
+            name: held[name] / (count * packed.makespan) for name, count in have.items() if count
+        }
+        name = max(shares, key=lambda each: shares[each])
+        use = f", utilisation of the {name} at most {100 * shares[name]:.0f} %"
+    unknown = len(likely) - len(times)
+    notes = [
+        assumed,
+        f"{counted(packed.unfit, 'trial')} too large for this machine" if packed.unfit else "",
+        f"{unknown} trials are unlike any earlier one and counted at the mean" if unknown else "",
+    ]
     return (
-        f"Expected time: {duration(seconds)}, {concurrent} at a time ({duration(total)} of trial"
-        f" time){use}{_less(plan)}{note}"
+        f"Expected time: {duration(packed.makespan)}, at most {packed.most} at a time"
+        f" ({duration(total)} of trial time){use}"
+        + _less(plan)
+        + "".join(f"; {note}" for note in notes if note)
     )
+
+
+def _most(study: StudyConfig) -> int | None:
+    return study.max_concurrent or (None if study.address is None else 1)
+
+
+def _have(study: StudyConfig, trials: Sequence[PlannedTrial]) -> tuple[int, int, str]:
+    """Return the CPUs and GPUs that trials have, and what of it is assumed.
+
+    A cluster has room for as many as the config allows.
+    """
+    needs = [need_of(trial) for trial in trials]
+    most = max(need.cpus for need in needs), math.ceil(max(need.gpus for need in needs))
+    if study.address is not None:
+        count = _most(study) or 1
+        return math.ceil(count * most[0]), count * most[1], ""
+    gpus = len(visible_gpus()) if most[1] else 0
+    if most[1] and not gpus:
+        on = f"as on a machine with {counted(most[1], 'GPU')}, this one has none"
+        return local_cpus(study), most[1], on
+    return local_cpus(study), gpus, ""

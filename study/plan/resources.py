@@ -1,4 +1,4 @@
-"""CPUs of this machine that trials may use."""
+"""CPUs and GPUs of this machine that trials may use."""
 
 from __future__ import annotations
 
@@ -10,3 +10,13 @@ from study.config import StudyConfig
 def local_cpus(study: StudyConfig) -> int:
     """Return the CPUs of a local Ray: those of the config, or all that this process may use."""
     return study.cpus or len(os.sched_getaffinity(0))
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of this machine's GPUs that this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]

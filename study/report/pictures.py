@@ -160,7 +160,7 @@ TITLES = {
     "slots": (
         "Slots",
         (
-            "Bars: which trial held which slot when in the last run, pale until its first report;"
+            "Bars: which trial held which slot when in the last run, pale during its start;"
             " what is empty was idle"
         ),
     ),

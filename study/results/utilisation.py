@@ -5,9 +5,16 @@ held at a time and ``c_r(t)`` those that the run had, over a window from ``a`` t
 
     share_r = integral_a^b h_r dt / integral_a^b c_r dt        utilisation = max over r of share_r
 
-It is computed *from the command*, from the ``planned`` event to the end of the run, and from the
-first trial's start to the last one's end. Before the first ``capacity`` event the run is taken to
-have had the capacity of that event. A trial that starts, or tests, holds its slots.
+It is computed *from the command* (in older ledgers, which lack its time, *from the plan*) to the
+end of the run, and from the first trial's start to the last one's end. Before the first
+``capacity`` event the run is taken to have had the capacity of that event. A trial that starts, or
+tests, holds its slots; the utilisation *without starts* is that from the command less those, and
+the one that a run is told of if it is low.
+
+A *start* lasts from when a trial got its slots, before its processes start and join, to its first
+report, less the seconds of an epoch. These are the least of what the report says (of Ray Train all
+since it was asked to start), what the trial's later epochs took, and, if it has none, those of its
+row: the first epoch also compiles. Where nobody tells there is no start.
 
 *Speed* compares epochs with those of trials that had the study's machines to themselves. It is
 taken over the intervals ``i`` of trials whose kind (:func:`study.plan.identity.pace_key`) has an
@@ -24,7 +31,6 @@ started later *waited* if it was known already.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +43,8 @@ from study.plan.identity import pace_key
 
 RESOURCES = {"cpus": "CPUs", "gpus": "GPUs"}
 LOW, LEAST_SECONDS = 0.5, 60.0
-"""Utilisation below which causes of idle time are reported, and the least seconds of such a run."""
+"""Utilisation without starts below which a run is told what held it, and the least seconds of such
+a run."""
 MOST_CAUSES, LEAST_SHARE = 3, 0.05
 """Largest number of causes reported, and the least share of the capacity of each."""
 EPSILON = 1e-6
@@ -77,12 +84,14 @@ class Use:
         resource: resource that binds, ``cpus`` or ``gpus``.
         share: its utilisation from the command to the end of the run.
         training: its utilisation from the first trial's start to the last one's end.
+        trained: its utilisation from the command without starts.
         shares: utilisation of every resource of the run, from the command.
     """
 
     resource: str
     share: float
     training: float
+    trained: float
     shares: dict[str, float]
 
 
@@ -105,7 +114,14 @@ def utilisation(run: Run, now: float | None = None) -> Use | None:
         return None
     resource = max(shares, key=lambda name: shares[name])
     training = _share(run, resource, *_window(run, now), now)
-    return Use(resource=resource, share=shares[resource], training=training or 0.0, shares=shares)
+    starts = _starts(run, resource) / _capacity_integral(run, resource, run.begin, end)
+    return Use(
+        resource=resource,
+        share=shares[resource],
+        training=training or 0.0,
+        trained=max(0.0, shares[resource] - starts),
+        shares=shares,
+    )
 
 
 def epochs_a_second(run: Run, now: float | None = None) -> float | None:
@@ -174,8 +190,7 @@ def what_held(run: Run) -> dict[str, float]:
     """Return the share of the run's capacity that lay idle for each of :data:`CAUSES`.
 
     The capacity is that of the resource that binds. The largest share comes first; with the
-    utilisation, the shares add up to 1. :data:`STARTS` is listed beside them: the share that trials
-    held from their start to their first report, beyond the seconds of an epoch.
+    utilisation, the shares add up to 1. :data:`STARTS` is listed beside them.
     """
     use = utilisation(run)
     if use is None:
@@ -196,7 +211,7 @@ def what_held(run: Run) -> dict[str, float]:
 
 
 def first_epoch(run: Run | None) -> str:
-    """Describe in a line how long a run took from its plan to its first epoch, by stage.
+    """Describe in a line how long a run took from its command to its first epoch, by stage.
 
     Returns "" before a trial of the run has reported.
     """
@@ -205,46 +220,30 @@ def first_epoch(run: Run | None) -> str:
     firsts = [found.first for found in run.intervals if found.first is not None]
     if not firsts:
         return ""
-    times = (run.begin, run.capacity[0].time, run.intervals[0].begin, min(firsts))
-    ready, started, trained = (
-        f"{after - before:.1f} s" for before, after in itertools.pairwise(times)
+    times = (run.begin, run.planned, run.capacity[0].time, run.intervals[0].begin, min(firsts))
+    planned, ready, started, trained = (
+        f"{after - before:.1f} s" for before, after in pairwise(times)
     )
+    prepared = f"{planned} until it was planned, " if run.from_command else ""
     return (
-        f"first epoch {times[-1] - times[0]:.1f} s after the plan: {ready} until the machines were"
-        f" up, {started} until a trial started, {trained} until one reported"
+        f"first epoch {times[-1] - times[0]:.1f} s after the {beginning(run)}: {prepared}{ready}"
+        f" until the machines were up, {started} until a trial started, {trained} until one"
+        " reported"
     )
 
 
-def launch_stages(run: Run | None) -> str:
-    """Describe in a line how long a launched run took to its plan, by stage; "" of any other run.
-
-    The submission is timed by the machine that launched, the rest by that of the job.
-    """
-    if run is None or not run.launch:
-        return ""
-    times, joint = run.launch, ", "
-    if "submitted" not in times:
-        began, joint = "the job was started again", "; "
-    else:
-        waited = times["started"] - times["submitted"]
-        began = f"packed in {times['packing']:.1f} s, submitted; " + (
-            f"{waited:.1f} s until the job started"
-            if waited >= 0
-            else "the job started (the two machines' clocks disagree)"
-        )
-    return (
-        f"{began}{joint}{times['loaded'] - times['started']:.1f} s until its code was loaded,"
-        f" {run.begin - times['loaded']:.1f} s until the study was planned"
-    )
+def beginning(run: Run) -> str:
+    """Name what a run's times count from."""
+    return "command" if run.from_command else "plan"
 
 
 def remark(run: Run | None) -> str:
-    """Explain in a sentence why a run used less than half of its capacity.
+    """Explain in a sentence why a run trained with less than half of its capacity.
 
     Returns "" for any other run, and for one that lasted less than a minute.
     """
     use = utilisation(run) if run is not None and run.over else None
-    if run is None or use is None or use.share >= LOW or run.end - run.begin <= LEAST_SECONDS:
+    if run is None or use is None or use.trained >= LOW or run.end - run.begin <= LEAST_SECONDS:
         return ""
     found = {cause: share for cause, share in what_held(run).items() if share >= LEAST_SHARE}
     starts = found.pop(STARTS, 0.0)
@@ -258,7 +257,7 @@ def remark(run: Run | None) -> str:
         if name != use.resource
     )
     idle = f"; idle: {'; '.join(parts)}" if parts else ""
-    starting = f"; {_percent(starts)} went into starting trials" if starts else ""
+    starting = f"; {_percent(starts)} went into starts" if starts else ""
     return (
         f"Slots were in use for {_percent(use.share)} of the {RESOURCES[use.resource]}'"
         f" time{others}{idle}{starting}."
@@ -295,9 +294,11 @@ def sentences(state: StudyState) -> list[str]:
     if run is None or (use := utilisation(run)) is None:
         return []
     name = RESOURCES[use.resource]
+    began = beginning(run)
     texts = [
-        f"Utilisation {_percent(use.share)} of the {name} from the command,"
-        f" {_percent(use.training)} from the first trial's start to the last one's end."
+        f"Utilisation {_percent(use.share)} of the {name} from the {began},"
+        f" {_percent(use.training)} from the first trial's start to the last one's end;"
+        f" {_percent(use.trained)} from the {began} without starts."
     ]
     if rate := epochs_a_second(run):
         alone = speed(run, lambda trial: pace_key(state.known[trial].config))
@@ -448,13 +449,8 @@ def _moments(run: Run) -> Iterator[tuple[float, _Moment]]:
         )
 
 
-def _starts(run: Run, name: str) -> float:
-    """Return the amount of a resource, times seconds, that trials held while they started.
-
-    A start lasts until the first report, less the seconds of an epoch. An epoch takes as long as
-    from report to report in the same trial, or on average in its row; rows in which no trial
-    reported twice are left out.
-    """
+def start_seconds(run: Run) -> list[float | None]:
+    """Return the seconds of the start of each of a run's intervals; None where nobody knows."""
     gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in run.intervals:
         if found.epochs > 1:
@@ -463,14 +459,26 @@ def _starts(run: Run, name: str) -> float:
                 of_row[0] + (found.last or 0.0) - (found.first or 0.0),
                 of_row[1] + found.epochs - 1,
             )
-    total = 0.0
+    starts: list[float | None] = []
     for found in run.intervals:
-        if found.row in gaps:
-            first = _until(found, run.end) if found.first is None else found.first
-            own = (found.last or 0.0) - (found.first or 0.0), found.epochs - 1
-            seconds, epochs = own if found.epochs > 1 else gaps[found.row]
-            total += getattr(found, name) * max(0.0, first - found.begin - seconds / epochs)
-    return total
+        own = (found.last or 0.0) - (found.first or 0.0), found.epochs - 1
+        later = own if found.epochs > 1 else gaps.get(found.row)
+        epoch = [later[0] / later[1]] if later else []
+        if found.first_seconds is not None:
+            epoch.append(found.first_seconds)
+        first = _until(found, run.end) if found.first is None else found.first
+        starts.append(max(0.0, first - found.begin - min(epoch)) if epoch else None)
+    return starts
+
+
+def _starts(run: Run, name: str) -> float:
+    """Return the amount of a resource, times seconds, that trials held while they started."""
+    return float(
+        sum(
+            getattr(found, name) * (seconds or 0.0)
+            for found, seconds in zip(run.intervals, start_seconds(run), strict=True)
+        )
+    )
 
 
 def _percent(share: float) -> str:

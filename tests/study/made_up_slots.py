@@ -15,7 +15,10 @@ BEGAN = 1_000_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A trial that held slots; with ``end`` None it still does."""
+    """A trial that held slots; with ``end`` None it still does.
+
+    ``seconds`` are those that each report says of its epoch; None in ledgers without them.
+    """
 
     trial: str
     begin: float
@@ -24,6 +27,7 @@ class Held:
     cpus: float = 1.0
     gpus: float = 0.0
     reports: Sequence[float] = field(default=())
+    seconds: Sequence[float | None] | None = None
     how: str = "finished"
     added: float | None = None
 
@@ -34,9 +38,10 @@ def events_of(
     end: float | None,
     most: int | None = None,
     row: str = "row",
+    prepared: float | None = None,
 ) -> list[Event]:
     """A run's ledger: what trials held, what there was (time, CPUs, GPUs), and, where it ended,
-    when."""
+    when. ``prepared``: seconds from the command to the plan, if they were noted."""
     held = list(held)
     known = dict.fromkeys(each.trial for each in held if each.added is None)
     planned = [{"id": trial, "row": row} for trial in known]
@@ -57,18 +62,23 @@ def events_of(
             "gpus": each.gpus,
         }
         found.append({"event": "started", "time": each.begin, **of, **takes})
+        took: list[dict[str, Any]] = (
+            [{}] * len(each.reports)
+            if each.seconds is None
+            else [{"seconds": seconds} for seconds in each.seconds]
+        )
         found += [
-            {"event": "report", "time": time, **of, "epoch": n, "metrics": {}}
-            for n, time in enumerate(each.reports, 1)
+            {"event": "report", "time": time, **of, "epoch": n, "metrics": {}, **said}
+            for n, (time, said) in enumerate(zip(each.reports, took, strict=True), 1)
         ]
         if each.end is not None:
             found.append({"event": each.how, "time": each.end, **of})
     # at one moment; slots are free before they are held again
     order = {"report": 0} | dict.fromkeys(ENDS, 1)
     found.sort(key=lambda event: (event["time"], order.get(event["event"], 2)))
-    found.insert(
-        0, {"event": "planned", "time": 0.0, "study": {"max_concurrent": most}, "trials": planned}
-    )
+    noted = {} if prepared is None else {"prepared": prepared}
+    study = {"max_concurrent": most}
+    found.insert(0, {"event": "planned", "time": 0.0, "study": study, "trials": planned, **noted})
     if end is not None:
         found.append({"event": "ended", "time": end, "outcome": "finished"})
     return [{**event, "time": BEGAN + event["time"]} for event in found]

@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_what_the_scripts_say_works_in_the_shell_that_called_them(
     assert say(again) == f"{ROOT} ui --port 5001"
     assert inside == (not again.startswith("cd ")), again
     assert active == (str(venv.name) not in again.replace("\\", "")), again
+
+
+def test_a_process_knows_when_it_began() -> None:
+    code = "import time; from study.program import process_began; print(process_began())"
+    before = time.monotonic()
+    began = float(subprocess.check_output([sys.executable, "-c", code]))
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    assert before - 2 * tick <= began <= time.monotonic()
+    # a module was loaded since
+    code += "; print(time.monotonic())"
+    first, now = map(float, subprocess.check_output([sys.executable, "-c", code]).split())
+    assert first < now

@@ -148,8 +148,12 @@ def packs(config: TrialConfig) -> bool:
     twice as fast in processes of their own (an H100, docs/benchmarks/studies.md).
     """
     is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    is_shallow = config.model.feedforward and sum(1 for _ in _layers(config)) <= FEW_LAYERS
-    return is_small and is_shallow and captured(config) and config.update_captured
+    return is_small and is_shallow(config) and captured(config) and config.update_captured
+
+
+def is_shallow(config: TrialConfig) -> bool:
+    """Return whether a net is no LSTM and has few enough layers to share a process."""
+    return config.model.feedforward and sum(1 for _ in _layers(config)) <= FEW_LAYERS
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:

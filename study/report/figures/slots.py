@@ -20,10 +20,10 @@ from matplotlib.ticker import MaxNLocator
 
 from study.ledger.slots import AGAIN, Run
 from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plain, set_title
-from study.results.utilisation import slots_over_time
+from study.results.utilisation import beginning, slots_over_time, start_seconds
 
 PALE = 0.4
-"""Share of its colour that a bar has until the first report."""
+"""Share of its colour that a bar has during its start."""
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 """Units of time: the least seconds of a run for a unit, the seconds in it, its name."""
 MARKS = {
@@ -59,7 +59,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     """Draw a figure with a bar for every trial in every slot that it held; None if none is known.
 
     Bars have the colour of their row (``rows`` are labels in the order of their colours), pale
-    until the first report; the line is the number of slots.
+    during their starts; the line is the number of slots.
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return None
@@ -79,7 +79,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     capacity = _draw_capacity(axes, run, divisor, theme)
     handles = [
         *_row_handles(rows),
-        Patch(color=_pale(theme.text, theme), label="until its first report"),
+        Patch(color=_pale(theme.text, theme), label="start, until its first epoch"),
         *_marks(axes, run, divisor, min(7.0, 0.8 * points), theme),
         capacity,
     ]
@@ -87,7 +87,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     axes.set_ylim(0, count * 1.02)
     axes.grid(visible=False)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.set_xlabel(f"{unit} since the command")
+    axes.set_xlabel(f"{unit} since the {beginning(run)}")
     axes.set_ylabel("slot")
     set_title(axes, "Trials by slot; what is empty was idle", theme)
     figure.legend(
@@ -109,12 +109,11 @@ def _bars(
     shades = {row: (_pale(colour, theme), to_rgb(colour)) for row, colour in colours.items()}
     other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # a row that the study no longer has
     boxes, filled = [], []
-    for interval in run.intervals:
+    for interval, start in zip(run.intervals, start_seconds(run), strict=True):
         end = run.end if interval.end is None else interval.end
-        times = [
-            time - run.begin
-            for time in (interval.begin, end if interval.first is None else interval.first, end)
-        ]
+        first = end if interval.first is None else interval.first
+        trains = first if start is None or interval.first is None else interval.begin + start
+        times = [time - run.begin for time in (interval.begin, trains, end)]
         parts = list(zip(pairwise(times), shades.get(interval.row, other), strict=True))
         for slot in interval.slots:
             low, high = slot + (1 - thickness) / 2, slot + (1 + thickness) / 2

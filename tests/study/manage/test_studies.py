@@ -386,8 +386,8 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     text = "\n".join(describe_plan(longer))
     assert "about 3 min" in text  # 200 epochs of the second that made-up epochs are apart
     assert (
-        "Expected time: 3 min, 2 at a time (7 min of trial time), utilisation of the CPUs at most"
-        " 100 %" in text
+        "Expected time: 3 min, at most 2 at a time (7 min of trial time), utilisation of the CPUs"
+        " at most 100 %" in text
     )
     alone = make_plan(
         local(
@@ -395,8 +395,8 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
         )
     )
     assert (
-        "Expected time: 7 min, 1 at a time (7 min of trial time), utilisation of the CPUs at most"
-        " 50 %" in "\n".join(describe_plan(alone))
+        "Expected time: 7 min, at most 1 at a time (7 min of trial time), utilisation of the CPUs"
+        " at most 50 %" in "\n".join(describe_plan(alone))
     )
 
 

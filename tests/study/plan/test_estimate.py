@@ -1,68 +1,159 @@
-"""What a study is estimated to take, of searches whose trials are not known before."""
+"""What a plan says of time and of processes."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Sequence
 
+import pytest
+
+from study.cli import main
 from study.config import StudyConfig
-from study.plan.estimate import describe_cost, describe_plan
+from study.plan import estimate
+from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
-from tests.study.conftest import made_up_events
-from tests.study.manage.conftest import Tiny, local, write
+from tests.study.conftest import made_up_events, write_ledger
 
-__all__ = ["local"]
-
-
-RATE = "optimizer.lr: {loguniform: [0.01, 1.0]}"
+Tiny = Callable[..., StudyConfig]
+SMALL = ("trial.device=cuda", "trial.model.hidden=[16]")
+MIXED = "rows=[{label: one}, {label: gang, overrides: {workers: 4}}]"
 
 
-def searched(
-    local: Tiny, name: str, *words: str, space: str = f"{RATE}, epochs: {{choice: [2, 4]}}"
-) -> StudyConfig:
-    """A study of one row that searches."""
-    row = ("rows=[]", "baseline=null", f"space={{{space}}}", "search.num_samples=8")
-    return local(name, *row, *words)
+def lines(study: StudyConfig, start: str) -> list[str]:
+    return [line for line in describe_plan(make_plan(study)) if line.startswith(start)]
 
 
-def test_a_search_is_estimated_as_random_configurations_are(local: Tiny) -> None:
-    known = searched(local, "known")
-    write(known, made_up_events(known))
+@pytest.mark.parametrize(
+    ("gpus", "changes", "said"),
+    [
+        # epochs of the made-up ledger take a second: 12 trials of 100 s, four CPUs
+        (
+            0,
+            (MIXED, "cpus=4", "seeds=[0,1,2,3,4,5]"),
+            "13 min, at most 4 at a time (20 min of trial time), utilisation of the CPUs at most"
+            " 94 %",
+        ),
+        (
+            1,
+            ("trial.device=cuda", "trial.gpus=1", "cpus=16", "seeds=[0,1,2,3,4,5]"),
+            "20 min, at most 1 at a time (20 min of trial time), utilisation of the GPUs at most"
+            " 100 %",
+        ),
+        (
+            2,
+            ("trial.device=cuda", "trial.gpus=0.25", "cpus=16", "seeds=[0,1,2,3,4,5]"),
+            "3 min, at most 8 at a time (20 min of trial time), utilisation of the GPUs at most"
+            " 75 %",
+        ),
+        (
+            0,
+            ("trial.device=cuda", "trial.gpus=1", "cpus=16", "seeds=[0]"),
+            "3 min, at most 1 at a time (3 min of trial time), utilisation of the GPUs at most"
+            " 100 %; as on a machine with 1 GPU, this one has none",
+        ),
+    ],
+)
+def test_the_expected_time_is_that_of_trials_packed_into_cpus_and_gpus(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, gpus: int, changes: Sequence[str], said: str
+) -> None:
+    monkeypatch.setattr(estimate, "visible_gpus", lambda: [str(index) for index in range(gpus)])
+    changes = ("baseline=null", "trial.epochs=100", *changes)
+    study = tiny("packed", *changes)
+    write_ledger(study, made_up_events(study))
+    assert lines(study, "Expected time: ") == [f"Expected time: {said}"]
 
-    def told(name: str, *words: str) -> tuple[str, str]:
-        plan = make_plan(searched(local, name, *words))
-        return describe_cost(plan), list(describe_plan(plan))[-1]
 
-    cost, time = told("other")
-    assert re.fullmatch(r"Cost: about 0 GPU hours and 0\.00\d+ CPU hours", cost)
-    assert time.startswith("Expected time: ")
-    assert "unknown" not in time
-    for algorithm in ("tpe", "gp", "nsga2"):
-        assert told("other", f"search.algorithm={algorithm}") == (cost, time)
-    cut = ", less with what the scheduler ends early"
-    for algorithm in ("random", "tpe"):
-        words = (f"search.algorithm={algorithm}", "search.scheduler=asha")
-        assert told("other", *words) == (cost + cut, time + cut)
-
-
-def test_a_population_costs_what_its_members_train(local: Tiny) -> None:
-    known = searched(local, "known", space=RATE)
-    write(known, made_up_events(known))
-    population = ("search.scheduler=pbt", "search.perturbation_interval=2")
-    words = ("trial.epochs=8",)
-    plan = make_plan(searched(local, "other", *words, *population, space=RATE))
-    assert plan.size == 4 * 8  # four generations
-    alone = make_plan(searched(local, "other", *words, space=RATE))
-    assert describe_cost(plan) == describe_cost(alone)
+def test_a_gang_takes_as_many_simulated_slots_as_workers(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six trials of one worker and six of four, three epochs of a second each, on four slots."""
+    study = tiny("gangs", MIXED, "baseline=null", "seeds=[0,1,2,3,4,5]", "trial.epochs=3")
+    write_ledger(study, made_up_events(study))
+    words = ["simulate", str(study.folder), "--slots", "1", "4", "--seconds", "10"]
+    assert main(words) == 0
+    _, _, one, four = capsys.readouterr().out.splitlines()
+    assert one.split() == ["1", *["6", "trials", "of", "more", "workers"], *["-"] * 5]
+    # four of one worker beside each other, six gangs by turns, the other two: eight times 3 s and
+    # a start of 0.05 s
+    assert four.split()[:5] == ["4", "24", "s", "92", "%"]
 
 
-def test_rounds_on_part_of_the_data_are_estimated_from_above(local: Tiny) -> None:
-    known = searched(local, "known", space=RATE)
-    write(known, made_up_events(known))
-    plan = make_plan(searched(local, "other", "search.scheduler=halving", space=RATE))
-    assert describe_cost(plan).endswith(", less with rounds on part of the data")
+DEEP = [16] * 40
+BESIDE = "train three times as fast side by side as by turns (784-512-10, an H200)"
+GRAPH = "small nets whose step is a CUDA graph"
+BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
 
 
-def test_a_search_without_earlier_trials_says_what_a_trial_takes(local: Tiny) -> None:
-    words = ("search.algorithm=tpe", "trial.device=cuda", "trial.gpus=0.25")
-    cost = describe_cost(make_plan(searched(local, "new", *words)))
-    assert cost.endswith("a trial takes 0.25 GPU and 1 CPU")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([], "one each (executor=auto): only small nets on a GPU share processes by themselves"),
+        (["executor=packed"], "up to 32 share one (executor=packed)"),
+        (["workers=2"], "a gang of 2 each, a process a worker (trial.workers)"),
+        (
+            ["device=cuda", "workers=2"],
+            "a gang of 2 each, a process and a GPU a worker (trial.workers)",
+        ),
+        (["device=cuda"], f"up to 6 share one, 1/12 of a GPU a trial: {GRAPH} {BESIDE}, {BITS}"),
+        (
+            ["device=cuda", "gpus=0.25"],
+            f"up to 4 share one, 1/4 of a GPU a trial: {GRAPH} train 1.8 to 2.3 times as fast four"
+            f" at a time as by turns (an H200), {BITS}",
+        ),
+        (
+            ["device=cuda", "gpus=0.2"],
+            f"up to 5 share one, 1/5 of a GPU a trial: {GRAPH}, side by side, {BITS}",
+        ),
+        (
+            ["device=cuda", "gpus=1"],
+            "one each (executor=auto), a whole GPU a trial: trial.gpus=1 asks for more than 1/4 of"
+            " a GPU",
+        ),
+        (
+            ["device=cuda", "model.hidden=[20000,20000]"],
+            "one each (executor=auto), a whole GPU a trial: a step's mean layer takes more than"
+            " 1e+09 multiply-accumulates",
+        ),
+        (
+            ["device=cuda", "autocast=float16", "rows=[]"],
+            "one each (executor=auto), a whole GPU a trial: their step is no CUDA graph",
+        ),
+        (
+            ["device=cuda", f"model.hidden={DEEP}"],
+            "one each (executor=auto), 1/4 of a GPU a trial: they have more than 32 layers",
+        ),
+    ],
+)
+def test_a_plan_says_which_processes_trials_get_and_why(
+    tiny: Tiny, changes: list[str], said: str
+) -> None:
+    study = tiny(
+        "processes",
+        "baseline=null",
+        "rows=[{label: a}]",
+        *(change if change[:4] in ("exec", "rows") else f"trial.{change}" for change in changes),
+    )
+    assert lines(study, "Processes: ") == [f"Processes: 1 trial: {said}"]
+
+
+def test_a_plan_says_which_processes_proposals_will_get(tiny: Tiny) -> None:
+    """A search that has proposed nothing yet, over gangs and trials of one worker."""
+    study = tiny(
+        "proposed",
+        "space={optimizer.lr: {loguniform: [0.01, 0.1]}}",
+        "search={algorithm: tpe, num_samples: 4}",
+        "baseline=null",
+        "rows=[{label: one}, {label: gang, overrides: {workers: 2}}]",
+    )
+    assert sorted(lines(study, "Processes: ")) == [
+        "Processes: 50 % of the space (at random): a gang of 2 each, a process a worker"
+        " (trial.workers)",
+        "Processes: 50 % of the space (at random): one each (executor=auto): only small nets on a"
+        " GPU share processes by themselves",
+    ]
+
+
+def test_what_a_space_holds_is_told_with_its_shapes(tiny: Tiny) -> None:
+    (study, changes) = "shapes", ["baseline=null", "rows=[]", "search={algorithm: tpe}"]
+    found = lines(tiny(study, *changes, "space={workers: {choice: [1, 2]}}"), "Processes: ")
+    assert len(found) == 2
+    assert any("a gang of 2 each" in line for line in found)

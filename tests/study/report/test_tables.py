@@ -218,13 +218,10 @@ def test_without_slots_in_the_ledger_there_is_no_picture_of_them(
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> None:
-    def draw(reports: list[float], end: float) -> bytes:
-        figure = draw_slots(
-            run_of([Held(trial="a", begin=0, end=end, reports=reports)], [(0, 2, 0)], 100),
-            ["row"],
-            theme,
-        )
+def test_bars_are_as_long_as_trials_and_pale_during_their_starts(theme: Theme) -> None:
+    def draw(reports: list[float], end: float, seconds: list[float] | None = None) -> bytes:
+        held = Held(trial="a", begin=0, end=end, reports=reports, seconds=seconds)
+        figure = draw_slots(run_of([held], [(0, 2, 0)], 100), ["row"], theme)
         assert figure is not None
         return png(figure)
 
@@ -236,6 +233,20 @@ def test_bars_are_as_long_as_trials_and_pale_until_they_report(theme: Theme) -> 
     assert pixels(starting, COLOURS[0]) - legend == pytest.approx(
         0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05
     )
+    said = draw([60.0], 80, [20.0])  # its epoch began at 40
+    assert pixels(said, COLOURS[0]) - legend == pytest.approx(
+        0.5 * (pixels(long, COLOURS[0]) - legend), rel=0.05
+    )
+
+
+@pytest.mark.parametrize(("prepared", "label"), [(None, "plan"), (4.0, "command")])
+def test_the_axis_names_what_it_counts_from(prepared: float | None, label: str) -> None:
+    held = [Held(trial="a", begin=0, end=40, reports=[10.0])]
+    figure = draw_slots(run_of(held, [(0, 2, 0)], 100, prepared=prepared), ["row"], LIGHT)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == f"seconds since the {label}"
+    assert axes.get_xlim()[1] == 100 + (prepared or 0)
 
 
 @pytest.mark.parametrize("slots", [4, 300])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from study.api import _say_unused_gpus, run_study
+from study.cli import main
 from study.config import StudyConfig
+from study.errors import UserError
 from study.ledger.log import read_ledger
-from study.ledger.slots import Run, follow
+from study.ledger.slots import Run
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
 from study.results import utilisation as module
@@ -26,7 +30,6 @@ from study.results.utilisation import (
     TAIL,
     epochs_a_second,
     first_epoch,
-    launch_stages,
     line,
     remark,
     sentences,
@@ -296,13 +299,7 @@ def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[H
             TAIL,
             "idle: 79 % at the end, when no trial was left to start",
         ),
-        (
-            [*of(4, 40, reports=[30.0, 35.0])],
-            (4, 0),
-            None,
-            STARTS,
-            "25 % went into starting trials",
-        ),
+        ([*of(4, 40, reports=[30.0, 35.0])], (4, 0), None, STARTS, "25 % went into starts"),
     ],
 )
 def test_what_held_a_run_is_found_and_said(
@@ -340,8 +337,8 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
     state = fold(with_slots(made_up_events(tiny("words"))))
     assert sentences(state) == [
         (
-            "Utilisation 2 % of the CPUs from the command, 47 % from the first trial's start to the"
-            " last one's end."
+            "Utilisation 2 % of the CPUs from the plan, 47 % from the first trial's start to the"
+            " last one's end; 2 % from the plan without starts."
         ),
         (
             "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those"
@@ -402,35 +399,6 @@ def test_no_run_says_so_of_gpus_that_device_auto_takes(
     assert said == []
 
 
-def launched(times: dict[str, float], *before: float) -> Run:
-    """The run of a job whose plan came at 20, after runs whose plans came before."""
-    runs: list[Run] = []
-    for time in before:
-        follow(runs, {"event": "planned", "time": time, "trials": []})
-    follow(runs, {"event": "planned", "time": 20.0, "trials": [], "launch": times})
-    return runs[-1]
-
-
-def test_the_way_of_a_launched_study_to_its_plan_by_stage() -> None:
-    times = {"packing": 1.5, "submitted": 10.0, "started": 14.0, "loaded": 17.0}
-    whole = (
-        "packed in 1.5 s, submitted; 4.0 s until the job started, 3.0 s until its code was loaded,"
-        " 3.0 s until the study was planned"
-    )
-    again = (
-        "the job was started again; 3.0 s until its code was loaded, 3.0 s until the study was"
-        " planned"
-    )
-    assert launch_stages(launched(times)) == whole
-    assert launch_stages(launched(times, 5.0)) == whole  # an earlier launch
-    assert launch_stages(launched(times, 5.0, 12.0)) == again  # queued again: it ran in between
-    assert launch_stages(launched(times | {"submitted": 15.0})) == whole.replace(
-        "4.0 s until the job started", "the job started (the two machines' clocks disagree)"
-    )
-    assert launch_stages(launched({})) == ""
-    assert launch_stages(None) == ""
-
-
 def test_the_way_to_the_first_epoch_by_stage() -> None:
     held = [
         Held(trial="a", begin=4.0, end=30.0, reports=(9.0, 12.0)),
@@ -443,3 +411,82 @@ def test_the_way_to_the_first_epoch_by_stage() -> None:
     unheard = [Held(trial="a", begin=4.0, end=None)]
     assert first_epoch(run_of(unheard, [(1.5, 2, 0)], None)) == ""
     assert first_epoch(None) == ""
+
+
+def test_what_passed_from_the_command_to_the_plan_counts() -> None:
+    """Both trials of :data:`TWO` hold a CPU of four for 60 s in all, and 30 s passed before."""
+    run = run_of(TWO, [(5, 4, 0)], 100, prepared=30.0)
+    use = utilisation(run)
+    assert use is not None
+    assert (use.share, use.training) == (60 / (4 * 130), 60 / 160)
+    assert what_held(run)[BEFORE] == pytest.approx(4 * 40 / (4 * 130))
+    assert first_epoch(run) == (
+        "first epoch 50.0 s after the command: 30.0 s until it was planned, 5.0 s until the"
+        " machines were up, 5.0 s until a trial started, 10.0 s until one reported"
+    )
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_the_words_are_from_where_the_figures_are(tiny: Tiny, noted: bool) -> None:
+    events = with_slots(made_up_events(tiny("words")))
+    if noted:
+        events[0]["prepared"] = 1000.0
+    state = fold(events)
+    began = "command" if noted else "plan"
+    assert sentences(state)[0] == (
+        f"Utilisation {1 if noted else 2} % of the CPUs from the {began}, 47 % from the first"
+        f" trial's start to the last one's end; {1 if noted else 2} % from the {began} without"
+        " starts."
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "seconds", "start"),
+    [
+        ([90.0], [10.0], 80.0),  # its process says how long the epoch took
+        ([90.0, 100.0], [85.0, None], 80.0),  # Ray Train's says all since it began to start
+        ([90.0, 100.0], None, 80.0),  # an earlier ledger
+        ([90.0, 95.0], [10.0, 5.0], 85.0),  # the first epoch compiles
+        ([90.0], [None], 0.0),  # nobody knows
+    ],
+)
+def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
+    reports: list[float], seconds: list[float | None] | None, start: float
+) -> None:
+    """A gang has both CPUs from the first moment to the last."""
+    held = [
+        Held(trial="a", begin=0, end=100, slots=[0, 1], cpus=2.0, reports=reports, seconds=seconds)
+    ]
+    run = run_of(held, [(0, 2, 0)], 100)
+    use = utilisation(run)
+    assert use is not None
+    assert (use.share, use.training) == (1.0, 1.0)
+    assert use.trained == pytest.approx(1 - start / 100)
+    assert remark(run) == (
+        f"Slots were in use for 100 % of the CPUs' time; {start:.0f} % went into starts."
+        if start
+        else ""
+    )
+
+
+def test_a_run_notes_when_its_command_began(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic() - 1000
+    outcome = run_study(tiny("noted", "trial.epochs=1"), SilentView(), print, began=began)
+    (run,) = outcome.state.runs
+    assert run.from_command
+    assert run.planned - run.begin >= 1000
+
+    def refuse(*arguments: object) -> None:
+        said.append(arguments[-1])
+        raise UserError("seen")
+
+    said: list[object] = []
+    monkeypatch.setattr("study.api.run_study", refuse)
+    words = ["run", str(tmp_path / "tiny.yaml"), "name=other", f"storage={tmp_path}"]
+    before = time.monotonic()
+    assert main(words) == 2
+    (called,) = said
+    assert isinstance(called, float)
+    assert before <= called <= time.monotonic()

@@ -1,0 +1,110 @@
+"""What a plan says of the processes that trials train in: which, with which share of a GPU, why.
+
+The rules are those of :mod:`trainers.workers.resources`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+
+from study.config import SearchConfig
+from study.plan.plan import Plan, make_plan
+from study.plan.trials import PlannedTrial
+from study.text import counted
+from trainers.config import TrialConfig
+from trainers.workers.resources import (
+    FEW_LAYERS,
+    SHARES,
+    captured,
+    choose_share,
+    is_shallow,
+    lanes_of,
+)
+
+FASTER = {
+    1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
+    1 / 4: " train 1.8 to 2.3 times as fast four at a time as by turns (an H200)",
+}
+"""What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
+DRAWN = 64
+"""Number of random configurations that stand for what a search will propose."""
+
+
+def describe_processes(plan: Plan) -> Iterator[str]:
+    """Yield a line on each kind of process that a plan's trials train in, and why.
+
+    Of a search that has proposed nothing yet it is what random configurations of its space get.
+    """
+    if plan.study.executor == "train":
+        yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
+        return
+    trials = plan.trials or _like_proposals(plan)
+    kinds = Counter(_describe(plan.study.executor, trial.config) for trial in trials)
+    for kind, count in kinds.items():
+        share = f"{100 * count / len(trials):.0f} % of the space (at random)"
+        yield f"Processes: {counted(count, 'trial') if plan.trials else share}: {kind}"
+
+
+def _like_proposals(plan: Plan) -> tuple[PlannedTrial, ...]:
+    """Return trials at random points of the space of an adaptive search, or its first valid ones.
+
+    What it will propose is unknown.
+    """
+    study = plan.study
+    search = SearchConfig(algorithm="random", num_samples=DRAWN, objectives=study.search.objectives)
+    try:
+        random = make_plan(dataclasses.replace(study, search=search), download=False)
+    except ValueError:
+        return plan.first
+    return random.trials or plan.first
+
+
+def _describe(executor: str, config: TrialConfig) -> str:
+    """Describe the processes of a trial, and why it has these."""
+    on_gpu = config.device == "cuda"
+    if config.workers > 1:
+        each = "a process and a GPU a worker" if on_gpu else "a process a worker"
+        return f"a gang of {config.workers} each, {each} (trial.workers)"
+    lanes, share = lanes_of(executor, config), 1.0 if config.gpus is None else config.gpus
+    if on_gpu:
+        lanes = min(lanes, int(1 / share + 1e-6))
+    if lanes > 1 and executor == "packed":
+        return f"up to {lanes} share one (executor=packed)"
+    if lanes > 1:
+        faster = next((text for each, text in FASTER.items() if abs(share - each) < 1e-6), "")
+        return (
+            f"up to {lanes} share one, {_part(share)} a trial: small nets whose step is a CUDA"
+            f" graph{faster or ', side by side'}, with the same bits; trial.gpus=1 gives each a"
+            " process and a GPU"
+        )
+    place = f", {_part(share)} a trial" if on_gpu else ""
+    return f"one each (executor={executor}){place}: {_why_alone(config, share)}"
+
+
+def _part(share: float) -> str:
+    """Describe a share of a GPU."""
+    parts = round(1 / share)
+    if share == 1:
+        return "a whole GPU"
+    return f"1/{parts} of a GPU" if abs(share - 1 / parts) < 1e-6 else f"{share:g} of a GPU"
+
+
+def _why_alone(config: TrialConfig, share: float) -> str:
+    """Say why a trial of one worker shares no process."""
+    if config.own_loop:
+        return "a loop of the user's own trains them"
+    if config.device != "cuda":
+        return "only small nets on a GPU share processes by themselves"
+    if not captured(config):
+        return "their step is no CUDA graph"
+    if choose_share(config) == 1:
+        return f"a step's mean layer takes more than {SHARES[-1][0]:.0g} multiply-accumulates"
+    if share > SHARES[-1][1]:
+        return f"trial.gpus={share:g} asks for more than {_part(SHARES[-1][1])}"
+    if not config.model.feedforward:
+        return "a recurrent net keeps Python busy, for which trials in a process wait"
+    if not is_shallow(config):
+        return f"they have more than {FEW_LAYERS} layers"
+    return f"the update of {config.optimizer.name} is not in their CUDA graph, as its rate varies"

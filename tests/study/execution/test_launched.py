@@ -1,0 +1,35 @@
+"""Times of a launch, as the ledger of the study that was launched has them."""
+
+from __future__ import annotations
+
+from study.execution.launched import launch_stages
+from study.ledger.slots import Run, follow
+
+
+def launched(times: dict[str, float], *before: float) -> Run:
+    """The run of a job whose plan came at 20, after runs whose plans came before."""
+    runs: list[Run] = []
+    for planned in before:
+        follow(runs, {"event": "planned", "time": planned, "trials": []})
+    follow(runs, {"event": "planned", "time": 20.0, "trials": [], "launch": times})
+    return runs[-1]
+
+
+def test_the_way_of_a_launched_study_to_its_plan_by_stage() -> None:
+    times = {"packing": 1.5, "submitted": 10.0, "started": 14.0, "loaded": 17.0}
+    whole = (
+        "packed in 1.5 s, submitted; 4.0 s until the job started, 3.0 s until its code was loaded,"
+        " 3.0 s until the study was planned"
+    )
+    again = (
+        "the job was started again; 3.0 s until its code was loaded, 3.0 s until the study was"
+        " planned"
+    )
+    assert launch_stages(launched(times)) == whole
+    assert launch_stages(launched(times, 5.0)) == whole  # an earlier launch
+    assert launch_stages(launched(times, 5.0, 12.0)) == again  # queued again: it ran in between
+    assert launch_stages(launched(times | {"submitted": 15.0})) == whole.replace(
+        "4.0 s until the job started", "the job started (the two machines' clocks disagree)"
+    )
+    assert launch_stages(launched({})) == ""
+    assert launch_stages(None) == ""

@@ -1,0 +1,39 @@
+"""What the benchmark of the study engine takes on its command line."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("bench_study")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["slots noop --trials 5400", "--only slots noop --trials 5400", "--trials 5400 noop slots"],
+)
+def test_parts_are_named_with_and_without_only(bench: Any, words: str) -> None:
+    options = bench.parse(words.split())
+    assert (options.names, options.trials) == (["slots", "noop"], 5400)
+
+
+def test_without_names_all_run_but_those_that_take_long(bench: Any) -> None:
+    assert set(bench.PARTS) - set(bench.parse([]).names) == {"house", "raylets"}
+
+
+@pytest.mark.parametrize("words", [["solts"], ["--only", "solts"]])
+def test_a_part_that_there_is_not_is_refused(
+    bench: Any, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse(words)
+    assert "'solts': not one of slots noop tracked" in capsys.readouterr().err
