@@ -73,6 +73,9 @@ NOT_HERE = {
     "docs/howto/claims.md": {"lns-study run law_of_bits": "takes hours"},
     "docs/howto/cluster.md": {
         "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
+        "docker build": "Docker; test_compose.py and test_image.py run and read what it takes",
+        "ssh -L": "another machine; test_compose.py launches so",
+        "docker compose exec": "Docker; test_compose.py",
         "helm repo add": "a registry and a Kubernetes; test_manifests.py reads the manifests",
         "pip install": INSTALLS,
     },

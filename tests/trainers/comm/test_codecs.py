@@ -215,8 +215,8 @@ def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
 class SkipsOne(GradientSync):
     """A broken synchroniser: leaves the first parameter's gradient as it is."""
 
-    def __call__(self, parameters: Any, finite: bool = True) -> bool:
-        return super().__call__(list(parameters)[1:], finite)
+    def __call__(self, parameters: Any, *, finite: bool = True) -> bool:
+        return super().__call__(list(parameters)[1:], finite=finite)
 
 
 def same_weights(training: Training) -> bool:
