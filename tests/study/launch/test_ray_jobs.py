@@ -101,7 +101,7 @@ def _check_stages(events: list[Event], storage: Path, capsys: pytest.CaptureFixt
     assert main(["status", "tiny", "--storage", str(storage)]) == 0
     shown = " ".join(capsys.readouterr().out.split())  # lines are cut at 80 characters
     stages = ("packed in", "until the job started", "until its code was loaded",
-              "until the study was planned", "after the plan", "until one reported")  # fmt: skip
+              "until the study was planned", "after the command", "until one reported")  # fmt: skip
     places = [shown.find(stage) for stage in stages]
     assert -1 not in places
     assert places == sorted(places)
