@@ -229,7 +229,7 @@ class Cluster:
         modules: Sequence[str] = (),
         data: tuple[Sequence[TrialConfig], Collection[str]] = ((), ()),
     ) -> None:
-        self._data = data
+        self._data, self._checked = data, set[str | None]()
         self._unit, self._most, self._make, self._on_events, self._nodes = (
             unit,
             most,
@@ -267,10 +267,11 @@ class Cluster:
         for node in self._nodes():
             if node["Alive"] and node["NodeID"] not in self._refused:
                 self._claim(node["NodeID"], node["Resources"])
-        for request in [request for request in self._requests if request.lease is None]:
+        unmet = [r for r in self._requests if r.lease is None]
+        for request in unmet:
             if request.node and self._asked - request.since > PATIENCE_SECONDS:
                 self._halve(request)
-        pending = [r for r in self._requests if r.lease is None and r.node is None]
+        pending = [r for r in unmet if r.node is None or r.since == math.inf]  # or is checked
         # such a request could only land on a refused node again
         if waiting and not pending and not self._refused and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
@@ -447,7 +448,7 @@ class Cluster:
         One of its processes reads them, once: their digests are kept beside them.
         """
         trials, files = self._data
-        if not trials:
+        if not trials or request.node in self._checked:
             return ""
         for calls in (
             [("start", (CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1))],
@@ -462,8 +463,8 @@ class Cluster:
         self._answer(request.actor.call.remote([("kill", (CHECKING,))]))
         if isinstance(message.payload, str):  # also how its process died
             return f"the data cannot be read ({message.payload}); bring there what this machine has"
-        other = [info for info in message.payload[0] if info.files not in files]
-        if not other:
+        if not (other := [info for info in message.payload[0] if info.files not in files]):
+            self._checked.add(request.node)
             return ""
         found = ", ".join(f"{info.source}, sha256 {info.files[:16]}" for info in other)
         return f"the data are not this study's ({found}); bring the same files there"

@@ -85,7 +85,7 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     its slots within seconds."""
     folder = tmp_path / "studies" / "full"
     process = sleepers(
-        tmp_path, three, "name=full", f"seeds={list(range(96))}", "trial.optimizer.lr=3.0"
+        tmp_path, three, "name=full", f"seeds={list(range(200))}", "trial.optimizer.lr=3.0"
     )
     wait_until(
         process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 24
@@ -100,8 +100,8 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     assert process.returncode == 0, said
     events = read_ledger(folder)
     trials = fold(events).trials
-    assert [trial.status for trial in trials] == [FINISHED] * 96
-    assert sum(event["event"] == "finished" for event in events) == 96
+    assert [trial.status for trial in trials] == [FINISHED] * 200
+    assert sum(event["event"] == "finished" for event in events) == 200
     assert most_at_once(events) == 24
     assert 1 <= sum(trial.restarts for trial in trials) <= 8
     capacity = [event["cpus"] for event in events if event["event"] == "capacity"]
