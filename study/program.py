@@ -20,6 +20,8 @@ from pathlib import Path
 
 from study.tracking_uri import without_password
 
+_BEGAN = time.monotonic()
+
 NAME = "lns-study"
 VARIABLE = "LNS_STUDY_COMMAND"
 """Environment variable with shell text to which words can be added.
@@ -47,13 +49,12 @@ def lns_study(*words: str, storage: str = STORAGE) -> str:
 
 
 def process_began() -> float:
-    """Return when this process began, on the clock of :func:`time.monotonic`.
+    """Return when this program began, on the clock of :func:`time.monotonic`.
 
-    The system notes it in ticks since boot; its wall clock knows boot to a second only.
+    It is when this module was loaded, a tenth of a second after Python. The process may be older:
+    a script that installs a venv before ends in this program (``exec``).
     """
-    after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+    return _BEGAN
 
 
 def _program() -> str:

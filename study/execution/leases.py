@@ -272,8 +272,8 @@ class Cluster:
             if request.node and self._asked - request.since > PATIENCE_SECONDS:
                 self._halve(request)
         pending = [r for r in unmet if r.node is None or r.since == math.inf]  # or is checked
-        # such a request could only land on a refused node again
-        if waiting and not pending and not self._refused and self._wanted()[0] > EPSILON:
+        # with a refused node such a request could only land there again
+        if waiting and not (pending or self._refused) and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
 
     def close(self) -> None:
@@ -409,7 +409,7 @@ class Cluster:
         lease: Lease | None = None
         try:
             host, address, names, node = self._answer(request.actor.describe.remote())
-            asked, request.node, request.since = request.node, node, math.inf  # it waits no more
+            asked, request.node, request.since = request.node, node, math.inf  # waits no more
             if self._refuses(request, host):
                 return
             if problem := self._lacks_data(request):
@@ -487,9 +487,8 @@ class Cluster:
         self._waits[node] = wait, time.monotonic() + wait
         if news:
             hosts = {each["NodeID"]: each["NodeManagerHostname"] for each in self._nodes()}
-            self._say(
-                f"Not used: on the node {hosts.get(node, node)} {problem}, and it is tried again"
-            )
+            name = hosts.get(node, node)
+            self._say(f"Not used: on the node {name} {problem}, and it is tried again")
 
 
 def _pass_on(actor: Any, calls: list[Call]) -> None:
