@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.messages import CHECK, CHECKED, DIED, Message, last_line
+from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message, last_line
 from trainers.workers.node import Node, versions
 
 POLL_SECONDS = 1.0
@@ -36,8 +36,6 @@ PATIENCE_SECONDS = 3.0
 """Seconds for which a lease waits for all that its node has before it asks for less."""
 LONGEST_SECONDS = 60.0
 """Longest wait before a node that cannot be used is asked again."""
-CHECKING = 0
-"""Number of the process that checks a node's data; the others count from 1."""
 END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
 EPSILON = 1e-6

@@ -28,15 +28,13 @@ from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.data import DatasetInfo
 from trainers.training.device import check_device
-from trainers.workers.messages import CHECK, CHECKED, DIED, Message
+from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST, cpus_of
 
 CONNECT_SECONDS = 5.0
 SLOW_SECONDS = 10.0
 """Seconds of a check after which it is told that one runs."""
-CHECKING = 0
-"""Number of the process that checks trials; the other processes of its node count from 1."""
 
 
 def preflight(

@@ -144,13 +144,12 @@ class _Packing:
         """Need, GPUs and expected end by the number of the start."""
         self._events: list[tuple[float, int, int, PlannedTrial]] = []
         self._numbers = itertools.count()
-        self._tail = 0
         self._packed = Packed()
 
     def wait(self, trials: Sequence[tuple[PlannedTrial, Need]]) -> None:
         """Have trials wait; the last ones longest first."""
-        self._tail = TAIL * self._slots([need for _, need in trials])
-        head = max(0, len(trials) - self._tail)
+        tail = TAIL * self._slots([need for _, need in trials])
+        head = max(0, len(trials) - tail)
         last = sorted(trials[head:], key=lambda entry: -self._whole(entry[0]))
         self._waiting.extend([*trials[:head], *last])
 
