@@ -60,6 +60,12 @@ def is_transforming() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` goes on: the flag that ``torch.compiler.is_exporting``
+    returns, which while ``torch.compile`` traces says yes in torch 2.11 (torch 2.13)."""
+    return torch.compiler._is_exporting_flag
+
+
 def written_arguments(operator: Any) -> list[Any]:
     """Return the arguments that an aten operator writes to; only its schema tells (torch 2.13)."""
     return [

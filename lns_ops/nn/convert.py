@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
-from lns_ops._compat import remove_forward_hooks, tree_map
+from lns_ops._compat import is_exporting, remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
@@ -86,7 +86,7 @@ class _Encode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        if torch.compiler.is_exporting():
+        if is_exporting():
             raise NotImplementedError(
                 f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the"
                 " float module that lns_ops.revert_ gives back, or convert with scope='matmul'"

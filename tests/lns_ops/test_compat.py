@@ -53,6 +53,17 @@ def test_torch_functions_can_be_torchs_own() -> None:
     assert y.tolist() == [2.0, 2.0]
 
 
+def test_torch_says_when_it_exports_and_not_when_it_compiles() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if _compat.is_exporting() else x - 1
+
+    net, x = Asks(), torch.ones(1)
+    assert torch.export.export(net, (x,)).module()(x).item() == 2, "torch: no flag for exports"
+    assert torch.compile(net, backend="eager")(x).item() == 0, "torch: compiling sets the flag"
+    assert net(x).item() == 0
+
+
 def test_torch_operators_can_act_on_the_wrapper_alone() -> None:
     x = LNSTensor.from_float(torch.ones(2, 3))
     with _compat.no_dispatch():
