@@ -53,6 +53,13 @@ def request_message(message: Any) -> Any:
     return _get_request_message(message)
 
 
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that Ray drains; ``ray.nodes()`` does not tell (Ray 2.60)."""
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
+
+
 def search_space_transform(distributions: dict[str, Any]) -> Any:
     """Return Optuna's encoding of params as numbers, one column per category (Optuna 5.0)."""
     from optuna._transform import _SearchSpaceTransform

@@ -94,14 +94,18 @@ def _plan(
 def _columns(terms: int, sums: int, stride: int, device: int) -> int:
     """Return the number of sums that a thread block of the kernel takes at a time.
 
-    Terms beside each other: as many as keep all threads busy. Else 32, for coalesced loads, and
-    more where that leaves threads without terms, as long as every multiprocessor has two thread
-    blocks.
+    As many as keep all threads busy; few where there are few sums, so that all multiprocessors
+    take part. Terms that do not lie beside each other are read 8 sums wide at least, more where
+    that leaves threads without terms and every multiprocessor keeps two thread blocks. The numbers
+    are measured, on an H100 (docs/benchmarks/lns_ops_gpu.md).
     """
     blocks = -(-min(terms, LONG_SUM) // BLOCK)
     if stride == 1:
-        return THREADS // (1 << (blocks - 1).bit_length())
-    columns = min(32, 1 << (sums - 1).bit_length())
+        columns = THREADS // (1 << (blocks - 1).bit_length())
+        while columns > 1 and columns * multiprocessor_count(device) > 2 * sums:
+            columns //= 2
+        return columns
+    columns = min(8, 1 << (sums - 1).bit_length())
     while 2 * columns * blocks <= THREADS and 4 * columns * multiprocessor_count(device) <= sums:
         columns *= 2
     return columns

@@ -10,7 +10,8 @@ needs. Nodes that join get a lease within a second or so, unless their Python, t
 package or installed packages of the user's differ from the driver's: those are given back before
 they compute. A node on which our code does not start, or whose data are not the study's, is asked
 again after ever longer waits, and its reason is said once. While trials wait and nothing is free,
-one more small lease is requested on any node, which an autoscaler takes as demand.
+one more small lease is requested on any node, which an autoscaler takes as demand. A node that Ray
+drains (a spot instance with its notice) gets no more trials, and is given back once its own left.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pickle
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config import TrialConfig
-from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message, last_line
+from trainers.workers.messages import last_line
 from trainers.workers.node import Node, versions
 
 POLL_SECONDS = 1.0
@@ -56,6 +55,7 @@ class Lease:
         names: names of the GPUs for CUDA_VISIBLE_DEVICES; empty if processes see all that this one
             sees.
         call: passes calls on to the node, in order, without waiting.
+        draining: whether the machine is about to end.
     """
 
     host: str
@@ -65,6 +65,7 @@ class Lease:
     names: list[str]
     call: Callable[[list[Call]], Any]
     free: float = field(init=False)
+    draining: bool = False
 
     def __post_init__(self) -> None:
         self.free = self.cpus
@@ -209,7 +210,7 @@ class Cluster:
         make: arguments of :class:`~trainers.workers.node.Node`.
         on_events: called with the processes' messages, and with None at the end of a lease, from
             threads.
-        nodes: returns the nodes in the form of ``ray.nodes()``.
+        nodes: returns the nodes as :meth:`~study.execution.ray_session.Session.nodes` does.
         say: prints a line for the user.
         modules: code of the user's that a node must have, as ``package.module:name``.
         data: a trial for each data set that a node must have, and the SHA-256 of the examples of
@@ -228,21 +229,16 @@ class Cluster:
         data: tuple[Sequence[TrialConfig], Collection[str]] = ((), ()),
     ) -> None:
         self._data, self._checked = data, set[str | None]()
-        self._unit, self._most, self._make, self._on_events, self._nodes = (
-            unit,
-            most,
-            make,
-            on_events,
-            nodes,
-        )
+        self._unit, self._most, self._make = unit, most, make
+        self._on_events, self._nodes = on_events, nodes
         self._say, self._modules, self._versions = say, modules, versions(modules)
         self._refused: set[str] = set()
+        self._draining: set[str | None] = set()
         self._waits: dict[str | None, tuple[float, float]] = {}
         """Wait after the last failure of a node, None for any, and the time when it ends."""
         self._requests: list[_Request] = []
         self._lock = threading.Lock()
         self._asked = -math.inf
-        self._news: queue.SimpleQueue[_Request] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
         self.poll(True)
@@ -263,7 +259,9 @@ class Cluster:
             return
         self._asked = time.monotonic()
         for node in self._nodes():
-            if node["Alive"] and node["NodeID"] not in self._refused:
+            if node["NodeID"] in self._draining or node.get("Draining"):
+                self._drain(node)
+            elif node["Alive"] and node["NodeID"] not in self._refused:
                 self._claim(node["NodeID"], node["Resources"])
         unmet = [r for r in self._requests if r.lease is None]
         for request in unmet:
@@ -292,7 +290,11 @@ class Cluster:
 
     def _wanted(self) -> tuple[float, float]:
         """Return the CPUs and GPUs that could be used beyond those requested."""
-        requested = [(request.cpus, request.gpus) for request in self._requests]
+        requested = [
+            (request.cpus, request.gpus)
+            for request in self._requests
+            if request.node not in self._draining
+        ]
         return self._most[0] - sum(cpus for cpus, _ in requested), self._most[1] - sum(
             gpus for _, gpus in requested
         )
@@ -319,6 +321,21 @@ class Cluster:
         ):
             self._request(node, cpus, gpus if self._unit[1] else 0.0)
 
+    def _drain(self, node: dict[str, Any]) -> None:
+        """Keep further trials from a node that is about to end; give it back once it is idle."""
+        asked = [request for request in self._requests if request.node == node["NodeID"]]
+        if node["NodeID"] not in self._draining and asked:
+            self._say(
+                f"Ray drains the node {node['NodeManagerHostname']}: its trials may finish the"
+                " epoch under way, write a checkpoint and go on elsewhere"
+            )
+        self._draining.add(node["NodeID"])
+        for request in asked:
+            if request.lease is not None:
+                request.lease.draining = True
+            if request.lease is None or request.lease.free + EPSILON >= request.lease.cpus:
+                self._drop(request)
+
     def _halve(self, request: _Request) -> None:
         """Replace a request by two for half as much each.
 
@@ -339,17 +356,11 @@ class Cluster:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        placement = (
-            {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-            if node
-            else {}
-        )
+        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus}
+        if node:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
-        actor = (
-            ray.remote(concurrency_groups=groups)(Node)
-            .options(num_cpus=cpus, num_gpus=gpus, **placement)
-            .remote(*self._make)
-        )
+        actor = ray.remote(concurrency_groups=groups)(Node).options(**options).remote(*self._make)
         request = _Request(node, cpus, gpus, actor, time.monotonic())
         with self._lock:
             self._requests.append(request)
@@ -448,17 +459,8 @@ class Cluster:
         trials, files = self._data
         if not trials or request.node in self._checked:
             return ""
-        for calls in (
-            [("start", (CHECKING, {"CUDA_VISIBLE_DEVICES": ""}, 1))],
-            [("send", (CHECKING, pickle.dumps(Message(CHECK, payload=list(trials)))))],
-        ):
-            self._answer(request.actor.call.options(concurrency_group="calls").remote(calls))
-        message = Message("")
-        while message.kind not in (CHECKED, DIED):
-            events = request.actor.events.options(concurrency_group="events").remote(POLL_SECONDS)
-            for _, content in self._answer(events):
-                message = pickle.loads(content)
-        self._answer(request.actor.call.remote([("kill", (CHECKING,))]))
+        examine = request.actor.examine.options(concurrency_group="calls")
+        message = self._answer(examine.remote(trials, {"CUDA_VISIBLE_DEVICES": ""}))
         if isinstance(message.payload, str):  # also how its process died
             return f"the data cannot be read ({message.payload}); bring there what this machine has"
         if not (other := [info for info in message.payload[0] if info.files not in files]):

@@ -87,6 +87,7 @@ class Loop:
         self._shapes: dict[str, WorkerResources] = {}
         self._no_room_since: float | None = None
         self._reported_waiting: set[str] = set()
+        self._moving: set[str] = set()
         self._ray_problem = ""
 
     def run(self) -> None:
@@ -111,21 +112,15 @@ class Loop:
             ):
                 return
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
+            self._leave_machines_that_end()
             self._look_after_silent()
 
     def _leave(self) -> None:
         """Have running trials write a checkpoint after the epoch under way, and wait for them.
 
-        The user's own loops and Ray Train keep checkpoints themselves; the ranks of a parameter
-        server are at epochs of their own. These end where they are.
+        Those that cannot end where they are.
         """
-        able = (IN_PROCESS, PACKED)
-        left = {
-            trial
-            for trial in self._pool.running
-            if self._shapes[trial].executor in able
-            and self._state.known[trial].config["sync"]["name"] != "asynchronous"
-        }
+        left = set(filter(self._can_leave, self._pool.running))
         seconds = grace_seconds()
         if not left or not seconds or self._ray_problem:
             return
@@ -142,6 +137,21 @@ class Loop:
             and not self._control.hurried
         ):
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=False, poll=False))
+
+    def _can_leave(self, trial: str) -> bool:
+        """Tell whether a running trial can write a checkpoint and end after an epoch.
+
+        The user's own loops and Ray Train keep checkpoints themselves; the ranks of a parameter
+        server are at epochs of their own.
+        """
+        asynchronous = self._state.known[trial].config["sync"]["name"] == "asynchronous"
+        return self._shapes[trial].executor in (IN_PROCESS, PACKED) and not asynchronous
+
+    def _leave_machines_that_end(self) -> None:
+        """Have the trials of machines that are about to end leave; they go on elsewhere."""
+        news = set(self._pool.moving) - self._moving
+        self._moving |= news
+        self._pool.leave_after_epoch(filter(self._can_leave, news))
 
     def _has_ray(self) -> tuple[bool, bool]:
         """Tell whether the study's Ray is there, and whether it may be asked for more resources.
@@ -241,6 +251,7 @@ class Loop:
         self._control.begun(trial.id)
         self._watch.hear(trial.id)
         self._shapes[trial.id] = shape
+        self._moving.discard(trial.id)
         hosts = [lease.host for lease, _ in running.spots]
         resources = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
         return {
@@ -331,6 +342,8 @@ class Loop:
             }
         if how == STOPPED:
             return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
+        if how in (LEFT, DIED) and trial in self._moving and not self._control.leaving:
+            return {"event": "restarted", "trial": trial, "error": "its node is drained"}
         if how == LEFT or (how == DIED and self._control.leaving):
             return None
         if how == REFUSED:

@@ -141,8 +141,15 @@ class Pool:
 
     @property
     def leases(self) -> list[Lease]:
-        """Leases of all machines."""
-        return self._machines.leases if self._machines else []
+        """Leases of all machines that trials may be given to."""
+        leases = self._machines.leases if self._machines else []
+        return [lease for lease in leases if not lease.draining]
+
+    @property
+    def moving(self) -> list[str]:
+        """Ids of the trials that processes train on a machine that is about to end."""
+        groups = self._trials.items()
+        return [trial for trial, group in groups if any(on.draining for on, _ in group.spots)]
 
     @property
     def idle_resources(self) -> tuple[float, float]:
@@ -281,15 +288,8 @@ class Pool:
         """Return a process at this place with trials of this shape and room for one more."""
         if not shape.packed:
             return None
-        groups = self._groups.values()
-        return next(
-            (
-                g
-                for g in groups
-                if g.shape == shape and g.spots == spots and len(g.running) < shape.lanes
-            ),
-            None,
-        )
+        same = (g for g in self._groups.values() if g.shape == shape and g.spots == spots)
+        return next((group for group in same if len(group.running) < shape.lanes), None)
 
     def _place(self, shape: WorkerResources) -> list[Spot] | None:
         """Return free places for all ranks, on one machine if possible, else on several, or None.
@@ -457,15 +457,8 @@ def _find(shape: WorkerResources, leases: list[Lease]) -> list[Spot] | None:
     gpus = {id(lease): list(lease.gpus) for lease in leases}
     spots: list[Spot] = []
     for bundle in shape.bundles:
-        spot = next(
-            (
-                spot
-                for lease in leases
-                for spot in [_spot(lease, bundle, cpus[id(lease)], gpus[id(lease)])]
-                if spot
-            ),
-            None,
-        )
+        found = (_spot(lease, bundle, cpus[id(lease)], gpus[id(lease)]) for lease in leases)
+        spot = next(filter(None, found), None)
         if spot is None:
             return None
         spots.append(spot)
@@ -486,7 +479,7 @@ def _spot(lease: Lease, bundle: dict[str, float], cpus: float, gpus: list[float]
 
 
 def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
-    """Tell whether exactly these places are free."""
+    """Tell whether exactly these places are free, on machines that stay."""
     need: dict[tuple[int, int | None], float] = defaultdict(float)
     for (lease, gpu), bundle in zip(spots, shape.bundles, strict=True):
         need[id(lease), None] += bundle["CPU"]
@@ -495,5 +488,6 @@ def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
     return all(
         need[id(lease), None] <= lease.free + EPSILON
         and (gpu is None or need[id(lease), gpu] <= lease.gpus[gpu] + EPSILON)
+        and not lease.draining
         for lease, gpu in spots
     )

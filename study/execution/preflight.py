@@ -8,9 +8,9 @@ code 2.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import shlex
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +28,7 @@ from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.data import DatasetInfo
 from trainers.training.device import check_device
-from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message
+from trainers.workers.messages import DIED
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST, cpus_of
 
@@ -212,17 +212,14 @@ def _examine(
     if node is not None and configs:
         # which may compute on a GPU
         own = any(config.own_code or config.own_loop for config in configs)
-        node.start(CHECKING, {} if own else {"CUDA_VISIBLE_DEVICES": ""}, 1)
-        node.send(CHECKING, pickle.dumps(Message(CHECK, payload=configs)))
-        message, slow = Message(""), f"Checking trials and their data: {len(configs)} trials"
-        while message.kind not in (CHECKED, DIED):
-            events = node.events(SLOW_SECONDS)
-            if not events and slow:
-                say(slow)
-                slow = ""
-            for _, content in events:
-                message = pickle.loads(content)
-        node.kill(CHECKING)
+        slow = threading.Timer(
+            SLOW_SECONDS, say, [f"Checking trials and their data: {len(configs)} trials"]
+        )
+        slow.start()
+        try:
+            message = node.examine(configs, {} if own else {"CUDA_VISIBLE_DEVICES": ""})
+        finally:
+            slow.cancel()
         if message.kind == DIED:
             raise ValueError(
                 "trials cannot be checked, as loading their data and models fails"

@@ -35,6 +35,7 @@ from typing import Any
 
 import psutil
 
+from study._compat import draining_nodes
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_token
@@ -106,10 +107,8 @@ class Session:
         return dict(ray.cluster_resources())
 
     def nodes(self) -> list[dict[str, Any]]:
-        """Return the nodes in the form of ``ray.nodes()``."""
-        import ray
-
-        return list(ray.nodes())
+        """Return the nodes in the form of ``ray.nodes()``, with ``Draining`` beside ``Alive``."""
+        return _nodes()
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
         """Ask an autoscaler for room for these workers in all; there is none."""
@@ -268,19 +267,17 @@ class Joined(Session):
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
-        self._nodes: list[dict[str, Any]] = ray.nodes()
+        self._nodes = _nodes()
         self._answered = self._seen = time.monotonic()
         self._left = threading.Event()
         threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
 
     def _ask(self, left: threading.Event) -> None:
         """Ask for the nodes again and again, until this cluster is left."""
-        import ray
-
         while not left.wait(LOOK_SECONDS):
             # the cluster may be ending; look() notices that no answer comes
             with contextlib.suppress(Exception):
-                nodes = ray.nodes()
+                nodes = _nodes()
                 if not left.is_set():
                     self._nodes, self._answered = nodes, time.monotonic()
 
@@ -385,6 +382,14 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
             yield session
         finally:
             session.close()
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """Return the nodes of the Ray that this process has joined, see :meth:`Session.nodes`."""
+    import ray
+
+    draining = draining_nodes()
+    return [node | {"Draining": node["NodeID"] in draining} for node in ray.nodes()]
 
 
 def _free_port() -> int:

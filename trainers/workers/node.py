@@ -29,7 +29,7 @@ from typing import Any
 
 from trainers.user_code import digest_files, digest_package
 from trainers.workers.fork_server import ForkServer
-from trainers.workers.messages import DIED, Message
+from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message
 
 BATCH = 1000
 """Most messages in one piece."""
@@ -167,6 +167,29 @@ class Node:
             while len(found) < BATCH:
                 found.append(self._said.get_nowait())
         return found
+
+    def examine(self, trials: Sequence[Any], environment: dict[str, str]) -> Message:
+        """Have a process of its own read trials' data and check the trials, before any other runs.
+
+        Args:
+            trials: their :class:`~trainers.config.TrialConfig`.
+            environment: variables of the process.
+
+        Returns:
+            The process's last message: ``CHECKED`` with what
+            :func:`~trainers.workers.worker_process.examine` returns or the text of its error, or
+            ``DIED``.
+        """
+        self.start(CHECKING, environment, 1)
+        self.send(CHECKING, pickle.dumps(Message(CHECK, payload=list(trials))))
+        message = Message("")
+        while message.kind not in (CHECKED, DIED):
+            _, content = self._said.get()
+            if self._closed:
+                return Message(DIED, payload="the node was closed")
+            message = pickle.loads(content)
+        self.kill(CHECKING)
+        return message
 
     def describe(self) -> tuple[str, str, list[str], str]:
         """Return the machine's name, its address, the GPUs that Ray gave and the Ray node's id.

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, Line, s3, s3_server  # noqa: F401
-from tests.study.raylets import ROOT, cluster_of, command, python_path, wait_until
+from tests.study.raylets import ROOT, cluster_of, command, python_path, said_until, wait_until
 from tests.study.sleeping import most_at_once
 from trainers.object_store import Store
 
@@ -109,6 +110,39 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     assert 16 in capacity[capacity.index(24) :]
     after = [event for event in events if event["event"] == "capacity" and event["time"] > lost]
     assert after[-1]["cpus"] == 24
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
+    cluster: Any, tmp_path: Path, workers: int
+) -> None:
+    """A spot instance has its notice: no epoch is trained twice, and the node is given back."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    seeds = [0, 1] if workers == 1 else [0]
+    long = ["trial.epochs=80", "checkpoint_every=80", f"seeds={seeds}"]
+    process = command(
+        tmp_path, cluster.address, "name=drained", *GANG, f"trial.workers={workers}", *long
+    )
+    folder = tmp_path / "studies" / "drained"
+    running = lambda events: {e["trial"] for e in events if e["event"] == "report"}  # noqa: E731
+    wait_until(process, folder, lambda events: len(running(events)) == len(seeds))
+    node = cluster.worker_nodes.copy().pop()
+    cluster.add_node(num_cpus=1)
+    drain = ["drain-node", f"--address={cluster.address}", f"--node-id={node.node_id}"]
+    drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
+    drain += ["--deadline-remaining-seconds=120"]
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *drain], check=True)
+    said = said_until(process, "Ray drains the node")
+    ended, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said + ended
+    events = read_ledger(folder)
+    assert [event["error"] for event in events if event["event"] == "restarted"] == [
+        "its node is drained"
+    ]
+    epochs = Counter((e["trial"], e["epoch"]) for e in events if e["event"] == "report")
+    assert set(epochs.values()) == {1}
+    assert len(epochs) == 80 * len(seeds)
+    assert [trial.status for trial in fold(events).trials] == [FINISHED] * len(seeds)
 
 
 def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path) -> None:
