@@ -236,6 +236,8 @@ class Loop:
             self._say(
                 f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
                 " trial.threads"
+                if nodes
+                else "Waiting: no node can be used yet; those that join are checked first"
             )
         return None
 

@@ -4,6 +4,7 @@ been."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,12 @@ trap 'cat launch.log .lns-study/*/*.log >&2' ERR
 reports() {{ grep -s '"report"' studies/tiny/ledger.jsonl | wc -l; }}
 until [ $(reports) -ge 5 ]; do sleep 0.2; kill -0 $launched; done
 stat --format=%a .lns-study/*/token-* >mode
+python -m study status tiny --storage studies >running
 """
 END = """
 wait $launched
 scontrol show job >jobs
+python -m study report tiny --storage studies >report
 """
 DISTURBANCES = {
     "notice": 'scancel --batch --signal=USR1 "$(job %i)"; requeued',
@@ -91,4 +94,6 @@ def test_a_study_on_two_nodes_ends_as_if_undisturbed(
     assert outcomes == [*(["stopped"] if disturbance in IN_ORDER else []), "finished"]
     assert "JobState=COMPLETED" in (work / "jobs").read_text()
     assert (work / "mode").read_text() == "600\n"
+    assert re.search(r"\brunning +\d+/40\b", (work / "running").read_text())
+    assert "studies/tiny/report/report.html" in (work / "report").read_text()
     assert list(work.glob(".lns-study/*/token-*")) == []
