@@ -19,6 +19,7 @@ NAMES = (
     "lns(14,7)",
     "float8_e4m3fn/channel",
     "lns8/channel",
+    "lns8/block",
 )
 """Every name without parameters, and an example of each kind of name that has some."""
 
@@ -80,7 +81,8 @@ def page() -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *map(row, NAMES),
             "",
-            "Every name takes `/tensor` or `/channel` where it has no scale of its own."
+            "Every name takes `/tensor`, `/channel` or `/block` where it has no scale of its own"
+            " (integers not the last)."
             " What each costs is [measured](../benchmarks/formats.md).",
             "",
         ]

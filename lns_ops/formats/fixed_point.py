@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, randomly_up
-from lns_ops.formats.scaling import TENSOR, check_granularity, group_largest
+from lns_ops.formats.scaling import CHANNEL, TENSOR, check_granularity, group_largest
 from lns_ops.spec.format import NonFiniteError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Integer(_WholeNumbers):
                 f"int{self.width}: scaled integers have {low} to {high} bits; use int8, or"
                 f" fixed({max(self.width, 2)},8) for a fixed step"
             )
-        check_granularity(self.granularity)
+        check_granularity(self.granularity, (TENSOR, CHANNEL))
 
     @property
     def name(self) -> str:

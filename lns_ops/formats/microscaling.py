@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
 from lns_ops.formats.floating_point import FloatFormat
-from lns_ops.formats.scaling import CHANNEL, Scaled
+from lns_ops.formats.scaling import BLOCK_SIZE, CHANNEL, SCALE_BITS, Scaled
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-BLOCK = 32
-_SCALE_BITS = 8
 
 
 def unavailable() -> str | None:
@@ -89,7 +86,7 @@ class Microscaling(NumberFormat):
     @property
     def bits(self) -> float:
         """The bits of an element and of its share of the block's scale."""
-        return self.element.bits + _SCALE_BITS / BLOCK
+        return self.element.bits + SCALE_BITS / BLOCK_SIZE
 
     @property
     def storage(self) -> torch.dtype:
@@ -127,7 +124,7 @@ class Microscaling(NumberFormat):
         blocks = self._blocks(x)
         if random is not None:
             blocks = self._stochastic(blocks, self._blocks(random))
-        scale, codes = to_mx(blocks, self._dtype, BLOCK, ScaleCalculationMode.RCEIL)
+        scale, codes = to_mx(blocks, self._dtype, BLOCK_SIZE, ScaleCalculationMode.RCEIL)
         return Encoded(codes, scale, (*x.shape[:-1], length) if x.dim() else ())
 
     def decode(self, encoded: Encoded) -> Tensor:
@@ -135,7 +132,9 @@ class Microscaling(NumberFormat):
         import torch
         from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
-        values: Tensor = to_dtype(encoded.codes, encoded.scale, self._dtype, BLOCK, torch.float32)
+        values: Tensor = to_dtype(
+            encoded.codes, encoded.scale, self._dtype, BLOCK_SIZE, torch.float32
+        )
         shape = encoded.shape or ()
         return values[..., : shape[-1] if shape else 1].reshape(shape)
 
@@ -152,7 +151,7 @@ class Microscaling(NumberFormat):
         from torch.nn import functional
 
         x = x if x.dim() else x[None]
-        return functional.pad(x, (0, -x.shape[-1] % BLOCK)).contiguous()
+        return functional.pad(x, (0, -x.shape[-1] % BLOCK_SIZE)).contiguous()
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
         """Round at random on the grid of each block's scale.
@@ -160,4 +159,4 @@ class Microscaling(NumberFormat):
         torchao's conversion is exact then.
         """
         blocks = Scaled(self.element, CHANNEL)
-        return blocks.quantize(x.reshape(-1, BLOCK), random.reshape(-1, BLOCK)).view_as(x)
+        return blocks.quantize(x.reshape(-1, BLOCK_SIZE), random.reshape(-1, BLOCK_SIZE)).view_as(x)

@@ -4,7 +4,9 @@ Granularity ``tensor``: one scale for all values. ``channel``: one for each inde
 dimension, which is an output channel of a weight and an example of activations and gradients
 (tensors of fewer than two dimensions have one scale). A matrix product can take a scale out of its
 sum only if it is constant along it; with ``channel`` that holds for the forward product and not for
-both backward ones, which a device would have to encode anew.
+both backward ones, which a device would have to encode anew. ``block``: one for each 32 values
+along the last dimension, as in microscaling formats (Open Compute Project, "OCP Microscaling
+Formats (MX) Specification v1.0", 2023).
 
 :class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing
 saturates: for LNS an offset of the logarithm, for floating point of the exponent. So decoding is
@@ -23,33 +25,51 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TENSOR, CHANNEL = "tensor", "channel"
-GRANULARITIES = (TENSOR, CHANNEL)
+TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
+GRANULARITIES = (TENSOR, CHANNEL, BLOCK)
+BLOCK_SIZE = 32
+"""Values of a block."""
+SCALE_BITS = 8
+"""Bits of a block's power of two."""
 
 
-def check_granularity(granularity: str) -> None:
-    """Refuse what is not one of :data:`GRANULARITIES`.
+def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) -> None:
+    """Refuse what is not one of ``known``.
 
     Raises:
         ValueError: with those there are.
     """
-    if granularity not in GRANULARITIES:
+    if granularity not in known:
         raise ValueError(
-            f"granularity={granularity!r}: must be one of {', '.join(GRANULARITIES)}; use for"
+            f"granularity={granularity!r}: must be one of {', '.join(known)}; use for"
             " example int8/channel"
         )
 
 
 def group_largest(x: Tensor, granularity: str) -> Tensor:
-    """Return the largest magnitude of each group that shares a scale, broadcasting over ``x``.
+    """Return the largest magnitude of each group that shares a scale; :func:`spread` repeats it.
 
     It is 0 for an empty tensor.
     """
+    from torch.nn.functional import pad
+
     if x.numel() == 0:
         return x.new_zeros(())
-    if granularity == TENSOR or x.dim() < 2:
+    if granularity == BLOCK and x.dim():
+        padded = pad(x.abs(), (0, -x.shape[-1] % BLOCK_SIZE))
+        blocks: Tensor = padded.unflatten(-1, (-1, BLOCK_SIZE))
+        return blocks.amax(-1)
+    if granularity != CHANNEL or x.dim() < 2:
         return x.abs().amax()
     return x.abs().amax(dim=tuple(range(1, x.dim())), keepdim=True)
+
+
+def spread(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
+    """Return what is one a group so that it broadcasts over a tensor of ``shape``."""
+    if granularity != BLOCK or not scale.dim():
+        return scale
+    repeated = scale.unsqueeze(-1).expand(*scale.shape, BLOCK_SIZE).flatten(-2)
+    return repeated[..., : shape[-1]]
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -61,11 +81,11 @@ def _power(exponent: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled(NumberFormat):
-    """A format with a power of two per tensor or channel: ``value = base value x scale``.
+    """A format with a power of two a tensor, channel or block: ``value = base value x scale``.
 
     Args:
         base: an unscaled format whose range is narrower than float32's.
-        granularity: ``tensor`` or ``channel``.
+        granularity: ``tensor``, ``channel`` or ``block``.
 
     Raises:
         ValueError: a format that has a scale or needs none.
@@ -94,8 +114,8 @@ class Scaled(NumberFormat):
 
     @property
     def bits(self) -> float:
-        """The width of ``base``."""
-        return self.base.bits
+        """The width of ``base``, and a value's share of its block's scale."""
+        return self.base.bits + (SCALE_BITS / BLOCK_SIZE if self.granularity == BLOCK else 0)
 
     @property
     def storage(self) -> torch.dtype:
@@ -120,19 +140,24 @@ class Scaled(NumberFormat):
 
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
         """Return the codes of ``base`` and one scale per group."""
-        up, down = self._scales(as_float32(x))
-        return Encoded(self.base.encode(x * up, random).codes, down)
+        x = as_float32(x)
+        up, down = self._scales(x)
+        return Encoded(self.base.encode(x * self._spread(up, x), random).codes, down)
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return ``base``'s values times the scale."""
         assert encoded.scale is not None
-        return self.base.decode(Encoded(encoded.codes)).mul_(encoded.scale)
+        values = self.base.decode(Encoded(encoded.codes))
+        return values.mul_(self._spread(encoded.scale, values))
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid of ``base`` times the scale."""
         x = as_float32(x)
         up, down = self._scales(x)
-        return self.base.quantize(x * up, random).mul_(down)
+        return self.base.quantize(x * self._spread(up, x), random).mul_(self._spread(down, x))
+
+    def _spread(self, scale: Tensor, x: Tensor) -> Tensor:
+        return spread(scale, x.shape, self.granularity)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the power of two that takes a group into ``base``'s range, and its inverse.

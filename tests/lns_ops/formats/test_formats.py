@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from lns_ops import NonFiniteError, formats, reference
 from lns_ops.formats import FloatFormat, NumberFormat, microscaling, parse, random_bits
+from lns_ops.formats.scaling import BLOCK_SIZE
 from lns_ops.formats.stochastic_rounding import _philox
 
 MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]
@@ -22,7 +23,8 @@ NAMES = [
     "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "fixed(16,8)",
     "fixed(8,4)", "fixed(24,12)", "fixed(8,14)", "int8", "int8/channel", "int4/channel", "int12",
     "int2", "lns16", "lns12", "lns8", "lns8/tensor", "lns8/channel", "lns(5,1)/channel",
-    "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel", *MX,
+    "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel",
+    "lns8/block", "float8_e4m3fn/block", *MX,
 ]  # fmt: skip
 
 needs_torchao = pytest.mark.skipif(
@@ -93,7 +95,7 @@ def test_rounding_keeps_to_the_contract(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_order_is_kept_within_a_group(name: str) -> None:
-    x = sample(columns=microscaling.BLOCK).sort(1)[0]
+    x = sample(columns=BLOCK_SIZE).sort(1)[0]
     assert bool((parse(name).quantize(x).diff(dim=1) >= 0).all())
 
 
@@ -256,10 +258,21 @@ def test_mx_is_torchao_with_one_scale_a_block() -> None:
     assert encoded.scale is not None
     assert encoded.scale.shape == (4, 3)
     assert fmt.bits == 8.25
-    padded = torch.nn.functional.pad(x, (0, 26)).view(-1, 32)
-    assert torch.equal(
-        fmt.quantize(x), parse("float8_e4m3fn/channel").quantize(padded).view(4, 96)[:, :70]
-    )
+    assert torch.equal(fmt.quantize(x), parse("float8_e4m3fn/block").quantize(x))
+
+
+@pytest.mark.parametrize("shape", [(4, 70), (3, 2, 32), (5,), (2, 1)])
+def test_a_block_is_32_values_along_the_last_dimension(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x[..., : shape[-1] // 2] *= 2.0**12
+    fmt = parse("lns8/block")
+    pieces = [parse("lns8/tensor").quantize(row) for row in x.reshape(-1, shape[-1]).unbind()
+              for row in row.split(32)]  # fmt: skip
+    assert torch.equal(fmt.quantize(x).flatten(), torch.cat(pieces))
+    encoded = fmt.encode(x)
+    assert encoded.scale is not None
+    assert encoded.scale.shape == (*shape[:-1], -(-shape[-1] // 32))
+    assert fmt.bits == 8.25
 
 
 def test_mx_without_torchao_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +318,11 @@ def test_published_limits() -> None:
     [
         ("float64", "format 'float64': there is none of that name; there are float32"),
         ("lns13", "format 'lns13': not one of lns16"),
-        ("int8/row", "what follows / must be one of tensor, channel; use for example int8/channel"),
+        ("int8/row", "what follows / must be one of tensor, channel, block; use for"),
+        (
+            "int8/block",
+            "granularity='block': must be one of tensor, channel; use for example int8/",
+        ),
         ("int16", "int16: scaled integers have 2 to 12 bits"),
         ("fixed(30,8)", "bits=30: fixed point has 2 to 24 bits"),
         ("fixed(8,200)", "fraction_bits=200"),

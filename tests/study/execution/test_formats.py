@@ -56,6 +56,7 @@ def test_rows_of_eight_bits_have_eight_bits() -> None:
     assert {(t.row == "float32", parse(t.config.precision.format).bits) for t in plan.trials} == {
         (True, 32),
         (False, 8),
+        (False, 8.25),  # with its share of a block's power of two
     }
     assert {t.config.precision.master_format for t in plan.trials} == {None, "lns16"}
 
