@@ -61,8 +61,11 @@ def is_transforming() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether ``torch.export`` goes on: the flag that ``torch.compiler.is_exporting``
-    returns, which while ``torch.compile`` traces says yes in torch 2.11 (torch 2.13)."""
+    """Return whether ``torch.export`` goes on.
+
+    This is the flag that ``torch.compiler.is_exporting`` returns in torch 2.13; in torch 2.11 that
+    function says yes while ``torch.compile`` traces, too.
+    """
     return torch.compiler._is_exporting_flag
 
 

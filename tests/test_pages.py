@@ -73,6 +73,7 @@ NOT_HERE = {
     "docs/howto/claims.md": {"lns-study run law_of_bits": "takes hours"},
     "docs/howto/cluster.md": {
         "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
+        "ray drain-node": "test_cluster.py drains a node",
         "docker build": "Docker; test_compose.py and test_image.py run and read what it takes",
         "ssh -L": "another machine; test_compose.py launches so",
         "docker compose exec": "Docker; test_compose.py",

@@ -95,9 +95,9 @@ def _columns(terms: int, sums: int, stride: int, device: int) -> int:
     """Return the number of sums that a thread block of the kernel takes at a time.
 
     As many as keep all threads busy; few where there are few sums, so that all multiprocessors
-    take part. Terms that do not lie beside each other are read 8 sums wide at least, more where
-    that leaves threads without terms and every multiprocessor keeps two thread blocks. The numbers
-    are measured, on an H100 (docs/benchmarks/lns_ops_gpu.md).
+    take part. Where terms do not lie beside each other, a thread block reads 8 sums beside each
+    other, more where that leaves threads without terms and every multiprocessor keeps two thread
+    blocks. Measured on an H100 for 65 to 6,144 sums (docs/benchmarks/lns_ops_gpu.md).
     """
     blocks = -(-min(terms, LONG_SUM) // BLOCK)
     if stride == 1:

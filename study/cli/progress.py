@@ -170,7 +170,7 @@ def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
         shown = _shown(event["metrics"], metric.test_name, metric.test_words, metric)
         return f"{name}: finished, {shown}"
     phrases = {
-        "restarted": "its process died, starting it again",
+        "restarted": "starts again from its last checkpoint",
         "damaged": (
             "a checkpoint is damaged, going on from an earlier one or from the start; the result is"
             " the same"

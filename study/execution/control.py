@@ -155,6 +155,10 @@ class Control:
         """Note that a trial was handed out."""
         self._begun.add(trial)
 
+    def again(self, trial: str) -> None:
+        """Note that a trial will be handed out again."""
+        self._begun.discard(trial)
+
     def fail_storage(self, reason: str) -> None:
         """Note that the storage refuses writes."""
         self.storage_error = self.storage_error or f"storage: {reason}"

@@ -326,8 +326,8 @@ class Cluster:
         asked = [request for request in self._requests if request.node == node["NodeID"]]
         if node["NodeID"] not in self._draining and asked:
             self._say(
-                f"Ray drains the node {node['NodeManagerHostname']}: its trials may finish the"
-                " epoch under way, write a checkpoint and go on elsewhere"
+                f"Ray drains the node {node['NodeManagerHostname']}: its trials finish the epoch"
+                " under way, write a checkpoint and go on elsewhere, those that can"
             )
         self._draining.add(node["NodeID"])
         for request in asked:

@@ -118,7 +118,7 @@ class Loop:
     def _leave(self) -> None:
         """Have running trials write a checkpoint after the epoch under way, and wait for them.
 
-        Those that cannot end where they are.
+        Trials that cannot write one are ended as they are.
         """
         left = set(filter(self._can_leave, self._pool.running))
         seconds = grace_seconds()
@@ -237,7 +237,7 @@ class Loop:
                 f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
                 " trial.threads"
                 if nodes
-                else "Waiting: no node can be used yet; those that join are checked first"
+                else "Waiting: no node can be used now; those that join are checked first"
             )
         return None
 
@@ -325,6 +325,7 @@ class Loop:
         if not self._append(events):
             return
         for trial in again:
+            self._control.again(trial)
             self._agenda.again(trial)
         for message in messages:
             if message.kind == REPORT:
@@ -344,7 +345,7 @@ class Loop:
             }
         if how == STOPPED:
             return {"event": "stopped", "trial": trial, "by": self._study.search.scheduler}
-        if how in (LEFT, DIED) and trial in self._moving and not self._control.leaving:
+        if how == LEFT and trial in self._moving and not self._control.leaving:
             return {"event": "restarted", "trial": trial, "error": "its node is drained"}
         if how == LEFT or (how == DIED and self._control.leaving):
             return None
@@ -359,6 +360,8 @@ class Loop:
         if is_full(text):
             self._control.fail_storage(text)
             return None
+        if trial in self._moving:  # it could not leave in time: no fault of its own
+            return {"event": "restarted", "trial": trial, "error": f"its node was drained: {text}"}
         self._failures[trial] += 1
         gone = self._failures[trial] > self._study.max_failures
         return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 import pickle
 import queue
 import time
@@ -169,12 +170,18 @@ class Pool:
         return any(lease.free >= 1.0 - EPSILON for lease in self.leases)
 
     def capacity(self) -> tuple[float, int, int]:
-        """Return the CPUs, GPUs and machines of all leases."""
-        leases = self.leases
+        """Return the CPUs, GPUs and machines of all leases.
+
+        Of a machine that is about to end, what trials hold there still counts.
+        """
+        leases = self._machines.leases if self._machines else []
         return (
-            sum(lease.cpus for lease in leases),
-            sum(lease.gpu_count for lease in leases),
-            len({lease.host for lease in leases}),
+            sum(each.cpus - each.free if each.draining else each.cpus for each in leases),
+            sum(
+                math.ceil(each.gpu_count - sum(each.gpus)) if each.draining else each.gpu_count
+                for each in leases
+            ),
+            len({each.host for each in leases}),
         )
 
     def start(

@@ -101,10 +101,11 @@ class Session:
         return False
 
     def resources(self) -> dict[str, float]:
-        """Return ``CPU`` and ``GPU`` of all nodes."""
-        import ray
-
-        return dict(ray.cluster_resources())
+        """Return ``CPU`` and ``GPU`` of the nodes that stay."""
+        there = [
+            node["Resources"] for node in self.nodes() if node["Alive"] and not node["Draining"]
+        ]
+        return {name: sum(each.get(name, 0.0) for each in there) for name in ("CPU", "GPU")}
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes in the form of ``ray.nodes()``, with ``Draining`` beside ``Alive``."""
@@ -284,11 +285,6 @@ class Joined(Session):
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the last answer."""
         return self._nodes
-
-    def resources(self) -> dict[str, float]:
-        """Return ``CPU`` and ``GPU`` of the nodes of the last answer."""
-        alive = [node["Resources"] for node in self._nodes if node["Alive"]]
-        return {name: sum(each.get(name, 0.0) for each in alive) for name in ("CPU", "GPU")}
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
         """Ask the cluster's autoscaler, if it has one, for room for these workers in all."""

@@ -16,7 +16,8 @@ each with ``event`` and ``time`` (seconds since 1970)::
                                                 repeated: those of earlier epochs that
                                                 it trained again
     checkpoint  a trial's state is on disk                      trial, epoch, path
-    restarted   a trial's process died and will be restarted    trial, error
+    restarted   a trial's process died, or its node drains:     trial, error
+                it begins again from its last checkpoint
     relieved    a trial ran out of memory; once more with other keys   trial, error, relief
     damaged     a trial's checkpoint could not be read          trial, error
     finished    a trial is done                                 trial, metrics (test/...)

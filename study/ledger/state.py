@@ -45,7 +45,7 @@ class TrialState:
         reports: report event by epoch.
         test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
         checkpoints: paths, oldest first.
-        restarts: number of times that its process died and was started again.
+        restarts: number of times that it began again, its process dead or its node drained.
         error: last error; "" if there is none.
         commits: git commits of the runs that trained it, also in the study that it was taken over
             from.

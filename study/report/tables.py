@@ -275,8 +275,8 @@ def facts(state: StudyState) -> dict[str, str]:
             else "not finished"
         ),
         "Failures": (
-            f"{sum(trial.status == FAILED for trial in state.trials)} trials failed, {restarts}"
-            " restarts after a dead process"
+            f"{sum(trial.status == FAILED for trial in state.trials)} trials failed,"
+            f" {counted(restarts, 'restart')}"
         ),
     }
 

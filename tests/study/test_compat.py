@@ -95,6 +95,12 @@ def test_optuna_encodes_params_and_splits_variance() -> None:
     )
 
 
+def test_ray_tells_which_nodes_it_drains() -> None:
+    from ray._private.state import state
+
+    assert callable(state.get_draining_nodes), "Ray: nodes that it drains are told otherwise"
+
+
 def test_ray_finds_a_head_certificates_and_a_token(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

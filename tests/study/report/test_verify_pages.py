@@ -69,7 +69,7 @@ def test_a_part_that_is_there_was_made(report: Path) -> None:
     """The sentence stands in its place on both pages, and the picture too."""
     lost = LOST.replace("slots", "test_error")
     for file, old, new in (
-        ("report.md", "dead process\n", f"dead process\n- {lost}\n"),
+        ("report.md", "0 restarts\n", f"0 restarts\n- {lost}\n"),
         ("report.html", "<h2>", f'<p class="remark">{lost}</p>\n<h2>'),
     ):
         found = tamper(report, file, old, new)
