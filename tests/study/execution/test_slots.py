@@ -104,6 +104,16 @@ def test_one_that_fails_in_a_shared_process_is_told_of_all_that_it_takes_along(t
     }
 
 
+def test_a_trial_that_begins_again_counts_once_in_a_limit(tiny: Make) -> None:
+    some = ["rows=[{label: a}]", "baseline=null", "trial.optimizer.lr=0.1", "trial.epochs=2"]
+    study = tiny("limited-again", "cpus=1", "seeds=[0,1]", "limits.trials=1", *some)
+    with executor(FAILS_ONCE):
+        outcome = run_study(study, SilentView(), lambda line: None)
+    first, second = outcome.state.trials
+    assert (first.status, first.restarts) == (FINISHED, 1)
+    assert second.status != FINISHED
+
+
 def test_a_proposed_trial_that_is_larger_than_the_machine_fails_with_the_reason(tiny: Make) -> None:
     space = [
         "space={workers: {choice: [1, 4]}, optimizer.lr: {uniform: [0.01, 0.02]}}",
