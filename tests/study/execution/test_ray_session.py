@@ -18,10 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from study.config import StudyConfig
 from study.errors import UserError
 from study.execution import ray_token
-from study.execution.ray_session import ENVIRONMENT, Joined, OwnRay, ray_session
+from study.execution.ray_session import Joined, OwnRay
 from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
@@ -100,22 +99,25 @@ def test_a_ray_of_our_own_dies_with_us() -> None:
     assert not alive
 
 
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+DRAINS = f"""
+import psutil
+from study.config import StudyConfig
+from study.execution.ray_session import ray_session
+with ray_session(StudyConfig(cpus=1)):
+    (start,) = (each for each in psutil.Process().children() if "--head" in each.cmdline())
+    print(start.environ()["{DRAIN}"])
+"""
+
+
 @pytest.mark.slow
-def test_a_ray_of_our_own_that_ends_drains_no_node(
-    tiny: Callable[..., StudyConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ray_of_our_own_that_ends_drains_no_node() -> None:
     """Ray's own default is 30 s, for services with other nodes to go to."""
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # put back as it was after the test
-        monkeypatch.delenv(name)
-    before = {process.pid for process in psutil.Process().children()}
-    with ray_session(tiny("drains")):
-        (start,) = (
-            process
-            for process in psutil.Process().children()
-            if process.pid not in before and "--head" in process.cmdline()
-        )
-        assert start.environ()["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "0"
+    env = {name: value for name, value in os.environ.items() if name != DRAIN}
+    said = subprocess.run(
+        [sys.executable, "-c", DRAINS], env=env, check=True, capture_output=True, text=True
+    )
+    assert said.stdout.split()[-1] == "0"
 
 
 @pytest.mark.slow
