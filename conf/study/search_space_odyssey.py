@@ -32,6 +32,8 @@ VARIANT, LOSS = "config.model.args.variant", "config.loss.name"
 ENOUGH = 5
 """Fewest trials in the best tenth of a row for a test."""
 LEVEL = 0.05
+POINTS = 10
+"""Fewest points of the space for shares of the variance, as for a claim's ``importance``."""
 
 
 def no_variant_beats_vanilla(study: Study) -> dict[str, Any]:
@@ -76,21 +78,25 @@ def no_variant_ranks_above_vanilla(study: Study) -> dict[str, Any]:
 def share_of_learning_rate(study: Study) -> dict[str, Any]:
     """Return the share of the variance that the learning rate explains, by fANOVA.
 
-    The trees see the variant, too. The mean is over the sets, and so is the interval.
+    The trees see the variant, too. The mean is over the sets, and so is the interval. All variants
+    are tried at the same points of rate, momentum and width: fewer than :data:`POINTS` of them on a
+    set cannot tell one from another, and decide nothing.
     """
     domains = study.config.parsed_space.domains
     spaces = {f"config.{domain.key}": distribution(domain) for domain in domains}
     shares = {name: _shares(trials, spaces) for name, trials in _sets(study).items()}
     rates = [share["config.optimizer.lr"] for share in shares.values()]
     half = interval(rates) or math.inf
-    mean = statistics.fmean(rates)
-    return {
-        "figure": mean, "low": mean - half, "high": mean + half, "unit": "of the variance",
-        "note": "; ".join(
-            f"{name}: " + ", ".join(f"{k.rpartition('.')[2]} {v:.2f}" for k, v in share.items())
-            for name, share in shares.items()
-        ),
-    }  # fmt: skip
+    mean, unit = statistics.fmean(rates), "of the variance"
+    points = min(len(trials[list(spaces)].drop_duplicates()) for trials in _sets(study).values())
+    if points < POINTS:
+        note = f"{points} points of the space on a set, of {POINTS} that tell its keys apart"
+        return {"figure": mean, "unit": unit, "verdict": "undecided", "note": note}
+    note = "; ".join(
+        f"{name}: " + ", ".join(f"{k.rpartition('.')[2]} {v:.2f}" for k, v in share.items())
+        for name, share in shares.items()
+    )
+    return {"figure": mean, "low": mean - half, "high": mean + half, "unit": unit, "note": note}
 
 
 def nats_of_the_chorales(study: Study) -> dict[str, Any]:

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +62,34 @@ def test_the_odyssey_has_every_variant_on_every_set() -> None:
         assert row.overrides["model.args.variant"] == variant
         seen.setdefault(name, []).append(variant)
     assert seen == dict.fromkeys(("JSB", "MuseData", "Nottingham", "Piano-midi", "copy"), nine)
+
+
+@pytest.mark.parametrize(("points", "decided"), [(4, False), (12, True)])
+def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> None:
+    """All variants are tried at the same ones, where a rate goes with a momentum and a width."""
+    draws, rows = np.random.default_rng(0), []
+    for _ in range(points):
+        rate, momentum = draws.uniform(-2, 1.7), draws.uniform(0, 0.99)
+        width = draws.integers(20, 201)
+        for variant in VARIANTS[:3]:
+            rows.append(
+                {
+                    "row": f"JSB {variant}",
+                    "status": "finished",
+                    "seed": 0,
+                    "config.model.args.variant": variant,
+                    "config.optimizer.lr": 10.0**rate,
+                    "config.optimizer.momentum": momentum,
+                    "config.model.args.width": width,
+                    "config.loss.name": "binary_cross_entropy",
+                    "validation/loss": 0.1 + 0.1 * rate**2,
+                    "test/loss": 0.1,
+                }
+            )
+    study: Any = SimpleNamespace(config=load("search_space_odyssey"), trials=pd.DataFrame(rows))
+    found = module("search_space_odyssey").share_of_learning_rate(study)
+    assert found["figure"] > 0.2
+    assert (found.get("verdict") == "undecided") is not decided
 
 
 @pytest.mark.parametrize("name", ["search_space_odyssey", "are_gans_equal"])
