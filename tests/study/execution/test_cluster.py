@@ -87,9 +87,7 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     process = sleepers(
         tmp_path, three, "name=full", f"seeds={list(range(200))}", "trial.optimizer.lr=3.0"
     )
-    wait_until(
-        process, folder, lambda events: sum(event["event"] == "finished" for event in events) >= 24
-    )
+    wait_until(process, folder, lambda events: most_at_once(events) == 24)
     three.remove_node(three.worker_nodes.copy().pop(), allow_graceful=False)
     wait_until(
         process, folder, lambda events: any(event["event"] == "restarted" for event in events)
