@@ -84,11 +84,12 @@ def share_of_learning_rate(study: Study) -> dict[str, Any]:
     """
     domains = study.config.parsed_space.domains
     spaces = {f"config.{domain.key}": distribution(domain) for domain in domains}
-    shares = {name: _shares(trials, spaces) for name, trials in _sets(study).items()}
+    sets = _sets(study)
+    shares = {name: _shares(trials, spaces) for name, trials in sets.items()}
     rates = [share["config.optimizer.lr"] for share in shares.values()]
     half = interval(rates) or math.inf
     mean, unit = statistics.fmean(rates), "of the variance"
-    points = min(len(trials[list(spaces)].drop_duplicates()) for trials in _sets(study).values())
+    points = min(len(trials[list(spaces)].drop_duplicates()) for trials in sets.values())
     if points < POINTS:
         note = f"{points} points of the space on a set, of {POINTS} that tell its keys apart"
         return {"figure": mean, "unit": unit, "verdict": "undecided", "note": note}

@@ -29,8 +29,6 @@ mistake in code. What a dead process or a full disk leads to is none of these.""
 JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
 """To a worker process: become a rank; train a trial; go on after a report, or do not; write a
 checkpoint after the epoch under way and end the trial there; examine trials and their data."""
-CHECKING = 0
-"""Number, at its node, of the process that examines them; the others count from 1."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",

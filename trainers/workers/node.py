@@ -29,8 +29,10 @@ from typing import Any
 
 from trainers.user_code import digest_files, digest_package
 from trainers.workers.fork_server import ForkServer
-from trainers.workers.messages import CHECK, CHECKED, CHECKING, DIED, Message
+from trainers.workers.messages import CHECK, CHECKED, DIED, Message
 
+CHECKING = 0
+"""Number of the process that examines trials; the others count from 1."""
 BATCH = 1000
 """Most messages in one piece."""
 SOURCES = (".py", ".cu", ".cuh")
