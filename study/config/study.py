@@ -220,11 +220,6 @@ class StudyConfig:
         one_of("executor", self.executor, EXECUTORS)
         one_of("picture", self.picture or PICTURES[0], PICTURES)
         self._check_storage()
-        if self.executor == "train" and self.search.population:
-            raise ValueError(
-                f"executor=train with search.scheduler={self.search.scheduler}: Ray Train's trials"
-                " cannot go on from another's checkpoints; use executor=auto"
-            )
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
         finite("heartbeat", self.heartbeat, 1.0, "leave it out to wait for ever")
         at_least("max_failures", self.max_failures, 0, "3 survives a killed worker")

@@ -432,7 +432,7 @@ class Loop:
             "checkpoints": place_of(study.folder / "checkpoints" / trial.id),
             "profile": place_of(study.folder / "profiles" / trial.id),
             "checkpoint_every": study.checkpoint_every,
-            "resume_from": [] if by_train else self._state.known[trial.id].checkpoints_left(),
+            "resume_from": self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
             "executor": self._shape(trial.config).executor,
             "metrics": [

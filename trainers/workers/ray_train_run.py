@@ -92,8 +92,10 @@ class RayTrainRun(Executor):
         self._results: dict[str, Any] = {}
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Start the run, or continue it from the newest checkpoint of its own."""
+        """Start the run from another trial's checkpoint, if there is one, or continue it from the
+        newest of its own."""
         damaged = set_damaged_aside(Path(self._plan["storage"]) / self._trial)
+        whole, wrong = sort_out(checkpoints)
         key = self._key = os.urandom(32)
         here = ray.util.get_node_ip_address()
         alone = all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
@@ -106,10 +108,11 @@ class RayTrainRun(Executor):
             callbacks=[ReportCallback(self._listener.address, key)],
             max_failures=self._plan["max_failures"],
             origin=self._plan.get("origin", {}),
+            resume_from=whole,
         )
         self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True)
         self._thread.start()
-        return Beginning(damaged=damaged)
+        return Beginning(damaged="; ".join(filter(None, [damaged, *wrong])))
 
     def step(self) -> dict[str, Any]:
         """Return the next report of rank 0's.
@@ -212,6 +215,19 @@ def set_damaged_aside(run: Path) -> str:
         run.rename(run.with_name(f"{run.name}-damaged-{time.time_ns()}"))
         return str(error)
     return ""
+
+
+def sort_out(checkpoints: list[str]) -> tuple[list[str], list[str]]:
+    """Return the checkpoints that are there and whole, and what is wrong with damaged ones."""
+    whole, wrong = list[str](), list[str]()
+    for path in filter(os.path.isdir, checkpoints):  # not those of a run that was set aside
+        try:
+            load_checkpoint(Path(path))
+        except ValueError as error:
+            wrong.append(str(error))
+        else:
+            whole.append(path)
+    return whole, wrong
 
 
 def describe_failure(error: TrainingFailedError) -> str:

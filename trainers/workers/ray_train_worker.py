@@ -63,7 +63,7 @@ def train_loop(plan: dict[str, Any]) -> None:
     the first report after a restart also has :data:`HISTORY`.
 
     Args:
-        plan: ``config``, as ``TrialConfig.to_dict()`` has it, and ``origin``.
+        plan: ``config``, as ``TrialConfig.to_dict()`` has it, ``origin`` and ``resume_from``.
 
     Raises:
         ValueError: the trial cannot be built, or the run's checkpoint is damaged.
@@ -74,7 +74,8 @@ def train_loop(plan: dict[str, Any]) -> None:
         process_group.wait_in_training()
     config = replace(TrialConfig.from_dict(plan["config"]), workers=workers, min_workers=None)
     trial = InProcess(Context(trial="", plan=plan, rank=rank, workers=workers))
-    before = {HISTORY: history} if (history := _begin(trial, config)) else {}
+    history = _begin(trial, config, plan["resume_from"])
+    before = {HISTORY: history} if history else {}
     done = len(history) >= config.epochs
     while not done:
         metrics = trial.step() | before
@@ -86,16 +87,18 @@ def train_loop(plan: dict[str, Any]) -> None:
             ray.train.report(metrics, checkpoint=saved)
 
 
-def _begin(trial: InProcess, config: TrialConfig) -> list[dict[str, float]]:
-    """Begin at the run's checkpoint, if there is one, and return the metrics of the epochs before.
+def _begin(trial: InProcess, config: TrialConfig, resume_from: list[str]) -> list[dict[str, float]]:
+    """Begin at the run's checkpoint, or else at another trial's, and return the metrics before.
+
+    Without either, or where a node has not the other's, the trial begins from scratch.
 
     Raises:
-        ValueError: the trial cannot be built, or the checkpoint is damaged.
+        ValueError: the trial cannot be built, or the run's checkpoint is damaged.
     """
     checkpoint = ray.train.get_checkpoint()
     with checkpoint.as_directory() if checkpoint else nullcontext() as folder:
-        beginning = trial.begin(config, [str(folder)] if folder else [])
-    if beginning.damaged:
+        beginning = trial.begin(config, [str(folder)] if folder else resume_from)
+    if checkpoint and beginning.damaged:
         raise ValueError(beginning.damaged)
     return beginning.history
 
@@ -132,6 +135,7 @@ def build_trainer(
     max_failures: int = 3,
     resize_seconds: float = 60.0,
     origin: dict[str, Any] | None = None,
+    resume_from: Sequence[str] = (),
 ) -> TorchTrainer:
     """Return the TorchTrainer of ``config``; ``.fit()`` runs it.
 
@@ -142,12 +146,18 @@ def build_trainer(
             after one of the errors in :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
         origin: see :attr:`trainers.training.trainer.Training.origin`.
+        resume_from: checkpoints of another trial that began alike, the best first; a run that has
+            one of its own goes on from that.
         callbacks: ``ray.train.UserCallback``s, such as
             :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     return TorchTrainer(
         train_loop,
-        train_loop_config={"config": config.to_dict(), "origin": origin or {}},
+        train_loop_config={
+            "config": config.to_dict(),
+            "origin": origin or {},
+            "resume_from": list(resume_from),
+        },
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=config.workers

@@ -258,7 +258,6 @@ def test_values_and_units_are_inverse_and_moves_stay_inside(
             ["search.scheduler=halving", "search.algorithm=tpe"],
             "search.scheduler=halving with search.algorithm=tpe",
         ),
-        (["executor=train"], "executor=train with search.scheduler=pbt"),
         (["trial.optimizer.name=rprop"], "optimizer.name=rprop with search.scheduler=pbt"),
     ],
 )
@@ -270,16 +269,20 @@ def test_populations_that_cannot_be_are_refused(
 
 
 @pytest.mark.slow
-def test_a_real_population_computes_every_epoch_once(bred: Make, ray_session: None) -> None:
-    study = bred("name=population", "search.num_samples=2", "trial.epochs=3", *QUICK)
+@pytest.mark.parametrize(("executor", "epochs"), [("auto", 3), ("train", 2)])
+def test_a_real_population_computes_every_epoch_once(
+    bred: Make, ray_session: None, executor: str, epochs: int
+) -> None:
+    size = ["search.num_samples=2", f"trial.epochs={epochs}"]
+    study = bred(f"name=population-{executor}", f"executor={executor}", *size, *QUICK)
     view = SilentView()
     outcome = run_study(study, view, lambda line: None)
     trials = outcome.state.trials
-    assert [trial.status for trial in trials] == ["finished"] * 6
+    assert [trial.status for trial in trials] == ["finished"] * 2 * epochs
     reports = [event for event in view.events if event["event"] == "report"]
     computed = [event for event in reports if "source" not in event]
-    assert len(computed) == 6
-    assert len(reports) == 2 * (1 + 2 + 3)
+    assert len(computed) == 2 * epochs
+    assert len(reports) == 2 * sum(range(1, epochs + 1))
     child = next(trial for trial in trials if trial.config["changes"])
     again = rerun(
         outcome.state, child, lambda alone: run_study(alone, SilentView(), lambda line: None).state
