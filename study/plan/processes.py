@@ -14,18 +14,11 @@ from study.plan.plan import Plan, make_plan
 from study.plan.trials import PlannedTrial
 from study.text import counted
 from trainers.config import TrialConfig
-from trainers.workers.resources import (
-    FEW_LAYERS,
-    SHARES,
-    captured,
-    choose_share,
-    is_shallow,
-    lanes_of,
-)
+from trainers.workers.resources import SHARES, captured, choose_share, lanes_of
 
 FASTER = {
     1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
-    1 / 4: " train 1.8 to 2.3 times as fast four at a time as by turns (an H200)",
+    1 / 4: " train 1.8 to 3.6 times as fast four at a time as by turns (H100, H200)",
 }
 """What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
 DRAWN = 64
@@ -105,6 +98,4 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         return f"trial.gpus={share:g} asks for more than {_part(SHARES[-1][1])}"
     if not config.model.feedforward:
         return "a recurrent net keeps Python busy, for which trials in a process wait"
-    if not is_shallow(config):
-        return f"they have more than {FEW_LAYERS} layers"
     return f"the update of {config.optimizer.name} is not in their CUDA graph, as its rate varies"

@@ -30,7 +30,8 @@ share so many trials at once were faster than fewer on an H200 (docs/benchmarks/
 larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
 other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
 FEW_LAYERS = 32
-"""Most layers of a net that shares a process, or a GPU with eleven others; not measured."""
+"""Most layers of a net that shares a GPU with eleven others. Twelve of 100 layers at once are no
+faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
 RECURRENT_UNITS = 8192
 """Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
 steps keep some 8 GB."""
@@ -143,17 +144,12 @@ def packs(config: TrialConfig) -> bool:
     """Return whether a trial is faster beside others in one process.
 
     It is where it is small, so that processes would take turns on its GPU, and Python has little to
-    do, for which threads wait for each other: the graph has the update, and there are few layers to
-    capture and to evaluate. An LSTM has a layer for each step of its sequences: twelve of them are
-    twice as fast in processes of their own (an H100, docs/benchmarks/studies.md).
+    do, for which threads wait for each other: the graph has the update. An LSTM has a layer for
+    each step of its sequences: twelve of them are twice as fast in processes of their own (an H100,
+    docs/benchmarks/studies.md).
     """
     is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    return is_small and is_shallow(config) and captured(config) and config.update_captured
-
-
-def is_shallow(config: TrialConfig) -> bool:
-    """Return whether a net is no LSTM and has few enough layers to share a process."""
-    return config.model.feedforward and sum(1 for _ in _layers(config)) <= FEW_LAYERS
+    return is_small and config.model.feedforward and captured(config) and config.update_captured
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:

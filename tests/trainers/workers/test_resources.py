@@ -33,7 +33,7 @@ COSINE = LRSchedule(decay="cosine")
         (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
-        (replace(SMALL, model=DEEP), 1 / 4, 1),
+        (replace(SMALL, model=DEEP), 1 / 4, LANES),
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), batch_size=512), 1 / 4, 1),
         (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),
