@@ -3,14 +3,14 @@
 The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`), by packing
 the trials into the CPUs and GPUs of this machine (:mod:`study.plan.packing`). Where no earlier
 trial is like a planned one there is no estimate, and the plan says so. What an adaptive search will
-propose is not known: as many random configurations of its space stand for it (:func:`_likely`). A
-trial is counted with all of its epochs and data: where a scheduler ends trials early, or rounds
-train on part of the data, the estimate is an upper bound, which it says.
+propose is not known: as many random configurations of its space stand for it
+(:func:`study.plan.plan.likely_trials`). A trial is counted with all of its epochs and data: where a
+scheduler ends trials early, or rounds train on part of the data, the estimate is an upper bound,
+which it says.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -26,7 +26,7 @@ from study.plan.candidates import by_rule, generation_ends
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
 from study.plan.packing import need_of, pack
-from study.plan.plan import Plan, make_plan
+from study.plan.plan import Plan, likely_trials
 from study.plan.processes import describe_processes
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
@@ -118,7 +118,7 @@ def describe_cost(plan: Plan) -> str:
     are unlike any earlier one are counted at the mean.
     """
     known = of_storage(plan.study.storage)
-    values = [trial.config.to_dict() for trial in _likely(plan)]
+    values = [trial.config.to_dict() for trial in likely_trials(plan)]
     paced = [
         (known[pace_key(each)] * each["epochs"], each) for each in values if pace_key(each) in known
     ]
@@ -132,20 +132,6 @@ def describe_cost(plan: Plan) -> str:
     gpu = scale * sum(seconds * gpus_of(each) for seconds, each in paced)
     cpu = scale * sum(seconds * cpus_of(each) for seconds, each in paced)
     return f"Cost: about {gpu:.3g} GPU hours and {cpu:.3g} CPU hours{_less(plan)}"
-
-
-def _likely(plan: Plan) -> tuple[PlannedTrial, ...]:
-    """Return trials that take what the plan's will: its own; for an adaptive search that has none
-    yet, random ones, and where too few of these are valid, the first of each row."""
-    study = plan.study
-    if plan.trials or not study.search.adaptive:
-        return plan.trials
-    try:
-        search = dataclasses.replace(study.search, algorithm="random", scheduler="none")
-        drawn = make_plan(dataclasses.replace(study, search=search), download=False)
-    except ValueError:
-        return plan.first
-    return drawn.trials
 
 
 def _whole_trials(plan: Plan) -> float:
@@ -193,7 +179,7 @@ def _describe_time(plan: Plan, known: dict[str, float]) -> str:
     Of a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
-    likely = _likely(plan)
+    likely = likely_trials(plan)
     times = {
         trial.id: known[key] * trial.config.epochs
         for trial in likely

@@ -130,6 +130,20 @@ def make_plan(study: StudyConfig, *, download: bool = True) -> Plan:
     )
 
 
+def likely_trials(plan: Plan) -> tuple[PlannedTrial, ...]:
+    """Return trials that take what the plan's will: its own; for an adaptive search that has none
+    yet, random ones, and where too few of these are valid, the first of each row."""
+    study = plan.study
+    if plan.trials or not study.search.adaptive:
+        return plan.trials
+    try:
+        search = dataclasses.replace(study.search, algorithm="random", scheduler="none")
+        drawn = make_plan(dataclasses.replace(study, search=search), download=False)
+    except ValueError:
+        return plan.first
+    return drawn.trials
+
+
 def _check_count(study: StudyConfig, space: Space) -> None:
     """Refuse more trials than this machine can keep in memory, and in the ledger."""
     each = study.search.num_samples if space.sampled else 1

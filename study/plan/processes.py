@@ -5,13 +5,10 @@ The rules are those of :mod:`trainers.workers.resources`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from study.config import SearchConfig
-from study.plan.plan import Plan, make_plan
-from study.plan.trials import PlannedTrial
+from study.plan.plan import Plan, likely_trials
 from study.text import counted
 from trainers.config import TrialConfig
 from trainers.workers.resources import SHARES, captured, choose_share, lanes_of
@@ -21,8 +18,6 @@ FASTER = {
     1 / 4: " train 1.8 to 3.6 times as fast four at a time as by turns (H100, H200)",
 }
 """What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
-DRAWN = 64
-"""Number of random configurations that stand for what a search will propose."""
 
 
 def describe_processes(plan: Plan) -> Iterator[str]:
@@ -33,25 +28,11 @@ def describe_processes(plan: Plan) -> Iterator[str]:
     if plan.study.executor == "train":
         yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
         return
-    trials = plan.trials or _like_proposals(plan)
+    trials = likely_trials(plan)
     kinds = Counter(_describe(plan.study.executor, trial.config) for trial in trials)
     for kind, count in kinds.items():
         share = f"{100 * count / len(trials):.0f} % of the space (at random)"
         yield f"Processes: {counted(count, 'trial') if plan.trials else share}: {kind}"
-
-
-def _like_proposals(plan: Plan) -> tuple[PlannedTrial, ...]:
-    """Return trials at random points of the space of an adaptive search, or its first valid ones.
-
-    What it will propose is unknown.
-    """
-    study = plan.study
-    search = SearchConfig(algorithm="random", num_samples=DRAWN, objectives=study.search.objectives)
-    try:
-        random = make_plan(dataclasses.replace(study, search=search), download=False)
-    except ValueError:
-        return plan.first
-    return random.trials or plan.first
 
 
 def _describe(executor: str, config: TrialConfig) -> str:
