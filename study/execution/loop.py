@@ -188,8 +188,8 @@ class Loop:
         """Start the trials that there is room for; tell whether more wait.
 
         Where the next trial waits for resources, as gangs do, those after it may use what it
-        cannot, if they are expected to end before it could begin anyway: it never waits behind
-        small ones for ever (EASY backfilling, D. Lifka 1995).
+        cannot, if they take nothing that it needs or are expected to end before it could begin
+        anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
         """
         started: list[Event] = []
         waiting = False
@@ -269,21 +269,26 @@ class Loop:
         return len(self._pool.running) < (self._study.max_concurrent or math.inf)
 
     def _backfill(self, head: PlannedTrial) -> list[Event]:
-        """Start trials behind ``head`` that end before it could begin."""
+        """Start trials behind ``head`` that keep nothing from it, or end before it could begin."""
+        started: list[Event] = []
         if not self._pool.idle:
-            return []
-        seconds = self._agenda.epoch_seconds()
-        until = self._begins_in(self._shape(head.config), seconds)
-        short = (
-            trial
-            for trial in self._agenda.behind(head, LOOK_AHEAD)
-            if expected_seconds(trial, seconds) <= until
-        )
-        return [
-            event
-            for trial in short
-            if not self._control.full and (event := self._start(trial)) is not None
-        ]
+            return started
+        needed, seconds = self._shape(head.config), self._agenda.epoch_seconds()
+        until = self._begins_in(needed, seconds)
+        for trial in self._agenda.behind(head, LOOK_AHEAD, propose=until > 0):
+            if self._control.full or not self._has_room() or not self._pool.idle:
+                break
+            if expected_seconds(trial, seconds) <= until or self._keeps_nothing(trial, needed):
+                event = self._start(trial)
+                started += [] if event is None else [event]
+        return started
+
+    def _keeps_nothing(self, trial: PlannedTrial, needed: WorkerResources) -> bool:
+        """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
+        GPU. On several machines nobody knows which of them will have both."""
+        shape, left = self._shape(trial.config), self._pool.idle_resources[0] + EPSILON
+        on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and len(self._pool.leases) == 1
+        return on_cpus and left - shape.cpus >= needed.cpus
 
     def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
         """Estimate the seconds until there is room for a trial of this shape; 0 if unknown."""

@@ -2,8 +2,9 @@
 
 It follows the loop of a study (:mod:`study.execution.loop`). The next trial of the plan begins once
 its CPUs and its GPUs, or its share of one, are free. While it waits, those behind it begin if they
-fit and end before it could begin (EASY backfilling, D. Lifka 1995). The last trials run longest
-first. `plan` packs trials whose seconds are known, `simulate` also lets a scheduler end some early.
+fit and keep nothing from it or end before it could begin (EASY backfilling, D. Lifka 1995). The
+last trials run longest first. `plan` packs trials whose seconds are known, `simulate` also lets a
+scheduler end some early.
 
 Limits: one machine; what a trial takes beside its epochs is ``start_seconds``.
 """
@@ -204,7 +205,7 @@ class _Packing:
                 self._waiting.popleft()
                 self._packed.unfit += 1
             else:
-                for entry in list(self._short(head[1], now)):
+                for entry in self._behind(head[1], now):
                     if self._starts(*entry, now):
                         self._waiting.remove(entry)
                 return
@@ -220,8 +221,9 @@ class _Packing:
         self._packed.most = max(self._packed.most, len(self._running))
         return True
 
-    def _short(self, need: Need, now: float) -> Iterator[tuple[PlannedTrial, Need]]:
-        """Yield the next trials that end before one could begin that needs this."""
+    def _behind(self, need: Need, now: float) -> Iterator[tuple[PlannedTrial, Need]]:
+        """Yield the next trials that end before one could begin that needs this, or take CPUs alone
+        while it waits for a GPU, and leave its CPUs."""
         if self._room.cpus < 1.0 - EPSILON or len(self._running) >= self._most:
             return
         cpus, gpus, until = self._room.cpus, sum(self._room.gpus), now
@@ -229,6 +231,8 @@ class _Packing:
             cpus, gpus, until = cpus + held.cpus, gpus + held.gpus, end
             if cpus + EPSILON >= need.cpus and gpus + EPSILON >= need.gpus:
                 break
-        for entry in itertools.islice(self._waiting, 1, 1 + LOOK_AHEAD):
-            if now + self._whole(entry[0]) <= until + EPSILON:
+        for entry in list(itertools.islice(self._waiting, 1, 1 + LOOK_AHEAD)):
+            spare = self._room.cpus + EPSILON - entry[1].cpus >= need.cpus
+            keeps_nothing = spare and entry[1].gpus == 0 < need.gpus
+            if keeps_nothing or now + self._whole(entry[0]) <= until + EPSILON:
                 yield entry

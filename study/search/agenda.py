@@ -19,11 +19,10 @@ Source: T. Akiba et al., "Optuna", KDD 2019.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from study.config.keys import apply
 from study.config.space import canonical
@@ -112,11 +111,20 @@ class Agenda:
             self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
         return self._seconds
 
-    def behind(self, head: PlannedTrial, count: int) -> list[PlannedTrial]:
-        """Return up to ``count`` known trials that come after ``head``; propose nothing."""
-        return [trial for trial in itertools.islice(self._todo, count + 1) if trial is not head][
-            :count
-        ]
+    def behind(self, head: PlannedTrial, count: int, propose: bool) -> Iterator[PlannedTrial]:
+        """Yield up to ``count`` trials that come after ``head``, with new proposals or without."""
+        passed = {head.id}
+        while len(passed) <= count:
+            trial = next((trial for trial in self._todo if trial.id not in passed), None)
+            if trial is not None:
+                passed.add(trial.id)
+                yield trial
+                continue
+            known = len(self._todo)
+            if propose:
+                self._propose()
+            if len(self._todo) == known:
+                return
 
     def take(self, trial: PlannedTrial) -> None:
         """Take a trial off the agenda: it runs now."""

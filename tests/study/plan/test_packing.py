@@ -59,6 +59,9 @@ PAIR = {"device": "cuda", "workers": 2}
         ([QUARTER] * 8, 2, 1, 40, 2, 1.0),  # the CPUs bind
         ([PAIR] * 2, 16, 3, 20, 1, 2 / 3),
         ([PAIR, WHOLE] * 2, 16, 3, 20, 2, 1.0),
+        # trials on CPUs run while one waits for the GPU, however long they take
+        ([WHOLE, WHOLE, ONE | {"epochs": 3}], 2, 1, 30, 2, 50 / 60),
+        ([WHOLE, WHOLE, ONE | {"epochs": 3}], 1, 1, 50, 1, 1.0),
         # halves of two GPUs are no whole one
         ([QUARTER, QUARTER, WHOLE], 16, 2, 20, 2, 1.5 / 4),
     ],

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -29,7 +30,7 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
-from trainers.workers.ray_train_run import RayTrainRun
+from trainers.workers.ray_train_run import RayTrainRun, sort_out
 from trainers.workers.ray_train_worker import FailAtOnce, build_trainer, read_results, train_loop
 from trainers.workers.resources import WorkerResources
 
@@ -56,7 +57,11 @@ class FakeContext:
 
 
 def run_loop(
-    config: TrialConfig, folder: Path, start: Path | None, monkeypatch: pytest.MonkeyPatch
+    config: TrialConfig,
+    folder: Path,
+    start: Path | None,
+    monkeypatch: pytest.MonkeyPatch,
+    resume_from: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """``train_loop`` without Ray: its reports; their checkpoints go to ``folder/EPOCH``."""
     reports: list[dict[str, Any]] = []
@@ -70,7 +75,7 @@ def run_loop(
         ray.train, "get_checkpoint", lambda: start and Checkpoint.from_directory(start)
     )
     monkeypatch.setattr(ray.train, "report", report)
-    train_loop({"config": config.to_dict()})
+    train_loop({"config": config.to_dict(), "resume_from": list(resume_from)})
     return reports
 
 
@@ -92,6 +97,30 @@ def test_the_first_report_after_a_restart_has_every_epoch_before(
     assert str(results["test/loss"]) == str(calm[-1]["test/loss"])
     assert [past["epoch"] for past in results[HISTORY]] == [1.0, 2.0, 3.0, 4.0]
     assert run_loop(config, tmp_path, tmp_path / "4", monkeypatch) == []
+
+
+def test_a_run_without_a_checkpoint_begins_at_another_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits as from scratch, as it does where the other's is gone or damaged."""
+    config = replace(CONFIG, workers=1, epochs=3)
+    shorter = run_loop(replace(config, epochs=2), tmp_path / "shorter", None, monkeypatch)
+    (tmp_path / "damaged").mkdir()
+    source = tmp_path / "shorter" / "2"
+    calm = run_loop(config, tmp_path / "calm", None, monkeypatch)
+    found, wrong = sort_out([str(tmp_path / "gone"), str(tmp_path / "damaged"), str(source)])
+    assert found == [str(source)]
+    assert len(wrong) == 1
+    assert "damaged" in wrong[0]
+    (last,) = run_loop(config, tmp_path / "longer", None, monkeypatch, found)
+    assert [past["epoch"] for past in last.pop(HISTORY)] == [1.0, 2.0]
+    assert last["test/loss"] == calm[-1]["test/loss"]
+    assert [report["epoch"] for report in shorter] == [1.0, 2.0]
+    lost = [str(tmp_path / "gone"), str(tmp_path / "damaged")]
+    again = run_loop(config, tmp_path / "again", None, monkeypatch, lost)
+    assert [report["train/loss"] for report in again] == [report["train/loss"] for report in calm]
+    own = run_loop(config, tmp_path / "own", tmp_path / "calm" / "1", monkeypatch, found)
+    assert [report["epoch"] for report in own] == [2.0, 3.0]
 
 
 def test_only_deterministic_errors_end_a_run_at_once() -> None:
