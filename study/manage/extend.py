@@ -84,12 +84,12 @@ def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> boo
 def _independent(config: dict[str, Any]) -> bool:
     """Tell whether an epoch is the same however many follow.
 
-    It is with one process and a learning rate that does not decay towards the last epoch.
+    It is with a learning rate that does not decay towards the last epoch, in one process or in a
+    fixed number that exchange gradients at every step.
     """
-    return bool(
-        config["workers"] == 1
-        and config.get("lr_schedule", {}).get("decay", "constant") == "constant"
-    )
+    in_step = config.get("sync", {}).get("name", "synchronous") == "synchronous"
+    fixed = config["workers"] == 1 or (in_step and config.get("min_workers") is None)
+    return fixed and config.get("lr_schedule", {}).get("decay", "constant") == "constant"
 
 
 def take_over(folder: Path, source: Path) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from study.plan.plan import Plan, likely_trials
 from study.text import counted
 from trainers.config import TrialConfig
-from trainers.workers.resources import SHARES, captured, choose_share, lanes_of
+from trainers.workers.resources import MOST_LAYERS, SHARES, captured, choose_share, lanes_of
 
 FASTER = {
     1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
@@ -79,4 +79,10 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         return f"trial.gpus={share:g} asks for more than {_part(SHARES[-1][1])}"
     if not config.model.feedforward:
         return "a recurrent net keeps Python busy, for which trials in a process wait"
-    return f"the update of {config.optimizer.name} is not in their CUDA graph, as its rate varies"
+    if config.telemetry:
+        return "telemetry measures a process's memory"
+    if not config.update_captured:
+        return (
+            f"the update of {config.optimizer.name} is not in their CUDA graph, as its rate varies"
+        )
+    return f"they have more than {MOST_LAYERS} layers"

@@ -40,6 +40,7 @@ from trainers.checkpoint.files import load_checkpoint
 from trainers.config import TrialConfig
 from trainers.workers.executors import Context, Executor
 from trainers.workers.messages import Beginning, last_line
+from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.process_reset import LeakError
 from trainers.workers.ray_train_worker import build_trainer, read_results
 
@@ -94,8 +95,9 @@ class RayTrainRun(Executor):
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         """Start the run from another trial's checkpoint, if there is one, or continue it from the
         newest of its own."""
-        damaged = set_damaged_aside(Path(self._plan["storage"]) / self._trial)
-        whole, wrong = sort_out(checkpoints)
+        run = Path(self._plan["storage"]) / self._trial
+        damaged = set_damaged_aside(run)
+        whole, wrong = ([], []) if run.exists() else sort_out(checkpoints)
         key = self._key = os.urandom(32)
         here = ray.util.get_node_ip_address()
         alone = all(node["NodeManagerAddress"] == here for node in ray.nodes() if node["Alive"])
@@ -160,7 +162,7 @@ class RayTrainRun(Executor):
         try:
             self._results = read_results(trainer.fit().checkpoint)
         except TrainingFailedError as error:
-            self._failure = ValueError(describe_failure(error))
+            self._failure = failure_of(error)
         except Exception as error:
             self._failure = error
         self._reports.put(None)
@@ -230,8 +232,11 @@ def sort_out(checkpoints: list[str]) -> tuple[list[str], list[str]]:
     return whole, wrong
 
 
-def describe_failure(error: TrainingFailedError) -> str:
-    """Return the last line of the first worker's error, which names what happened."""
+def failure_of(error: TrainingFailedError) -> Exception:
+    """Return the first worker's error where memory ran out, which less may help; else a ValueError
+    with its last line, which names what happened."""
     of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
-    causes = [*of_workers.values(), getattr(error, "controller_failure", error)]
-    return last_line(str(causes[0])) or type(causes[0]).__name__
+    causes: list[Exception] = [*of_workers.values(), getattr(error, "controller_failure", error)]
+    if is_out_of_memory(causes[0]):
+        return causes[0]
+    return ValueError(last_line(str(causes[0])) or type(causes[0]).__name__)

@@ -42,17 +42,18 @@ from trainers.config import TrialConfig
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
 from trainers.workers.messages import DETERMINISTIC, HISTORY
+from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.resources import WorkerResources
 
 
 class FailAtOnce(UserCallback):  # type: ignore[misc]
-    """Ends a run at the first deterministic error. Ray Train retries the errors of workers; those
-    of callbacks it does not."""
+    """Ends a run at the first deterministic error, and where memory ran out. Ray Train retries the
+    errors of workers; those of callbacks it does not."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise a worker's error here, in the controller, if it is deterministic."""
+        """Raise a worker's error here, in the controller, if trying again would not help."""
         for error in worker_exceptions.values():
-            if isinstance(error, DETERMINISTIC):
+            if isinstance(error, DETERMINISTIC) or is_out_of_memory(error):
                 raise error
 
 

@@ -32,6 +32,8 @@ other: a deep and narrow net leaves most of a GPU idle, however long it takes.""
 FEW_LAYERS = 32
 """Most layers of a net that shares a GPU with eleven others. Twelve of 100 layers at once are no
 faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
+MOST_LAYERS = 3000
+"""Most layers of a net that shares a process; deeper ones were not measured."""
 RECURRENT_UNITS = 8192
 """Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
 steps keep some 8 GB."""
@@ -146,10 +148,12 @@ def packs(config: TrialConfig) -> bool:
     It is where it is small, so that processes would take turns on its GPU, and Python has little to
     do, for which threads wait for each other: the graph has the update. An LSTM has a layer for
     each step of its sequences: twelve of them are twice as fast in processes of their own (an H100,
-    docs/benchmarks/studies.md).
+    docs/benchmarks/studies.md). Telemetry counts in Python, and the memory of the whole process.
     """
     is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    return is_small and config.model.feedforward and captured(config) and config.update_captured
+    has_layers = 0 < sum(1 for _ in _layers(config)) <= MOST_LAYERS
+    kind = is_small and has_layers and config.model.feedforward and not config.telemetry
+    return kind and captured(config) and config.update_captured
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:

@@ -180,6 +180,36 @@ def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_l
     assert order.count("gang") == 6
 
 
+def test_a_search_proposes_what_fills_the_slots_that_a_waiting_gang_leaves(tiny: Make) -> None:
+    study = tiny(
+        "search",
+        "cpus=4",
+        "rows=[{label: a}]",
+        "baseline=null",
+        "seeds=[0]",
+        "space={epochs: {choice: [2, 30]}, workers: {choice: [1, 4]},"
+        " optimizer.lr: {uniform: [0.03, 0.06]}}",
+        "search={algorithm: tpe, num_samples: 24}",
+    )
+    with executor():
+        outcome = run_study(study, SilentView(), lambda line: None)
+    trials = outcome.state.trials
+    assert [trial.status for trial in trials] == [FINISHED] * 24
+    events = read_ledger(study.folder)
+    place = {
+        (event["event"], event.get("trial") or event["planned"]["id"]): number
+        for number, event in enumerate(events)
+        if event["event"] in ("added", "started")
+    }
+    gangs = [trial.id for trial in trials if trial.config["workers"] == 4]
+    assert any(
+        place["added", gang] < place["added", trial.id] < place["started", trial.id]
+        and place["started", trial.id] < place["started", gang]
+        for gang in gangs
+        for trial in trials
+    )
+
+
 @pytest.fixture
 def course(tiny: Make, tmp_path: Path) -> tuple[Loop, StudyState, Ledger]:
     """A runner of two trials whose processes are made up, its state, and its ledger."""

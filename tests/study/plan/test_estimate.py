@@ -122,6 +122,15 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
             f"up to 4 share one, 1/4 of a GPU a trial: {GRAPH} train 1.8 to 3.6 times as fast four"
             f" at a time as by turns (H100, H200), {BITS}",
         ),
+        (
+            ["device=cuda", "model={name: vanilla, args: {depth: 10000}}"],
+            "one each (executor=auto), 1/4 of a GPU a trial: they have more than 3000 layers",
+        ),
+        (
+            ["device=cuda", "telemetry=true"],
+            "one each (executor=auto), 1/12 of a GPU a trial: telemetry measures a process's"
+            " memory",
+        ),
     ],
 )
 def test_a_plan_says_which_processes_trials_get_and_why(

@@ -44,6 +44,24 @@ def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> Non
     assert len({trial.id for trial in plan.trials}) == 24
 
 
+def test_trials_behind_one_that_waits_are_proposed_as_they_are_wanted(searched: Make) -> None:
+    one_row = ["rows=[{label: a}]", "baseline=null"]
+    study = searched("search.algorithm=tpe", "search.num_samples=9", *one_row)
+    agenda = Pretend(make_plan(study), steady).agenda
+    head = agenda.peek()
+    assert head is not None
+    assert list(agenda.behind(head, 3, propose=False)) == []
+    behind = list(agenda.behind(head, 3, propose=True))
+    assert len({head.id, *(trial.id for trial in behind)}) == 4
+    assert list(agenda.behind(head, 3, propose=True)) == behind  # none of them has begun
+    assert agenda.trials == [head, *behind]
+    for trial in agenda.behind(head, 9, propose=True):
+        agenda.take(trial)
+    assert (agenda.trials, agenda.peek()) == ([head], head)
+    agenda.take(head)
+    assert agenda.exhausted
+
+
 def test_more_samples_keep_the_trials_there_are(searched: Make) -> None:
     few, many = make_plan(searched()), make_plan(searched("search.num_samples=20"))
     assert {trial.id for trial in few.trials} < {trial.id for trial in many.trials}

@@ -21,7 +21,13 @@ import psutil
 import pytest
 import ray.train
 import torch
-from ray.train import Checkpoint, TrainingFailedError, UserCallback
+from ray.train import (
+    Checkpoint,
+    ControllerError,
+    TrainingFailedError,
+    UserCallback,
+    WorkerGroupError,
+)
 
 from lns_ops import NonFiniteError
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
@@ -30,7 +36,7 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
-from trainers.workers.ray_train_run import RayTrainRun, sort_out
+from trainers.workers.ray_train_run import RayTrainRun, failure_of, sort_out
 from trainers.workers.ray_train_worker import FailAtOnce, build_trainer, read_results, train_loop
 from trainers.workers.resources import WorkerResources
 
@@ -121,6 +127,17 @@ def test_a_run_without_a_checkpoint_begins_at_another_trials(
     assert [report["train/loss"] for report in again] == [report["train/loss"] for report in calm]
     own = run_loop(config, tmp_path / "own", tmp_path / "calm" / "1", monkeypatch, found)
     assert [report["epoch"] for report in own] == [2.0, 3.0]
+
+
+def test_a_run_that_lacked_memory_fails_with_what_less_may_help() -> None:
+    lacked = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    with pytest.raises(torch.OutOfMemoryError):
+        FailAtOnce().after_exception(None, {0: lacked})
+    for error in (ControllerError(lacked), WorkerGroupError("", {1: lacked})):
+        assert failure_of(error) is lacked
+    refused = failure_of(WorkerGroupError("", {0: RuntimeError("Traceback\nlr=-1: too small")}))
+    assert isinstance(refused, ValueError)
+    assert str(refused) == "lr=-1: too small"
 
 
 def test_only_deterministic_errors_end_a_run_at_once() -> None:

@@ -19,7 +19,8 @@ from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
 from trainers.workers.resources import LANES, choose_share, lanes_of
 
 SMALL = TrialConfig(device="cuda")
-DEEP = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
+DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
+DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
 
@@ -34,6 +35,8 @@ COSINE = LRSchedule(decay="cosine")
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
         (replace(SMALL, model=DEEP), 1 / 4, LANES),
+        (replace(SMALL, model=DEEPER), 1 / 4, 1),
+        (replace(SMALL, telemetry=True), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), batch_size=512), 1 / 4, 1),
         (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),
