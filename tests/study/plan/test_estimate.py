@@ -78,6 +78,7 @@ def test_a_gang_takes_as_many_simulated_slots_as_workers(
 
 
 DEEP = [16] * 40
+DEEPER = "{model: {name: vanilla, hidden: [512], args: {depth: 10000}}}"
 BESIDE = "train three times as fast side by side as by turns (784-512-10, an H200)"
 GRAPH = "small nets whose step is a CUDA graph"
 BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
@@ -123,7 +124,7 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
             f" at a time as by turns (H100, H200), {BITS}",
         ),
         (
-            ["device=cuda", "model={name: vanilla, args: {depth: 10000}}"],
+            ["device=cuda", f"rows=[{{label: a, overrides: {DEEPER}}}]"],
             "one each (executor=auto), 1/4 of a GPU a trial: they have more than 3000 layers",
         ),
         (
