@@ -80,14 +80,15 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     if study.search.constraints:
         bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
         yield f"  a configuration can be the best only with {bounds}"
-    yield from describe_processes(plan)
+    likely = likely_trials(plan)
+    yield from describe_processes(plan, likely)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         for count, first in by_rule(plan.excluded):
             yield f"  {count}: {first.reason}"
             left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
             yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
-    yield _describe_time(plan, known)
+    yield _describe_time(plan, likely, known)
 
 
 def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
@@ -173,13 +174,12 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
     return f"{trial.id}  {trial.row}{number}, seed {trial.seed}{sampled}: {size}, {resources}{time}"
 
 
-def _describe_time(plan: Plan, known: dict[str, float]) -> str:
+def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]) -> str:
     """Describe the expected time: that of all trials, packed into what the machine has.
 
     Of a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
-    likely = likely_trials(plan)
     times = {
         trial.id: known[key] * trial.config.epochs
         for trial in likely

@@ -6,9 +6,10 @@ The rules are those of :mod:`trainers.workers.resources`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from study.plan.plan import Plan, likely_trials
+from study.plan.plan import Plan
+from study.plan.trials import PlannedTrial
 from study.text import counted
 from trainers.config import TrialConfig
 from trainers.workers.resources import MOST_LAYERS, SHARES, captured, choose_share, lanes_of
@@ -20,15 +21,17 @@ FASTER = {
 """What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
 
 
-def describe_processes(plan: Plan) -> Iterator[str]:
+def describe_processes(plan: Plan, trials: Sequence[PlannedTrial]) -> Iterator[str]:
     """Yield a line on each kind of process that a plan's trials train in, and why.
 
-    Of a search that has proposed nothing yet it is what random configurations of its space get.
+    Args:
+        plan: the plan.
+        trials: its trials; of a search that has proposed nothing yet, random ones of its space
+            (:func:`study.plan.plan.likely_trials`).
     """
     if plan.study.executor == "train":
         yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
         return
-    trials = likely_trials(plan)
     kinds = Counter(_describe(plan.study.executor, trial.config) for trial in trials)
     for kind, count in kinds.items():
         share = f"{100 * count / len(trials):.0f} % of the space (at random)"
