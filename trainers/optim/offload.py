@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lns_ops import LNSTensor
 from lns_ops.tensor import storage_of
+from trainers.optim.stepped import stepped_module
 
 
 class Offload:
@@ -34,7 +35,7 @@ class Offload:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.own = _copied(model)
+        self.own = stepped_module(model, _on_cpu)
         self._pairs = list(zip(model.parameters(), self.own.parameters(), strict=True))
         self._gradients: dict[Tensor, Tensor] = {}
 
@@ -76,27 +77,6 @@ class Offload:
             parameter.device for parameter, _ in self._pairs if parameter.device.type == "cuda"
         }:
             torch.cuda.current_stream(device).synchronize()
-
-
-def _copied(module: nn.Module, made: dict[Tensor, nn.Parameter] | None = None) -> nn.Module:
-    """Return a module like ``module`` without its code, with its parameters on the CPU.
-
-    Buffers are shared, the number format of each layer is kept, and tied parameters stay tied:
-    ``made`` has the copies of those that were met before.
-    """
-    copy, made = nn.Module(), {} if made is None else made
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter not in made:
-            here = _on_cpu(parameter.detach())
-            made[parameter] = nn.Parameter(here, requires_grad=parameter.requires_grad)
-        copy.register_parameter(name, made[parameter])
-    for name, buffer in module.named_buffers(recurse=False):
-        copy.register_buffer(name, buffer)
-    for name, child in module.named_children():
-        copy.add_module(name, _copied(child, made))
-    if hasattr(module, "simulation"):
-        copy.simulation = module.simulation
-    return copy
 
 
 def _on_cpu(parameter: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.comm.collectives import Collectives
+from trainers.optim.stepped import stepped_module
 from trainers.sync.base import Synchroniser
 
 
@@ -40,7 +41,7 @@ class PartitionedModel(ABC):
         self, model: nn.Module, shapes: dict[str, torch.Size], collectives: Collectives
     ) -> None:
         self._model, self._shapes, self._collectives = model, shapes, collectives
-        self.own = _local_module(model)
+        self.own = stepped_module(model, _local)
         self.formulas: dict[Any, Callable[..., int]] = {}
 
     @abstractmethod
@@ -97,21 +98,6 @@ def hand_gradients_(own: nn.Module, parameters: Iterable[Tensor]) -> None:
     """Give the parameters of ``own`` the gradients of ``parameters``, in the same memory."""
     for part, parameter in zip(own.parameters(), parameters, strict=True):
         part.grad = None if parameter.grad is None else _local(parameter.grad)
-
-
-def _local_module(module: nn.Module) -> nn.Module:
-    """Return a module like ``module`` without its code, with the local part of each parameter.
-
-    Buffers (running statistics) are whole on every worker, and the same tensors here.
-    """
-    local = nn.Module()
-    for name, buffer in module.named_buffers(recurse=False):
-        local.register_buffer(name, buffer)
-    for name, parameter in module.named_parameters(recurse=False):
-        local.register_parameter(name, nn.Parameter(_local(parameter.detach())))
-    for name, child in module.named_children():
-        local.add_module(name, _local_module(child))
-    return local
 
 
 def _local(tensor: Tensor) -> Tensor:
