@@ -65,6 +65,12 @@ def without_folder(name: str) -> str:
     return name.rpartition("/")[2]
 
 
+def placeless(part: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a part of a config, with the file of its factory named without its
+    folder."""
+    return part | {"name": without_folder(part["name"])}
+
+
 def split_name(key: str, name: str) -> tuple[str, str]:
     """Split ``place:attribute``.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from study.config.keys import OUTSIDE, sha256_of, without
 from trainers.config import TrialConfig
-from trainers.user_code import without_folder
+from trainers.user_code import placeless
 
 NAMED = ("model", "data", "loss", "trainable")
 """Parts of a trial's config that may name code of the user's; each of ``metrics`` does too."""
@@ -60,8 +60,8 @@ def digest(values: Any) -> str:
 def _deciding(config: dict[str, Any], *ignored: str) -> dict[str, Any]:
     """Return ``config`` without the keys :data:`~study.config.keys.OUTSIDE` and ``ignored``."""
     values = without(config, *OUTSIDE, *ignored)
-    named = {part: _placeless(values[part]) for part in NAMED if part in values}
-    metrics = {name: _placeless(part) for name, part in config.get("metrics", {}).items()}
+    named = {part: placeless(values[part]) for part in NAMED if part in values}
+    metrics = {name: placeless(part) for name, part in config.get("metrics", {}).items()}
     return values | named | {"metrics": metrics}
 
 
@@ -69,12 +69,6 @@ def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a trial's config that may name code of the user's."""
     named = [config[part] for part in NAMED if part in config]
     return [*named, *config.get("metrics", {}).values()]
-
-
-def _placeless(part: dict[str, Any]) -> dict[str, Any]:
-    """Copy the config of a part with the file of its factory named without its folder: its code has
-    a digest."""
-    return part | {"name": without_folder(part["name"])}
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

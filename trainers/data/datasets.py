@@ -36,7 +36,7 @@ from trainers.data.mnist import load_mnist, mnist_arrays
 from trainers.data.places import resolve
 from trainers.data.split import Dataset, DatasetInfo, Examples, Split
 from trainers.data.windows import load_piano_rolls, load_text
-from trainers.user_code import forget, names_code, without_folder
+from trainers.user_code import forget, names_code, placeless
 
 STREAMED_DIGEST = 100
 """Examples of a split that are hashed, with its size, where they are not in memory."""
@@ -101,9 +101,7 @@ def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
 
 def _identity(config: DataConfig) -> str:
     """Return what decides the examples of a user's factory, in a line."""
-    values = asdict(config)
-    named = values | {"name": without_folder(config.name)}
-    return json.dumps(named, sort_keys=True, default=repr)
+    return json.dumps(placeless(asdict(config)), sort_keys=True, default=repr)
 
 
 def describe(config: DataConfig) -> DatasetInfo:

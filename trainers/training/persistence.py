@@ -5,7 +5,7 @@ A checkpoint has whole tensors, whatever the layout, and beside them the state o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trainers.checkpoint.state import (
 from trainers.config import ModelConfig, TrialConfig
 from trainers.sync.base import Synchroniser
 from trainers.training.build import Components
-from trainers.user_code import without_folder
+from trainers.user_code import placeless
 
 SAME_TRIAL = ("model", "precision", "seed", "optimizer.name")
 """The keys in which two trials must agree for one to continue the other's checkpoint."""
@@ -82,10 +82,8 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     tensors, state = load_checkpoint(folder)
     config, saved_config = components.config, TrialConfig.from_dict(state["config"])
     for key in SAME_TRIAL:
-        saved_value, value = (
-            _placeless(attrgetter(key)(trial)) for trial in (saved_config, config)
-        )
-        if saved_value != value:
+        saved_value, value = (attrgetter(key)(trial) for trial in (saved_config, config))
+        if _compared(saved_value) != _compared(value):
             raise ValueError(
                 f"{folder}: checkpoint of {key}={saved_value}, this trial has {value};"
                 " restore it with the config it was saved with"
@@ -104,11 +102,9 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
     return Progress(**{name: state[name] for name in vars(Progress()) if name in state})
 
 
-def _placeless(value: Any) -> Any:
-    """Return a model's config with the file of its factory named without its folder."""
-    if not isinstance(value, ModelConfig):
-        return value
-    return replace(value, name=without_folder(value.name))
+def _compared(value: Any) -> Any:
+    """Return what is compared of a value of a config: of a model's, not its file's folder."""
+    return placeless(asdict(value)) if isinstance(value, ModelConfig) else value
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
