@@ -54,6 +54,7 @@ from study.manage.evidence import (
     add_known_to_mlflow,
     known_to_checkpoints,
 )
+from trainers.files import write_whole
 from trainers.object_store import is_url, place_of
 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
@@ -456,24 +457,20 @@ def _replace(folder: Path, id_: str, restoration: _Restoration) -> Path | None:
         }
     )
     first = restoration.events[0]["time"]
-    part = path.with_name(f"{FILE}.part")
-    with part.open("wb") as file:
-        for number, event in enumerate([make_header(id_, first), *restoration.events], 1):
-            file.write(
-                seal(
-                    event | {"study": study_without_password(event["study"])}
-                    if "study" in event
-                    else event,
-                    number,
-                )
-            )
-        file.flush()
-        os.fsync(file.fileno())
+    lines = [
+        seal(
+            event | {"study": study_without_password(event["study"])}
+            if "study" in event
+            else event,
+            number,
+        )
+        for number, event in enumerate([make_header(id_, first), *restoration.events], 1)
+    ]
     if kept is not None:
         try:
             os.link(path, kept)
         except OSError:  # a file system without hard links
             shutil.copyfile(path, kept)
-    part.replace(path)
+    write_whole(path, b"".join(lines), sync=True)
     sync_folder(folder)
     return kept
