@@ -100,6 +100,11 @@ def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""The attributes in which a module keeps what it has registered: ``vars`` shows them among its own,
+and nothing public tells them apart (torch 2.13)."""
+
+
 def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move a leaf's gradient hooks to another leaf; handles that remove them go on to do so.
 
@@ -126,6 +131,17 @@ def without_compiler(method: Any) -> Any:
         return method
     return inspect.unwrap(method.__func__).__get__(method.__self__)
 
+
+# --- torch: what it says of operators, for the documentation
+
+WRITTEN_IN_CPP = "torch._C._"
+"""Begins the modules of torch functions that are written in C++, whose public names are elsewhere
+(torch 2.13)."""
+operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""The names of all operators; ``torch.ops`` has those that were asked for (torch 2.13)."""
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether an operator has a kernel for a key of the dispatcher, such as ``CUDA``; nothing public
+tells (torch 2.13)."""
 
 # --- CUDA: before every launch of a kernel
 

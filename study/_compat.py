@@ -25,6 +25,16 @@ The constants are those of :mod:`mlflow.server.constants`.
 MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
 """Environment variable that tells MLflow's application which server runs it (MLflow 3.17)."""
 
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable with the runtime environment of a job that was submitted to Ray, which takes
+no second ``py_modules``; nothing public tells a program that it is one (Ray 2.60)."""
+RAY_WORKERS_AT_START = "RAY_prestart_worker_first_driver"
+"""Environment variable that says whether Ray starts a process per CPU for its first driver, before
+it is asked for any; a public option has only how many CPUs there are (Ray 2.60)."""
+RAY_CURRENT = "ray_current_cluster"
+"""File in Ray's temporary folder with the address of its control store, which ``ray start``
+tells otherwise only in text for people (Ray 2.60)."""
+
 
 def latest_metrics(run: Any) -> list[Any]:
     """Return the last point of each metric of an MLflow run, with its step.

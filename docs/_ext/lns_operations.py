@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import lns_ops  # noqa: F401 (registers operations)
+from lns_ops._compat import WRITTEN_IN_CPP, has_kernel, operator_names
 from lns_ops.tensor.decoded import NAMES
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS
 from tests.lns_ops.operations import GROUPS
@@ -31,7 +30,7 @@ def topics(table: dict[Any, Callable[..., Any]]) -> dict[str, list[str]]:
 def spelled(operation: Any) -> str:
     """Return an aten operator's name without its overload, or a torch function's as it is written
     in code."""
-    if isinstance(operation, torch._ops.OpOverload):
+    if hasattr(operation, "overloadpacket"):
         return str(operation.overloadpacket)
     name = operation.__name__
     if name == "__set__":
@@ -39,7 +38,7 @@ def spelled(operation: Any) -> str:
     if hasattr(operation, "__objclass__") or "Tensor." in operation.__qualname__:
         return f"torch.Tensor.{name}"
     place = operation.__module__ or "torch"
-    part = place.removeprefix("torch._C._")  # where torch keeps what it wrote in C++
+    part = place.removeprefix(WRITTEN_IN_CPP)
     if part == place:
         return f"{place}.{name}"
     return f"torch.{'nn.functional' if part == 'nn' else part}.{name.removeprefix(f'{part}_')}"
@@ -47,16 +46,9 @@ def spelled(operation: Any) -> str:
 
 def kernels() -> Iterator[tuple[str, list[str]]]:
     """Yield the operators on codes, and the devices for which the dispatcher has a kernel."""
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
+    for name in sorted(operator_names()):
         if name.startswith("lns_ops::"):
-            yield (
-                name,
-                [
-                    shown
-                    for key, shown in DEVICES.items()
-                    if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-                ],
-            )
+            yield (name, [shown for key, shown in DEVICES.items() if has_kernel(name, key)])
 
 
 def code(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lns_ops._compat import move_tensor_hooks
+from lns_ops._compat import MODULE_TABLES, move_tensor_hooks
 
 
 def successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -45,7 +45,7 @@ def follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> N
     seen: set[int] = set()
     for part in module.modules():
         for name, value in list(vars(part).items()):
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in MODULE_TABLES:
                 follower = _followed(value, successors, seen)
                 if follower is not value:
                     part.__dict__[name] = follower

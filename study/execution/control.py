@@ -27,9 +27,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from study._compat import RAY_JOB
 from study.config import LimitsConfig
 from study.errors import UserError, refusals
-from study.execution.user_files import JOB
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
@@ -88,7 +88,7 @@ def grace_seconds() -> float:
     """
     said = os.environ.get(GRACE_VARIABLE, "")
     try:
-        seconds = float(said or (JOB_SECONDS if JOB in os.environ else GRACE_SECONDS))
+        seconds = float(said or (JOB_SECONDS if RAY_JOB in os.environ else GRACE_SECONDS))
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:

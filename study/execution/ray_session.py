@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from study._compat import draining_nodes
+from study._compat import RAY_CURRENT, RAY_WORKERS_AT_START, draining_nodes
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_token
@@ -49,7 +49,7 @@ ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
     "RAY_USAGE_STATS_ENABLED": "0",
     # by default one process per CPU; a study needs one per machine
-    "RAY_prestart_worker_first_driver": "0",
+    RAY_WORKERS_AT_START: "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     # since 2.60 `ray start --block` waits 30 s at SIGTERM for Serve's replicas to move elsewhere; a
     # Ray of the study's own has no other node, and its trials have ended
@@ -60,8 +60,6 @@ ENVIRONMENT = {
 """Variables set before Ray starts, unless the user set them; Ray's processes inherit them."""
 TOKEN_BYTES = 32
 """Length of a token, as Ray takes it."""
-CURRENT = "ray_current_cluster"
-"""File in Ray's temporary folder with the address of its control store."""
 START_SECONDS = 120.0
 LOOK_SECONDS = 1.0
 """Seconds between looks at a cluster."""
@@ -190,7 +188,7 @@ class OwnRay(Session):
                 preexec_fn=end_with_parent,
             )
         until = time.monotonic() + START_SECONDS
-        while not (address := _text(folder / CURRENT)):
+        while not (address := _text(folder / RAY_CURRENT)):
             if self._process.poll() is not None or time.monotonic() > until:
                 output = _text(printed)[-500:]
                 self.close()

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from study._compat import RAY_JOB
 from study.config import StudyConfig
 from study.ledger.log import FILE
 from trainers.object_store import local_folder
@@ -33,8 +34,6 @@ from trainers.user_code import MISSING, SENT, code_files, digest_package, names_
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
 MIB = 2**20
-JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable with the environment of a job of Ray's, which takes no second ``py_modules``."""
 
 
 def check_user_files(study: StudyConfig) -> None:
@@ -76,7 +75,7 @@ def check_user_files(study: StudyConfig) -> None:
 def collected_files(study: StudyConfig) -> Iterator[Path | None]:
     """Provide a folder with copies of the user's files, for Ray to send; None if there are none."""
     folders = user_folders(study)
-    if study.address is None or not folders or "py_modules" in os.environ.get(JOB, ""):
+    if study.address is None or not folders or "py_modules" in os.environ.get(RAY_JOB, ""):
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="lns-study-") as scratch:

@@ -236,3 +236,21 @@ def test_numba_compiles_for_the_processor_that_machine_code_is_kept_for() -> Non
 def test_numpy_arrays_lie_in_memory_as_kernels_read_them() -> None:
     """It raises what is wrong."""
     object_cache._check_array_layout.__wrapped__()
+
+
+def test_torch_modules_keep_what_they_register_in_three_tables() -> None:
+    module = nn.Module()
+    module.register_parameter("a", nn.Parameter(torch.ones(1)))
+    module.register_buffer("b", torch.ones(1))
+    module.register_module("c", nn.Identity())
+    found = tuple(table for table in vars(module) if vars(module)[table] and table[:1] == "_")
+    held = {name for table in _compat.MODULE_TABLES for name in vars(module)[table]}
+    assert held == {"a", "b", "c"}, f"torch: a module keeps these in {found}"
+
+
+def test_torch_tells_its_operators_and_their_kernels() -> None:
+    names = _compat.operator_names()
+    assert "aten::relu" in names, "torch: operators are named otherwise"
+    assert _compat.has_kernel("aten::relu", "CPU"), "torch: kernels are told by other keys"
+    module = torch.nn.functional.gelu.__module__
+    assert module.startswith(_compat.WRITTEN_IN_CPP), f"torch: gelu's module is {module}"

@@ -117,3 +117,18 @@ def test_ray_finds_a_head_certificates_and_a_token(
     header = loader.get_token_for_http_header(ignore_auth_mode=True) if found else {}
     assert isinstance(found, bool), "Ray: whether there is a token is told otherwise"
     assert isinstance(header, dict), "Ray: a token is given otherwise"
+
+
+def test_ray_reads_the_variables_and_writes_the_file_that_studies_name() -> None:
+    import ray
+    from ray._common.utils import get_ray_address_file
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    assert RAY_JOB_CONFIG_JSON_ENV_VAR == _compat.RAY_JOB, "Ray: jobs are told by another variable"
+    library = (Path(ray.__file__).parent / "_raylet.so").read_bytes()
+    assert _compat.RAY_WORKERS_AT_START.removeprefix("RAY_").encode() in library, (
+        f"Ray: it reads no {_compat.RAY_WORKERS_AT_START}"
+    )
+    assert Path(get_ray_address_file(None)).name == _compat.RAY_CURRENT, (
+        "Ray: the address is in another file"
+    )

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from study._compat import RAY_JOB
 from study.api import Outcome, report_study, run_study
 from study.config import StudyConfig
 from study.config.compose import change
 from study.errors import UserError
 from study.execution.control import GRACE_VARIABLE, grace_seconds
 from study.execution.runner import DOUBLED_SECONDS
-from study.execution.user_files import JOB
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
@@ -299,7 +299,7 @@ def test_a_grace_that_is_no_number_is_refused_before_work_starts(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert grace_seconds() == 20
-    monkeypatch.setenv(JOB, "{}")
+    monkeypatch.setenv(RAY_JOB, "{}")
     assert grace_seconds() == 1
     monkeypatch.setenv(GRACE_VARIABLE, "soon")
     study = tiny("no number", *LEFT)
