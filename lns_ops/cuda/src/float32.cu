@@ -1,6 +1,6 @@
 // The kernels around a matrix product or a convolution with float32 sums: they decode both operands
-// and encode the sums. Bound by memory. Arrays are contiguous except where strides are given. -D: the
-// format (arithmetic.cuh).
+// and encode the sums. Bound by memory. Arrays are contiguous except where strides are given.
+// -D: the format (arithmetic.cuh).
 #include "arithmetic.cuh"
 #include "encoding.cuh"
 
@@ -106,8 +106,8 @@ __device__ __forceinline__ void decode_both(const short* __restrict__ x,
 DECODE(bf16, Bfloat16)
 DECODE(tf32, Tf32)
 
-// What follows takes sums again that left float32 on their way: in float64, which no sum of products
-// of codes leaves.
+// What follows takes sums again that left float32 on their way: in float64, which no sum of
+// products of codes leaves.
 __device__ __forceinline__ double value(int code, const double* significands) {
     int field = code & FIELD_MASK, exponent = (field >> FRACTION_BITS) + LOWEST_EXPONENT;
     double v = __ldg(significands + field % FRACTIONS);
@@ -145,7 +145,8 @@ struct Convolution {
     __device__ i64 met_from(i64 position, i64 t) const {
         i64 at = 0, scale = 1;
         for (int d = 2; d >= 0; d--) {
-            i64 here = position % positions[d] * stride[d] + t % kernel[d] * dilation[d] - padding[d];
+            i64 here = position % positions[d] * stride[d] + t % kernel[d] * dilation[d];
+            here -= padding[d];
             if (here < 0 || here >= size[d]) return -1;
             at += here * scale;
             scale *= size[d];
@@ -174,10 +175,12 @@ struct Convolution {
         const i64 S = count(size), T = count(kernel), P = count(positions);
         double total = 0;
         if (kind == 0) {
-            const i64 position = i % P, o = i / P % (groups * outputs), n = i / P / (groups * outputs);
+            const i64 position = i % P, o = i / P % (groups * outputs);
+            const i64 n = i / P / (groups * outputs);
             for (i64 c = 0; c < channels; c++)
                 for (i64 t = 0; t < T; t++) {
-                    i64 at = met_from(position, t), image = (n * groups + o / outputs) * channels + c;
+                    i64 at = met_from(position, t);
+                    i64 image = (n * groups + o / outputs) * channels + c;
                     if (at >= 0) total += term(image * S + at, (o * channels + c) * T + t);
                 }
         } else if (kind == 1) {
@@ -193,7 +196,8 @@ struct Convolution {
             const i64 t = i % T, c = i / T % channels, o = i / T / channels;
             for (i64 n = 0; n < images; n++)
                 for (i64 position = 0; position < P; position++) {
-                    i64 at = met_from(position, t), image = (n * groups + o / outputs) * channels + c;
+                    i64 at = met_from(position, t);
+                    i64 image = (n * groups + o / outputs) * channels + c;
                     if (at >= 0)
                         total += term((n * groups * outputs + o) * P + position, image * S + at);
                 }
