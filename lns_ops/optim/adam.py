@@ -73,7 +73,9 @@ class Adam(LNSOptimizer):
         maximize: bool = False,
     ) -> None:
         if not 0 <= weight_decay < float("inf"):
-            raise ValueError(f"weight_decay={weight_decay}: must be finite and at least 0")
+            raise ValueError(
+                f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4"
+            )
         check_adam(*betas, eps)
         options = {
             "lr": lr,

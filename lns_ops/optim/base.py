@@ -182,7 +182,9 @@ class LNSOptimizer(torch.optim.Optimizer):
                 " rounding would lose, so one is enough; choose one"
             )
         if not 0 <= defaults["lr"] < float("inf"):
-            raise ValueError(f"lr={defaults['lr']}: must be finite and at least 0")
+            raise ValueError(
+                f"lr={defaults['lr']}: must be finite and at least 0, for example 0.01"
+            )
         if not isinstance(defaults["seed"], int) or not 0 <= defaults["seed"] < 1 << 31:
             raise ValueError(
                 f"seed={defaults['seed']!r}: must be a whole number from 0 to 2^31 - 1, for"

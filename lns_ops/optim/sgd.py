@@ -68,7 +68,7 @@ class SGD(LNSOptimizer):
         weight_decay: float = 0.0, nesterov: bool = False, maximize: bool = False,
     ) -> None:  # fmt: skip
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum}: must lie in [0, 1)")
+            raise ValueError(f"momentum={momentum}: must lie in [0, 1), for example 0.9")
         if not 0 <= weight_decay < float("inf"):
             raise ValueError(
                 f"weight_decay={weight_decay}: must be finite and at least 0, for example 1e-4"

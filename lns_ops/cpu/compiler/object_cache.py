@@ -250,7 +250,10 @@ def _check_array_layout() -> None:
         *array.shape,
         *array.strides,
     ):
-        raise RuntimeError("numpy arrays have another layout in memory here")
+        raise RuntimeError(
+            f"numpy {np.__version__}: the fields of its arrays are not where kernels read them;"
+            " install one for CPython whose fields are, for example pip install numpy==2.4.6"
+        )
 
 
 def sources() -> list[Path]:
