@@ -106,7 +106,7 @@ def namespace_words(objects: list[dict[str, Any]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RayJobState:
     """What Kubernetes says of a RayJob: KubeRay's states of it and of its study, and why."""
 
     state: str
@@ -114,7 +114,7 @@ class Seen:
     why: str
 
 
-def look(name: str, namespace: list[str]) -> Seen | None:
+def look(name: str, namespace: list[str]) -> RayJobState | None:
     """Ask for a RayJob; return None if it is not there.
 
     Raises:
@@ -127,7 +127,7 @@ def look(name: str, namespace: list[str]) -> Seen | None:
     if not found:
         return None
     _, state, study, *why = found.split("|", len(fields))
-    return Seen(state, study, ": ".join(filter(None, why)))
+    return RayJobState(state, study, ": ".join(filter(None, why)))
 
 
 def remove_ended(name: str, namespace: list[str]) -> str:

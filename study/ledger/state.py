@@ -104,12 +104,12 @@ class TrialState:
 
     @property
     def epoch(self) -> int:
-        """Last epoch reported; 0 before the first."""
+        """Return the last epoch reported; 0 before the first."""
         return max(self.reports, default=0)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all reported epochs, evaluation included, as far as they are known."""
+        """Return the seconds of all reported epochs, evaluation included, as far as known."""
         return sum(self.took.values())
 
     def metric(self, name: str, *, own: bool = False) -> dict[int, float]:

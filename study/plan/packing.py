@@ -43,7 +43,7 @@ class Need(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Packed:
+class Schedule:
     """What became of trials.
 
     Attributes:
@@ -80,7 +80,7 @@ def pack(
     needs: Callable[[PlannedTrial], Need] = need_of,
     ends: Ends | None = None,
     start_seconds: float = 0.0,
-) -> Packed:
+) -> Schedule:
     """Pack trials, in their order, into the CPUs and GPUs of a machine.
 
     Args:
@@ -145,7 +145,7 @@ class _Packing:
         """Need, GPUs and expected end by the number of the start."""
         self._events: list[tuple[float, int, int, PlannedTrial]] = []
         self._numbers = itertools.count()
-        self._packed = Packed()
+        self._packed = Schedule()
 
     def wait(self, trials: Sequence[tuple[PlannedTrial, Need]]) -> None:
         """Have trials wait; the last ones longest first."""
@@ -154,7 +154,7 @@ class _Packing:
         last = sorted(trials[head:], key=lambda entry: -self._whole(entry[0]))
         self._waiting.extend([*trials[:head], *last])
 
-    def run(self) -> Packed:
+    def run(self) -> Schedule:
         """Run until no trial is left."""
         packed = self._packed
         self._hand_out(0.0)

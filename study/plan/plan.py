@@ -49,8 +49,8 @@ class Plan:
     Attributes:
         study: the config.
         trials: the trials, in the order in which they begin.
-        excluded: configurations left out; of an adaptive search, the points of the grids at which a
-            row has none.
+        excluded: configurations that are left out; in an adaptive search, the points of the grids
+            at which a row has no valid configuration.
         first: of an adaptive search, the first valid trial of each row and point of the grids,
             which are checked in place of the trials that it will propose.
 

@@ -101,7 +101,7 @@ class _Sampled:
     """The configurations of a search.
 
     Attributes:
-        study: they as Optuna's study.
+        study: the same configurations as a study of Optuna's.
     """
 
     found: list[Entry]

@@ -154,7 +154,7 @@ class Proposer:
         self._refused = {}
 
     def _redirect(self) -> bool:
-        """After many tries without a new valid point, have Optuna take another than it would.
+        """Have Optuna take another point than it would, after many tries without a new valid one.
 
         It is any that is left in a space of so few points that they can be listed, else a random
         one: a sampler that is sure of its optimum proposes that again and again. Which one it is

@@ -147,9 +147,9 @@ def level_of_test(candidates: int, seeds: int, more: int) -> float:
     """Return the level of one test of a race; see the module.
 
     Args:
-        candidates: that begin the race.
-        seeds: that every candidate has before.
-        more: rounds of one more seed each.
+        candidates: number of candidates that begin the race.
+        seeds: number of seeds that every candidate has before the race.
+        more: number of rounds, of one more seed each.
     """
     looks = sum(seeds + round_ >= PAIRS for round_ in range(1, more))
     return ALPHA / max(1, looks * candidates * (candidates - 1))

@@ -183,8 +183,8 @@ class TensorParallelSync(Synchroniser):
         model: the partitioned model.
         own: module of this worker's parts.
         collectives: collectives of the workers of this replica.
-        sums: by name, what sums gradients over replicas, and the parameters of ``own`` that it
-            sums.
+        sums: synchronisers that sum gradients over replicas, by name, each with the parameters of
+            ``own`` whose gradients it sums.
     """
 
     def __init__(

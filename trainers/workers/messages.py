@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 HISTORY = "history"
-"""In a report: the metrics of the epochs before it, one dict each."""
+"""Key of a report that holds the metrics of the epochs before it, one dict each."""
 FINAL = "final"
-"""In the last report of a loop of the user's own: what it returned, a dict of figures."""
+"""Key of the last report of a user's own loop that holds what it returned, a dict of figures."""
 NAMESPACE = "lns-study"
 """Ray namespace of the actors that a trial's processes find by name."""
 
@@ -27,8 +27,9 @@ DETERMINISTIC = (
 mistake in code. What a dead process or a full disk leads to is none of these."""
 
 JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
-"""To a worker process: become a rank; train a trial; go on after a report, or do not; write a
-checkpoint after the epoch under way and end the trial there; examine trials and their data."""
+"""Kinds of messages to a worker process, which have it become a rank; train a trial; go on after a
+report, or not; write a checkpoint after the epoch under way and end the trial there; examine trials
+and their data."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -39,10 +40,11 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "died",
     "checked",
 )
-"""From a worker process: it is up (pid); where ranks meet (port); it is a rank; a trial began
-(:class:`Beginning`); finished an epoch (metrics); ended (``how``, ``text``, and ``retire``: why the
-process ends with it); and of it, from its node: it died (why). Last, the data of trials and what
-forbids these (a text or None each), or a text: why the data cannot be had."""
+"""Kinds of messages from a worker process, with what each carries: the process is up (pid); where
+ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial finished an epoch
+(metrics); a trial ended (``how``, ``text``, and ``retire``: why the process ends with it). Its node
+sends that it died (why). The last carries the data of trials and what forbids these (a text or None
+each), or a text: why the data cannot be had."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",
@@ -51,8 +53,9 @@ DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "out of memory",
     "failed",
 )
-"""How a trial ended: trained and tested; told to stop; told to leave, with a checkpoint; cannot
-work, a second try would not either; memory ran out; anything else."""
+"""Ways in which a trial ends: it is trained and tested; it was told to stop; it was told to leave,
+and has left a checkpoint; it cannot work, and would not at a second try; memory ran out; anything
+else."""
 
 
 class Message(NamedTuple):

@@ -28,8 +28,8 @@ from trainers.training.device import check_device, resolve_device
 from trainers.workers.resources import MOST, key_of
 
 SWITCH_SECONDS = 1e-4
-"""After how long a thread that computes in Python lets another one go on, which may only want to
-launch its next step."""
+"""Seconds after which a thread that computes in Python lets another one go on, which may only
+want to launch its next step."""
 
 
 class Host:

@@ -41,7 +41,8 @@ MOST_NAMES = 12
 """Largest number of points of a front that are named."""
 MOST_BOXES = 24
 FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
-"""Below them a front, of what nothing dominates, or a box says nothing that the table does not."""
+"""Fewest points of which a front (what nothing dominates) or a box is drawn: of fewer, the table
+says as much."""
 
 
 def draw_front(

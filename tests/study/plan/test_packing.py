@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.plan.packing import Packed, pack
+from study.plan.packing import Schedule, pack
 from study.plan.trials import PlannedTrial
 from trainers.config import TrialConfig
 
@@ -34,7 +34,7 @@ def ten_seconds(trial: PlannedTrial) -> float:
     return 10.0
 
 
-def use(packed: Packed, cpus: float, gpus: int = 0) -> float:
+def use(packed: Schedule, cpus: float, gpus: int = 0) -> float:
     """Utilisation of the resource that binds."""
     have = {"cpus": cpus, "gpus": gpus}
     return max(
