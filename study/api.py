@@ -55,7 +55,7 @@ LOADED = time.time()
 
 
 class View(Protocol):
-    """A display of a study while it runs; see :mod:`study.cli.progress`."""
+    """A display of a study while it runs; see :mod:`study.views.progress`."""
 
     def start(self, state: StudyState) -> None:
         """Begin to show ``state``, which the caller keeps up to date."""

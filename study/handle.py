@@ -164,9 +164,9 @@ class Study:
         Raises:
             UserError: there is no picture of that name, or this study has nothing to show in it.
         """
-        from study.cli.notebook import show_figures
         from study.report.figures.style import DARK, LIGHT
         from study.report.pictures import drawings
+        from study.views.notebook import show_figures
 
         draw = drawings(self.state, summarise(self.state))
         if name not in draw:

@@ -35,7 +35,7 @@ ORDER = {
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
         "results", "claims", "search", "tracking", "manage", "execution", "report.figures",
-        "report", "serve", "api", "launch", "cli", "handle", "__main__",
+        "report", "views", "serve", "api", "launch", "cli", "handle", "__main__",
     ],
 }  # fmt: skip
 """The rooms of each package; a room imports from those before it only. Not listed: modules that
@@ -54,7 +54,7 @@ LAZY = {
         "study.execution.preflight",
         "trainers.workers.worker_process",
     ): "2.5 s, of torch, and a node mostly checks",
-    ("study.handle", "study.cli.notebook"): "shows what is drawn",
+    ("study.handle", "study.views.notebook"): "shows what is drawn",
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.interactive"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.pictures"): "draws with what takes 1.6 s",

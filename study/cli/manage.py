@@ -201,10 +201,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _print_status(console: Any, folder: Path, state: StudyState) -> None:
-    from study.cli.progress import render
     from study.execution.launched import launch_stages
     from study.manage.studies import condition
     from study.results.utilisation import first_epoch
+    from study.views.progress import render
 
     now = condition(folder, state)
     limits = state.limits or dataclasses.asdict(state.config.limits)
@@ -413,10 +413,10 @@ def _rerun(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from study.api import run_study
-    from study.cli.progress import PlainView
     from study.ledger.state import name_of
     from study.manage.rerun import rerun
     from study.manage.studies import find_trial
+    from study.views.progress import PlainView
 
     _, state = _open(options)
     console = Console()

@@ -397,10 +397,10 @@ def _print_download() -> None:
 
 def make_view(console: Console, plain: bool = False) -> View:
     """Return the display of a study on ``console``: a notebook, a terminal, or lines in a log."""
-    from study.cli.progress import LiveView, PlainView
+    from study.views.progress import LiveView, PlainView
 
     if console.is_jupyter:
-        from study.cli.notebook import NotebookView  # loads matplotlib
+        from study.views.notebook import NotebookView  # loads matplotlib
 
         return NotebookView()
     return PlainView(console) if plain or not console.is_terminal else LiveView(console)

@@ -9,10 +9,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from study.cli.progress import Clock, render
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.report.figures.style import png
+from study.views.progress import Clock, render
 
 SECONDS = 1.0
 """Least time between two pictures of the state."""

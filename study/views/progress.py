@@ -52,7 +52,7 @@ INTERRUPTED = "interrupted"
 
 
 class Clock:
-    """Seconds per epoch by row, from the times of this run's events."""
+    """Estimates what time is left, by each row's seconds per epoch in this run's events."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()

@@ -16,7 +16,6 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from study.cli.progress import summary as summary_line
 from study.config import Metric, RowConfig, StudyConfig
 from study.config.compose import change
 from study.ledger.lines import Event
@@ -49,6 +48,7 @@ from study.results.summary import judge, summarise
 from study.tracking.models import _best
 from study.tracking.payload import row_figures
 from study.tracking.view import view_state
+from study.views.progress import summary as summary_line
 from tests.study.conftest import made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]

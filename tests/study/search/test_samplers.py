@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from study.cli.progress import render
 from study.config.search import FEW, choose_sampler
 from study.handle import Study
 from study.ledger.state import fold
@@ -20,6 +19,7 @@ from study.results.answer import answer
 from study.results.configurations import best, condition, configurations, pareto_front
 from study.results.importance import importance
 from study.results.summary import summarise
+from study.views.progress import render
 from tests.study.conftest import write_ledger
 from tests.study.search.conftest import Make, Pretend, bowl, steady
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from study.cli.progress import Clock, LiveView, PlainView, describe, render
 from study.config import Metric, StudyConfig
 from study.ledger.state import fold
 from study.text import duration, percent
+from study.views.progress import Clock, LiveView, PlainView, describe, render
 from tests.study.conftest import made_up_events
 
 Tiny = Callable[..., StudyConfig]
