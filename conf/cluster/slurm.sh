@@ -2,7 +2,8 @@
 # A study on Slurm. `lns-study launch CONFIG --to slurm` submits this file, or your copy of it:
 #   sbatch slurm.sh PACKAGE NAME STORAGE [LAUNCHED]
 # Ray starts on every node (`ray symmetric-run`), the study on the first. Two minutes before the
-# time is over Slurm sends USR1 to this script: the study ends in order, and the job is queued again.
+# time is over Slurm sends USR1 to this script: the study ends in order, and the job is queued
+# again.
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -17,14 +18,18 @@ export PYTHONPATH=$package/site${PYTHONPATH:+:$PYTHONPATH}
 # checkpoint.
 export LNS_STUDY_GRACE_SECONDS=90
 export LNS_STUDY_LAUNCHED=${4:-}
-export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token
+export RAY_AUTH_TOKEN_PATH=$package/token-$SLURM_JOB_ID
 
 # A token that this user alone can read; Ray admits nobody without it.
-(umask 077 && python -P -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH")
+(
+    umask 077
+    python -P -c 'import secrets; print(secrets.token_hex(32), end="")' >"$RAY_AUTH_TOKEN_PATH"
+)
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH" "${ended:-}"' EXIT
 
-# Ray lets everybody write into its folder: one around it, on every node, of a name that nobody knows
-# before, keeps others out. Short, as sockets' paths are.
+# Ray lets everybody write into its folder: one around it, on every node, of a name that nobody
+# knows before, keeps others out. Short, as sockets' paths are.
 folder=/tmp/ray-$SLURM_JOB_ID-$(python -P -c 'import secrets; print(secrets.token_hex(4))')
 srun mkdir -m 700 "$folder"
 
@@ -32,8 +37,8 @@ srun mkdir -m 700 "$folder"
 base=$((20000 + SLURM_JOB_ID % 120 * 100))
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 gpus=${SLURM_GPUS_ON_NODE:-0}
-# Without the address `ray symmetric-run` counts the nodes of a Ray that it starts for that, and gives
-# up; programs come slowly from a busy file system.
+# Without the address `ray symmetric-run` counts the nodes of a Ray that it starts for that, and
+# gives up; programs come slowly from a busy file system.
 export RAY_ADDRESS=$head:$base RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600
 
 # Runs on every node. Ray gives up on a head that comes slowly, and stays for minutes where the head

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Hosts as namespaces, so that `ray stop`, every signal and every address stay in one of them:
-#   HOSTS=2 unshare --pid --mount --net --uts --fork --kill-child --mount-proc hosts.sh FOLDER COMMAND...
+#   HOSTS=2 unshare --pid --mount --net --uts --fork --kill-child --mount-proc \
+#       hosts.sh FOLDER COMMAND...
 # The command runs on host-1, with 192.0.2.1; `on 2 COMMAND...` in it runs one on host-2, at
 # 192.0.2.2. All see one file system, but for a /tmp each, in which FOLDER is everybody's. A host's
 # only link is to a bridge on host-1, which calls it link-2. Everything ends with the command.
