@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.trainers.processes import spawned
-from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.config import DataConfig, LossConfig, ModelConfig, PrecisionConfig, TrialConfig
 from trainers.data import load, prepare
 from trainers.training.check import check
@@ -443,14 +442,3 @@ def test_a_factory_that_gives_validation_examples_takes_no_size(file: Path) -> N
 def test_a_loss_that_raises_or_draws_is_seeded(file: Path) -> None:
     config = trial(file, loss=LossConfig(name=f"{file}:odd_loss"))
     assert figures(Training(config)) == figures(Training(config))
-
-
-def test_codes_of_a_buffer_that_is_float_now_are_refused() -> None:
-    """Buffers beside LNS parameters were codes in checkpoints of before."""
-    model = nn.BatchNorm1d(2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    saved = model_tensors(model, optimizer)
-    load_model_tensors(model, optimizer, saved)
-    saved["model/running_mean"] = torch.tensor([16384, 0], dtype=torch.int16)
-    with pytest.raises(ValueError, match="running_mean is of LNS codes"):
-        load_model_tensors(model, optimizer, saved)

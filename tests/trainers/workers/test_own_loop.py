@@ -4,7 +4,6 @@ killed and continued, and told where it is wrong."""
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import tempfile
@@ -21,7 +20,7 @@ from tests.trainers.processes import spawned
 from tests.trainers.user_loops import LOOPS
 from tests.trainers.workers.test_executors import Hosted
 from trainers import get_checkpoint, report
-from trainers.checkpoint.loops import keep, load, stage
+from trainers.checkpoint.loops import keep, stage
 from trainers.checkpoint.manifest import file_digests, read_state
 from trainers.config import SyncConfig, TrainableConfig, TrialConfig
 from trainers.user_loop import load_loop
@@ -340,23 +339,3 @@ def test_a_loop_takes_a_whole_gpu_if_nothing_is_said_and_more_if_memory_runs_out
     assert (shape.gpus, shape.lanes, shape.executor) == (1.0, 1, OWN_LOOP)
     assert relief(trial(file, "descend", device="cuda", gpus=0.5)) == {"gpus": 1.0}
     assert relief(trial(file, "descend")) is None
-
-
-class Bomb:
-    """What a stranger puts into a checkpoint: reading it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._folder),)
-
-
-def test_a_checkpoint_of_a_loop_runs_no_code(tmp_path: Path) -> None:
-    staged, folder = tmp_path / "staged", tmp_path / "checkpoint"
-    staged.mkdir()
-    torch.save({"weight": Bomb(tmp_path / "ran")}, staged / "dict.pt")
-    keep(staged, folder, {"epoch": 1})
-    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights.only"):
-        load(folder)
-    assert not (tmp_path / "ran").exists()
