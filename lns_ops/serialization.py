@@ -92,4 +92,5 @@ def load_file(path: str | Path) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
-        return from_codes({name: file.get_tensor(name) for name in file.keys()}, file.metadata())  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return from_codes(tensors, file.metadata())

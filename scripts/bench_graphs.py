@@ -80,7 +80,8 @@ def tokens(build: Callable[[], nn.Module], size: int, batch: int, lns: bool) -> 
     if lns:
         lns_ops.convert_(model, "lns16", scope="everywhere")
     optimizer = lns_ops.optim.AdamW(model.parameters(), lr=1e-3, kahan_sum=lns)
-    return model, optimizer, tuple(torch.randint(65, (batch, size)).cuda() for _ in range(2))  # type: ignore[return-value]
+    x, y = (torch.randint(65, (batch, size)).cuda() for _ in range(2))
+    return model, optimizer, (x, y)
 
 
 def of_torchvision(name: str) -> Callable[[], nn.Module]:
@@ -155,11 +156,11 @@ def rows(nets: list[str], steps: int, kernels: int) -> Iterator[tuple[str, str, 
                 break
             with lns_ops.matmul_accumulation(sums):
                 step = step_of(model, optimizer)
-                eager = milliseconds(lambda step=step, batch=batch: step(*batch), steps)  # type: ignore[misc]
+                eager = milliseconds(partial(step, *batch), steps)
                 graph = lns_ops.cuda_graph(step)
-                replayed = milliseconds(lambda step=graph, batch=batch: step(*batch), steps)  # type: ignore[misc]
+                replayed = milliseconds(partial(graph, *batch), steps)
                 if kernels:
-                    print_kernels(lambda step=graph, batch=batch: step(*batch), kernels)  # type: ignore[misc]
+                    print_kernels(partial(graph, *batch), kernels)
             yield name, form, eager, replayed
 
 

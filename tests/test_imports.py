@@ -93,9 +93,11 @@ LONGER = {
     "lns_ops/cpu/simd/reduce.py:_kernels",
 }
 """Kernels of more than :data:`FUNCTION` lines."""
-FILE, FUNCTION, FOLDER = 500, 50, 14
-"""Most lines of a file and of a function with its docstring, and most files of a folder beside the
-``__init__.py``."""
+FILE, FUNCTION, FOLDER, LINE = 500, 50, 14, 100
+"""Most lines of a file and of a function with its docstring, most files of a folder beside the
+``__init__.py``, and most characters of a line."""
+CODE = {"", ".cu", ".cuh", ".css", ".h", ".j2", ".js", ".py", ".sh", ".toml", ".txt", ".yaml"}
+"""Endings of files of code."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -310,6 +312,23 @@ def test_files_functions_and_folders_are_small() -> None:
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= FUNCTION
     }
     assert long == LONGER
+
+
+def test_lines_are_narrow() -> None:
+    """Of code in every language, with comments for tools; of pages see ``test_docs``."""
+    found = [*ROOT.iterdir()] + [
+        path
+        for folder in (*MAY_IMPORT, "conf", "docs", "scripts", "tests")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    wide = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in found
+        if path.is_file() and path.suffix in CODE
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > LINE
+    ]
+    assert wide == []
 
 
 def test_lns_ops_pulls_in_no_cluster_library() -> None:

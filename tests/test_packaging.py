@@ -172,7 +172,8 @@ def site_of(folder: Path, needed: set[str] | None = None) -> Path:
             continue
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
             if not (site / top).exists():
-                (site / top).symlink_to(metadata.distribution(name).locate_file(top))  # type: ignore[arg-type]
+                place = metadata.distribution(name).locate_file(top)
+                (site / top).symlink_to(str(place))
     return site
 
 

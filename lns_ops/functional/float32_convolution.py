@@ -60,7 +60,8 @@ class Sums(NamedTuple):
         wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
         operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
         mask = [place == 0, place == 1, False]
-        return aten.convolution_backward(left, *operands, None, *geometry, mask)[place]  # type: ignore[no-any-return]
+        found = aten.convolution_backward(left, *operands, None, *geometry, mask)
+        return found[place]  # type: ignore[no-any-return]
 
 
 def convolution_cpu(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
@@ -86,7 +87,8 @@ def convolution_cpu(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
 def _deterministic(kind: str) -> Iterator[None]:
     """Make cuDNN multiply as ``kind`` says, and the same bits every time."""
     cudnn = torch.backends.cudnn
-    with float32_precision(cudnn.conv, "tf32" if kind == "tf32" else "ieee"):  # type: ignore[attr-defined]
+    precision = "tf32" if kind == "tf32" else "ieee"
+    with float32_precision(cudnn.conv, precision):  # type: ignore[attr-defined]
         before = cudnn.deterministic, cudnn.benchmark
         cudnn.deterministic, cudnn.benchmark = True, False
         try:

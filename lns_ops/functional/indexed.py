@@ -91,7 +91,8 @@ def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tens
         ValueError: no such function, or (on a CPU) an argument for which it has no finite real
             value.
     """
-    return OPS.lookup(x, function, [float(p) for p in parameters], fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    given, name = [float(p) for p in parameters], (fmt.bits, fmt.fraction_bits)
+    return OPS.lookup(x, function, given, *name)  # type: ignore[no-any-return]
 
 
 def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:

@@ -68,8 +68,9 @@ def refuse_distributed(x: object) -> None:
         ValueError: ``x`` is a DTensor.
     """
     if is_distributed(x):
+        shape = tuple(x.shape)  # type: ignore[attr-defined]
         raise ValueError(
-            f"DTensor of shape {tuple(x.shape)} in a number format: tensor parallelism would round"  # type: ignore[attr-defined]
+            f"DTensor of shape {shape} in a number format: tensor parallelism would round"
             " each process's part of a sum and add the parts in an order of its own; use whole"
             " layers on every process (lns_ops.distributed_data_parallel, or fully_shard with"
             " scope='matmul'), and call convert_ before modules are distributed"

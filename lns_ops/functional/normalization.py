@@ -52,7 +52,8 @@ def _elementwise_backward(
     """Return ``((grad - mean) - y along) scale``; ``mean`` may be absent."""
     ops = kernels_of(grad)
     rest = grad if mean is None else ops.sub(grad, mean, *fmt)
-    return ops.mul(ops.sub(rest, ops.mul(y, along, *fmt), *fmt), scale, *fmt)  # type: ignore[no-any-return]
+    rest = ops.sub(rest, ops.mul(y, along, *fmt), *fmt)
+    return ops.mul(rest, scale, *fmt)  # type: ignore[no-any-return]
 
 
 define_kernels("normalize", _elementwise, cuda.normalize)
@@ -86,8 +87,9 @@ def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tens
     ``eps`` is at least the format's smallest magnitude.
     """
     least = encode_number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt)
-    total = ops.add(variance, least, fmt.bits, fmt.fraction_bits)
-    return ops.lookup(total, "power", [-0.5], fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    name = fmt.bits, fmt.fraction_bits
+    total = ops.add(variance, least, *name)
+    return ops.lookup(total, "power", [-0.5], *name)  # type: ignore[no-any-return]
 
 
 def _normalization(
@@ -238,4 +240,5 @@ def running_statistics(
     mean: Tensor, variance: Tensor, factor: float, fmt: LNSFormat
 ) -> tuple[Tensor, Tensor]:
     """Return the values of ``mean`` and of ``variance factor``, flat float32."""
-    return OPS.running_statistics(mean, variance, factor, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    ops, name = OPS, (fmt.bits, fmt.fraction_bits)
+    return ops.running_statistics(mean, variance, factor, *name)  # type: ignore[no-any-return]

@@ -384,7 +384,8 @@ def _convert_layers(
 
 def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
     for _, layer in owners:
-        if getattr(layer, "lns_conversion", None) is None or layer.lns_conversion.scope == "matmul":  # type: ignore[union-attr]
+        conversion: Any = getattr(layer, "lns_conversion", None)
+        if conversion is None or conversion.scope == "matmul":
             _hook(layer, _Decode())
 
 

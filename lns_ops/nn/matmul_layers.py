@@ -52,7 +52,9 @@ def _in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tens
     quick = type(f"{function.__name__}WithContext", (torch.autograd.Function,), members)
 
     def call(*inputs: Any) -> Tensor:
-        return (function if is_transforming() else quick).apply(*inputs)  # type: ignore[no-any-return, attr-defined]
+        chosen: Any = function if is_transforming() else quick
+        result: Tensor = chosen.apply(*inputs)
+        return result
 
     return call
 
@@ -348,7 +350,8 @@ class _KeepsForward:
 
     def extra_repr(self) -> str:
         """Return the layer's line plus the format."""
-        return ", ".join(part for part in (super().extra_repr(), f"matmul={self.fmt}") if part)  # type: ignore[misc]
+        of_layer = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(part for part in (of_layer, f"matmul={self.fmt}") if part)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Return what pickle keeps: the class of before, of which this one is made again."""

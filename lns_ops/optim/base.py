@@ -109,7 +109,8 @@ def gradient(parameter: LNSTensor) -> Tensor:
         return grad.codes
     if type(grad) is Tensor and grad.dtype in (torch.float32, torch.float64) and not grad.is_sparse:
         return lns.encode(grad, fmt)
-    kind = str(grad.fmt) if isinstance(grad, LNSTensor) else f"{type(grad).__name__} {grad.dtype}"  # type: ignore[union-attr]
+    dtype = getattr(grad, "dtype", None)
+    kind = str(grad.fmt) if isinstance(grad, LNSTensor) else f"{type(grad).__name__} {dtype}"
     raise ValueError(
         f"gradient of type {kind} for an {fmt} parameter: must be an LNSTensor of the same format,"
         " or a dense float32 one; compute the loss outside of torch.autocast (mixed precision), and"

@@ -63,13 +63,9 @@ class LNSTensor(torch.Tensor):
                 " values"
             )
         self: LNSTensor = make_wrapper_subclass(
-            cls,
-            codes.shape,
-            strides=codes.stride(),
-            storage_offset=codes.storage_offset(),
-            dtype=torch.float32,
-            device=codes.device,
-        )
+            cls, codes.shape, strides=codes.stride(), storage_offset=codes.storage_offset(),
+            dtype=torch.float32, device=codes.device,
+        )  # fmt: skip
         self.codes, self.fmt = codes, fmt
         return self
 
@@ -84,7 +80,8 @@ class LNSTensor(torch.Tensor):
             NotImplementedError: a transform of ``torch.func`` goes on around the call.
         """
         promotion.refuse_transforms()
-        return _FromFloat.apply(x, LNSFormat.of(fmt))  # type: ignore[no-untyped-call, no-any-return]
+        apply: Callable[..., LNSTensor] = _FromFloat.apply
+        return apply(x, LNSFormat.of(fmt))
 
     def to_float(self) -> Tensor:
         """Return the values as float32.
@@ -174,7 +171,9 @@ class LNSTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], (list, tuple)) and _is_foreach(func):
             return _one_by_one(func, args, kwargs)

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -487,7 +487,8 @@ def _finish(merged: DictConfig) -> StudyConfig:
 def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
     """Return plain Python values, interpolations resolved; refuse missing values."""
     try:
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", "")
         raise ValueError(f"{key}: {first_line(error)}; set it, for example {key}=...") from None
+    return cast("dict[str, Any]", values)

@@ -29,12 +29,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from study.ledger.lines import Event
 from study.ledger.log import BUSY, Follower, is_locked, no_locks
-from study.ledger.state import PLANNED, StudyState
+from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
@@ -133,7 +134,7 @@ class Sender:
         if not self._attempt(self._open):
             return False
         for trial in [trial for trial in self.state.trials if trial.id in self._news]:
-            if not self._attempt(lambda trial=trial: self._opened().push(trial)):  # type: ignore[misc]
+            if not self._attempt(partial(self._push, trial)):
                 return False
             self._news.discard(trial.id)
         return True
@@ -154,6 +155,9 @@ class Sender:
                 return self.failure
             time.sleep(min(0.2, RETRY_SECONDS))
         return ""
+
+    def _push(self, trial: TrialState) -> None:
+        self._opened().push(trial)
 
     def _close(self, report: Path | None) -> None:
         for trial in self.state.known.values():

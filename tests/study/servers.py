@@ -119,7 +119,8 @@ def postgres_cluster(programs: Path) -> Iterator[str]:
             **quiet,
         )  # type: ignore[call-overload]
         options = f"-c listen_addresses=127.0.0.1 -c port={port} -c unix_socket_directories=''"
-        subprocess.run([*control, "-l", str(folder / "log"), "-o", options, "start"], **quiet)  # type: ignore[call-overload]
+        start = [*control, "-l", str(folder / "log"), "-o", options, "start"]
+        subprocess.run(start, **quiet)  # type: ignore[call-overload]
         yield f"postgresql://study@127.0.0.1:{port}/postgres"
     finally:
         subprocess.run(

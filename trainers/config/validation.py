@@ -144,7 +144,8 @@ def make_arguments(
         ValueError: an argument that there is not, of the wrong type, or out of range.
     """
     hints = field_types(kind)  # type: ignore[arg-type]
-    listed = ", ".join(f"{field.name}={field.default}" for field in fields(kind))  # type: ignore[arg-type]
+    known = fields(kind)  # type: ignore[arg-type]
+    listed = ", ".join(f"{field.name}={field.default}" for field in known)
     for key, value in args.items():
         said = f"{part}.args.{key}={value!r} with {part}.name={name}"
         if not hints:

@@ -125,12 +125,16 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+_REBUILD: Any = np.empty(0).__reduce__()[0]
+"""What makes an array of its pickle."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes NumPy arrays, bytes and Python's own containers and numbers, nothing else."""
 
     _known: dict[tuple[str, str], Callable[..., Any]] = {  # noqa: RUF012
-        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],  # type: ignore[dict-item]
-        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],  # type: ignore[dict-item]
+        ("numpy.core.multiarray", "_reconstruct"): _REBUILD,
+        ("numpy._core.multiarray", "_reconstruct"): _REBUILD,
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): np.dtype,
         ("_codecs", "encode"): _encoded,

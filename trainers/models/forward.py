@@ -22,6 +22,7 @@ evaluation and CUDA graphs need not know.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -73,7 +74,8 @@ def _forward(
             y = nn.Sequential.forward(layers, x)  # type: ignore[no-untyped-call]
     if autocast is not None:
         y = y.float()
-    return y if scaler is None else _ScaledBackward.apply(y, scaler)  # type: ignore[no-untyped-call]
+    apply: Callable[..., Tensor] = _ScaledBackward.apply
+    return y if scaler is None else apply(y, scaler)
 
 
 def _cut(layers: nn.Sequential, segments: int) -> list[nn.Sequential]:

@@ -126,7 +126,8 @@ class Loss:
                     " use an LNS precision.format with precision.scope=everywhere, or leave it out"
                 )
             logits, classes = by_answer(outputs, targets)
-            return _CrossEntropyInLNS.apply(logits, classes)  # type: ignore[no-untyped-call,no-any-return]
+            apply: Callable[..., Tensor] = _CrossEntropyInLNS.apply
+            return apply(logits, classes)
         if config.name == "margin":
             lengths, classes = by_answer(plain(outputs), targets)
             return _margin(lengths, classes, **config.args)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,7 +124,8 @@ class Stage(nn.Module):
         if self.last:
             return y
         # an LSTM's are not contiguous, as what is sent must be
-        return y.contiguous() if self.fmt is None else _Pack.apply(y)  # type: ignore[no-untyped-call]
+        apply: Callable[..., Tensor] = _Pack.apply
+        return y.contiguous() if self.fmt is None else apply(y)
 
 
 class _TimedStage(PipelineStage):

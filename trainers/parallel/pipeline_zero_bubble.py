@@ -82,8 +82,8 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 
 def _forward(layer: nn.Linear, deferred: Deferred, x: Tensor) -> Tensor:
     """Return the outputs ``[B, O]`` of the inputs ``[B, I]``."""
-    y: Tensor = _DeferredFunction.apply(x, layer.weight, layer.bias, deferred)  # type: ignore[no-untyped-call]
-    return y
+    apply: Callable[..., Tensor] = _DeferredFunction.apply
+    return apply(x, layer.weight, layer.bias, deferred)
 
 
 def defer_(module: nn.Module, deferred: Deferred) -> None:

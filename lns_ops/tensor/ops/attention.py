@@ -16,7 +16,7 @@ and so does a sum with such a mask; its e is zero as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,8 @@ def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         return torch.softmax(scores, -1)
     if not isinstance(scores, LNSTensor):
         return torch.softmax(scores.masked_fill(~kept, -math.inf), -1)
-    return _MaskedSoftmax.apply(scores, kept.expand(scores.shape))  # type: ignore[no-untyped-call, no-any-return]
+    apply: Callable[..., Tensor] = _MaskedSoftmax.apply
+    return apply(scores, kept.expand(scores.shape))
 
 
 @replaces(F.scaled_dot_product_attention)
@@ -132,7 +133,8 @@ def scaled_dot_product_attention(
     """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)  # type: ignore[assignment]
+        key = key.repeat_interleave(repeats, -3)  # type: ignore[assignment]
+        value = value.repeat_interleave(repeats, -3)  # type: ignore[assignment]
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     weights = _weights((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
     return F.dropout(weights, dropout_p) @ value if dropout_p else weights @ value

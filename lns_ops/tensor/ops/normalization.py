@@ -15,7 +15,7 @@ Wu, K. He 2018 (arXiv:1803.08494); B. Zhang, R. Sennrich 2019 (arXiv:1910.07467)
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -90,7 +90,8 @@ def _normalized(
         )
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
     w, b = (weight, bias) if fused else (None, None)
-    y, mean, variance = _Normalize.apply(x, w, b, list(shape), list(dims), eps, centred)  # type: ignore[no-untyped-call]
+    apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _Normalize.apply
+    y, mean, variance = apply(x, w, b, list(shape), list(dims), eps, centred)
     return y if fused else _affine(y, weight, bias, shape), mean, variance
 
 

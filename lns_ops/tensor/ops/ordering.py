@@ -143,7 +143,8 @@ def _compare(func: Any, x: Any, y: Any) -> Tensor:
         beyond = torch.tensor(int(math.copysign(1 << 20, y)), device=x.device)
         return comparison(_key(x).to(torch.int32), beyond)  # type: ignore[no-any-return]
     x_codes, y_codes, fmt = operands(func, x, y)
-    return comparison(lns.order_key(x_codes, fmt), lns.order_key(y_codes, fmt))  # type: ignore[no-any-return]
+    x_key, y_key = lns.order_key(x_codes, fmt), lns.order_key(y_codes, fmt)
+    return comparison(x_key, y_key)  # type: ignore[no-any-return]
 
 
 @handles(aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)

@@ -195,7 +195,8 @@ def test_nesterov_in_reference_operations(
             if "seed" in rounding
             else {"compensation": c if rounding else None}
         )
-        w, _, lost = reference.sgd_update(w, direction, fmt, negative_lr=number(-0.05, fmt), **more)  # type: ignore[arg-type]
+        rate, given = number(-0.05, fmt), dict[str, Any](more)
+        w, _, lost = reference.sgd_update(w, direction, fmt, negative_lr=rate, **given)
         c = c if lost is None else lost
     np.testing.assert_array_equal(weight.codes.numpy(), w)
 
@@ -255,7 +256,9 @@ def test_rmsprop_in_reference_operations(fmt: LNSFormat) -> None:
     root = residue = buffer = np.zeros(60, np.int16)
     for grad in grads:
         g = reference.encode(grad.numpy(), fmt)
-        root, residue = reference.root_mean_square(root, g, fmt, 0.99, residue=residue)  # type: ignore[assignment]
+        root, residue = reference.root_mean_square(  # type: ignore[assignment]
+            *(root, g, fmt, 0.99), residue=residue
+        )
         eps = np.maximum(number(1e-8, fmt), 1).astype(np.int16)
         direction = reference.div(g, reference.add(root, eps, fmt), fmt)
         buffer = reference.add(reference.mul(number(0.9, fmt), buffer, fmt), direction, fmt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,8 @@ def test_float32_updates_of_lns_weights_stay_near_float32(
     exact = nn.Parameter(start.clone())
     steps(getattr(torch.optim, kind.__name__)([exact], lr=0.02), exact, grads)
     weight = nn.Parameter(LNSTensor.from_float(start, lns16))
-    steps(kind([weight], lr=0.02, arithmetic="float32", **options), weight, grads)  # type: ignore[arg-type]
+    made = kind([weight], lr=0.02, arithmetic="float32", **options)  # type: ignore[arg-type]
+    steps(made, weight, grads)
     moved, wanted = weight.detach().to_float() - start, exact.detach() - start
     assert torch.corrcoef(torch.stack([moved, wanted]))[0, 1] > 0.99
     assert abs((moved - wanted).mean()) < 0.01 * wanted.abs().mean()
@@ -56,19 +58,21 @@ def test_adam_equals_the_reference(
     torch.manual_seed(0)
     unused = nn.Parameter(LNSTensor.from_float(torch.ones(3), fmt))
     weight = nn.Parameter(LNSTensor.from_float(torch.randn(7, 9), fmt))
-    optimizer = kind([unused, weight], lr=0.01, weight_decay=0.1, **options)  # type: ignore[arg-type]
+    given: Any = {"lr": 0.01, "weight_decay": 0.1, **options}
+    optimizer = kind([unused, weight], **given)
     grads = [torch.randn(7, 9) for _ in range(4)]
     codes, key = weight.codes.numpy().copy(), 5 << 32 | 1 if "seed" in options else None
     average = root = residue = np.zeros((7, 9), np.int16)
     compensation = np.zeros((7, 9), np.int16) if "kahan_sum" in options else None
     steps(optimizer, weight, grads)
     for step, grad in enumerate(grads, 1):
-        codes, average, root, residue, compensation = reference.adam_update(  # type: ignore[assignment]
+        found: Any = reference.adam_update(
             codes, reference.encode(grad.numpy(), fmt), fmt, step=step, exp_avg=average, root=root,
             residue=None if key else residue, compensation=compensation,
             negative_lr=reference.encode(np.array(-0.01), fmt), beta1=0.9, beta2=0.999, eps=1e-8,
             weight_decay=reference.encode(np.array(0.1), fmt), decoupled=kind is AdamW, key=key,
         )  # fmt: skip
+        codes, average, root, residue, compensation = found
     state = optimizer.state[weight]
     np.testing.assert_array_equal(weight.codes.numpy(), codes)
     np.testing.assert_array_equal(state["exp_avg"].codes.numpy(), average)
@@ -112,7 +116,8 @@ def test_small_updates_are_lost_to_nearest_and_kept_otherwise(kind: type[SGD]) -
     ended = {}
     for options in ({}, {"kahan_sum": True}, {"stochastic_rounding": True}):
         weight = nn.Parameter(LNSTensor.from_float(torch.ones(2000), lns12))
-        steps(kind([weight], lr=1e-3, **options), weight, [torch.ones(2000)] * 100)  # type: ignore[arg-type]
+        made = kind([weight], lr=1e-3, **options)  # type: ignore[arg-type]
+        steps(made, weight, [torch.ones(2000)] * 100)
         ended[next(iter(options), "nearest")] = weight.detach().to_float().mean().item()
     assert ended["nearest"] == 1
     assert ended["kahan_sum"] == pytest.approx(0.9, abs=0.012)
@@ -188,7 +193,8 @@ def test_a_strangers_loop_trains_with_adam(options: dict[str, bool]) -> None:
     model = lns_ops.convert_(
         nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), lns12, scope="everywhere"
     )
-    optimizer = lns_ops.optim.AdamW(model.parameters(), lr=0.005, **options)  # type: ignore[arg-type]
+    parameters = model.parameters()
+    optimizer = lns_ops.optim.AdamW(parameters, lr=0.005, **options)  # type: ignore[arg-type]
     for _ in range(8):
         for rows in torch.randperm(1500).split(50):
             optimizer.zero_grad()

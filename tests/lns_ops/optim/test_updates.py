@@ -3,6 +3,8 @@ reference, optimizers against torch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import mpmath
 import numpy as np
 import pytest
@@ -160,11 +162,11 @@ def test_stochastic_sgd_kernel(fmt: LNSFormat, use_momentum: bool) -> None:
     weight, grad, buffer = (codes_of(rng, fmt, 71, 101) for _ in range(3))
     grad[::5] = reference.neg(weight[::5], fmt)
     rate, momentum = (int(reference.encode(np.array(value), fmt)) for value in (-0.1, 0.3))
-    options = {"momentum": momentum, "buffer": buffer} if use_momentum else {}
+    options: Any = {"momentum": momentum, "buffer": buffer} if use_momentum else {}
     expected = reference.sgd_update(
         weight, grad, fmt, negative_lr=np.int16(rate), key=KEY, step=3, **options
-    )  # type: ignore[arg-type]
-    cpu.sgd_update(weight, grad, fmt, negative_lr=rate, key=KEY, step=3, **options)  # type: ignore[arg-type]
+    )
+    cpu.sgd_update(weight, grad, fmt, negative_lr=rate, key=KEY, step=3, **options)
     np.testing.assert_array_equal(weight, expected[0])
     if use_momentum:
         np.testing.assert_array_equal(buffer, expected[1])
@@ -180,7 +182,7 @@ def test_adam_kernels(fmt: LNSFormat, rounding: str, decay: str | None, step: in
     root = reference.absolute(codes_of(rng, fmt, 3, 1001), fmt)
     residue = np.where(root == 0, 0, rng.integers(-(1 << 15), 1 << 15, root.shape)).astype(np.int16)
     rate, decay_code = (int(reference.encode(np.array(value), fmt)) for value in (-0.1, 0.3))
-    common = {
+    common: dict[str, Any] = {
         "step": step,
         "exp_avg": average,
         "root": root,
@@ -195,8 +197,8 @@ def test_adam_kernels(fmt: LNSFormat, rounding: str, decay: str | None, step: in
     }
     scalars = {"negative_lr": rate, "weight_decay": None if decay is None else decay_code}
     as_codes = {name: None if value is None else np.int16(value) for name, value in scalars.items()}
-    expected = reference.adam_update(weight, grad, fmt, **common, **as_codes)  # type: ignore[arg-type]
-    cpu.adam_update(weight, grad, fmt, **common, **scalars)  # type: ignore[arg-type]
+    expected = reference.adam_update(weight, grad, fmt, **common, **as_codes)
+    cpu.adam_update(weight, grad, fmt, **common, **scalars)
     for got, wanted in zip((weight, average, root, residue, compensation), expected, strict=True):
         if wanted is not None:
             np.testing.assert_array_equal(got, wanted)
@@ -204,7 +206,7 @@ def test_adam_kernels(fmt: LNSFormat, rounding: str, decay: str | None, step: in
 
 def test_adam_refuses_what_it_cannot_change() -> None:
     weight = np.ones((4, 6), np.int16)
-    options = {
+    options: dict[str, Any] = {
         "step": 1,
         "exp_avg": weight.copy(),
         "root": weight.copy(),
@@ -214,11 +216,11 @@ def test_adam_refuses_what_it_cannot_change() -> None:
         "eps": 1e-8,
     }
     with pytest.raises(ValueError, match=r"residue=None: without it or a key"):
-        cpu.adam_update(weight, weight.copy(), lns16, **options)  # type: ignore[arg-type]
+        cpu.adam_update(weight, weight.copy(), lns16, **options)
     with pytest.raises(ValueError, match=r"root of dtype int16.*weight's shape"):
-        cpu.adam_update(weight, weight.copy(), lns16, **options | {"root": weight[0]})  # type: ignore[arg-type]
+        cpu.adam_update(weight, weight.copy(), lns16, **options | {"root": weight[0]})
     with pytest.raises(ValueError, match=r"beta1 <= 0\.98"):
-        cpu.adam_update(weight, weight.copy(), lns12, **options | {"beta1": 0.999})  # type: ignore[arg-type]
+        cpu.adam_update(weight, weight.copy(), lns12, **options | {"beta1": 0.999})
 
 
 # --------------------------------------------------------------------------------------------- upda
@@ -269,18 +271,18 @@ def test_stochastic_encoding_is_unbiased_and_keeps_codes(fmt: LNSFormat, value: 
 def test_sgd_in_float32(fmt: LNSFormat, rounding: str, use_momentum: bool) -> None:
     rng = np.random.default_rng(4)
     weight, grad, buffer, compensation = (codes_of(rng, fmt, 7, 101) for _ in range(4))
-    options = {
+    options: dict[str, Any] = {
         "lr": 0.1,
         "momentum": 0.9 if use_momentum else None,
         "key": KEY if rounding == "stochastic" else None,
         "step": 3,
     }
-    arrays = {
+    arrays: dict[str, Any] = {
         "buffer": buffer if use_momentum else None,
         "compensation": compensation if rounding == "kahan" else None,
     }
-    expected = reference.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
-    cpu.sgd_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    expected = reference.sgd_update_float32(weight, grad, fmt, **options, **arrays)
+    cpu.sgd_update_float32(weight, grad, fmt, **options, **arrays)
     for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
         if got is not None:
             np.testing.assert_array_equal(got, wanted)
@@ -293,7 +295,7 @@ def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> No
     rng = np.random.default_rng(5)
     weight, grad, average, compensation, residue = (codes_of(rng, fmt, 3, 101) for _ in range(5))
     root = reference.absolute(codes_of(rng, fmt, 3, 101), fmt)
-    options = {
+    options: dict[str, Any] = {
         "step": 2,
         "lr": 0.1,
         "beta1": 0.9,
@@ -305,14 +307,14 @@ def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> No
         "weight_decay": None if decay is None else 0.3,
         "key": KEY if rounding == "stochastic" else None,
     }
-    arrays = {
+    arrays: dict[str, Any] = {
         "exp_avg": average,
         "root": root,
         "residue": None if rounding == "stochastic" else residue,
     }
     arrays["compensation"] = compensation if rounding == "kahan" else None
-    expected = reference.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
-    cpu.adam_update_float32(weight, grad, fmt, **options, **arrays)  # type: ignore[arg-type]
+    expected = reference.adam_update_float32(weight, grad, fmt, **options, **arrays)
+    cpu.adam_update_float32(weight, grad, fmt, **options, **arrays)
     for got, wanted in zip((weight, *arrays.values()), expected, strict=True):
         if got is not None:
             np.testing.assert_array_equal(got, wanted)

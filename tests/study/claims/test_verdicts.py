@@ -373,7 +373,8 @@ def test_what_is_changed_after_the_first_trial_is_told(tiny: Tiny) -> None:
     study = tiny("claims", FIVE, f"claims={json.dumps(checks)}")
     _, *events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
     checks[1]["value"] = {"row": "float32", "at_most": 3}
-    later = tiny("claims", FIVE, f"claims={json.dumps([*checks, claim('new', value={'row': 'float32', 'at_least': 0})])}")  # fmt: skip  # noqa: E501
+    new = claim("new", value={"row": "float32", "at_least": 0})
+    later = tiny("claims", FIVE, f"claims={json.dumps([*checks, new])}")
     before = planned(study, 0.0)
     same = stated(fold([before, *events, planned(study, 9.0)]))
     assert same is not None

@@ -29,7 +29,8 @@ class Idle:
 def test_a_waiting_trial_is_asked_for_beyond_those_that_run_until_none_waits() -> None:
     asked: list[list[dict[str, float]]] = []
     have = {"CPU": 0.0, "GPU": 0.0}
-    of_ray = OfRay(Idle(), lambda *what: None, lambda: have, (2.0, 0.0), 2, asked.append)  # type: ignore[arg-type]
+    idle: Any = Idle()
+    of_ray = OfRay(idle, lambda *what: None, lambda: have, (2.0, 0.0), 2, asked.append)
     bundle = {"CPU": 2.0}
 
     def look(waiting: bool) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,9 @@ def write(folder: Path, reports: list[tuple[str, int, float]]) -> list[bool]:
 
 
 @given(REPORTS, REPORTS)
-def test_the_first_report_of_each_epoch_is_kept_across_writers(first: list, second: list) -> None:  # type: ignore[type-arg]
+def test_the_first_report_of_each_epoch_is_kept_across_writers(
+    first: list[Any], second: list[Any]
+) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         new = [*write(folder, first), *write(folder, second)]

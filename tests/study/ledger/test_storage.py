@@ -22,7 +22,7 @@ from study.ledger.storage import PACKED, check_storage, fetch_report, study_fold
 from study.manage.checkpoints import check_checkpoints
 from study.manage.studies import condition, find, read
 from tests.study.conftest import TINY
-from tests.study.object_store import BUCKET, SECRET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
+from tests.study.object_store import BUCKET, SECRET, Line, cache, google, s3, s3_server, store_line
 from trainers import object_store
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.manifest import STATE, sealed
@@ -36,13 +36,13 @@ EPOCHS = 250
 
 
 @pytest.fixture
-def url(store_line: tuple[str, Line]) -> str:  # noqa: F811
+def url(store_line: tuple[str, Line]) -> str:
     """The place of studies in an empty bucket."""
     return f"{store_line[0]}/studies"
 
 
 @pytest.fixture
-def line(store_line: tuple[str, Line]) -> Line:  # noqa: F811
+def line(store_line: tuple[str, Line]) -> Line:
     """The line to that bucket."""
     return store_line[1]
 
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_would_write_elsewhere_is_not_fetched(folder: Path, ur
     assert not (local_folder(store.url).parent / "w").exists()
 
 
-def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:  # noqa: F811
+def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:
     check_storage(URL)
     assert Store(URL).names() == []
     s3.change = lambda content: content.replace(b"If-None-Match", b"X-None-Match-")
@@ -348,7 +348,7 @@ def test_a_store_that_overwrites_or_is_not_there_is_refused(s3: Line) -> None:  
         check_storage("s3://no-such-bucket/studies")
 
 
-def test_a_google_bucket_that_overwrites_or_is_not_there_is_refused(google: Line) -> None:  # noqa: F811
+def test_a_google_bucket_that_overwrites_or_is_not_there_is_refused(google: Line) -> None:
     place = f"gs://{BUCKET}/studies"
     check_storage(place)
     assert Store(place).names() == []

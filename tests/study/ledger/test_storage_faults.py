@@ -29,7 +29,7 @@ from study.ledger import storage
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Ledger, make_header, open_ledger
 from study.ledger.storage import PACKED, fetch_report, is_locked_remotely, study_folders
-from tests.study.ledger.test_storage import (  # noqa: F401
+from tests.study.ledger.test_storage import (
     EPOCHS,
     NAME,
     TIMEOUT,
@@ -42,7 +42,7 @@ from tests.study.ledger.test_storage import (  # noqa: F401
     url,
     weights,
 )
-from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line  # noqa: F401
+from tests.study.object_store import BUCKET, Line, cache, google, s3, s3_server, store_line
 from trainers import object_store
 from trainers.checkpoint.files import save_checkpoint
 from trainers.checkpoint.remote import fetched, upload
@@ -53,9 +53,7 @@ PART = 5 << 20
 
 
 def test_a_repaired_ledger_is_not_mixed_with_packs_of_the_damaged_one(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
-    tmp_path: Path,
+    folder: Path, url: str, tmp_path: Path
 ) -> None:
     store = Store(f"{url}/{NAME}")
     with Ledger(folder) as ledger:
@@ -75,10 +73,7 @@ def test_a_repaired_ledger_is_not_mixed_with_packs_of_the_damaged_one(
     assert noted(folder) == [*range(PACKED), -1, -2]
 
 
-def test_a_pack_that_cannot_be_written_leaves_no_lock(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
-) -> None:
+def test_a_pack_that_cannot_be_written_leaves_no_lock(folder: Path, url: str) -> None:
     store = Store(f"{url}/{NAME}")
     store.put(f"packs/{1:010d}-{PACKED + 1:010d}.jsonl", b"of another ledger")
     with Ledger(folder) as ledger:
@@ -89,8 +84,7 @@ def test_a_pack_that_cannot_be_written_leaves_no_lock(
 
 
 def test_a_copy_of_lines_that_were_replaced_by_others_as_long_is_fetched_again(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
+    folder: Path, url: str
 ) -> None:
     store = Store(f"{url}/{NAME}")
 
@@ -108,10 +102,7 @@ def test_a_copy_of_lines_that_were_replaced_by_others_as_long_is_fetched_again(
 
 
 def test_a_reader_at_the_end_of_a_run_misses_no_lines(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger = Ledger(folder)
     note(ledger, 1)
@@ -132,11 +123,7 @@ def test_a_reader_at_the_end_of_a_run_misses_no_lines(
 
 
 @pytest.mark.parametrize("name", ["ledger/.DS_Store", "ledger/1.jsonl", "packs/x", "locks/x.json"])
-def test_what_others_put_among_the_lines_is_left_alone(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
-    name: str,
-) -> None:
+def test_what_others_put_among_the_lines_is_left_alone(folder: Path, url: str, name: str) -> None:
     Store(f"{url}/{NAME}").put(name, b"")
     with Ledger(folder) as ledger:
         note(ledger, 1)
@@ -145,9 +132,7 @@ def test_what_others_put_among_the_lines_is_left_alone(
 
 
 def test_no_name_of_an_object_leads_out_of_the_cache(
-    folder: Path,  # noqa: F811
-    url: str,  # noqa: F811
-    tmp_path: Path,
+    folder: Path, url: str, tmp_path: Path
 ) -> None:
     with Ledger(folder) as ledger:
         note(ledger, 1)
@@ -165,8 +150,7 @@ def test_no_name_of_an_object_leads_out_of_the_cache(
 
 
 def test_of_many_objects_those_that_failed_are_asked_for_again(
-    url: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"{number:02d}" for number in range(40)]
     store = Store(url, 10.0)
@@ -190,7 +174,7 @@ Failing = Callable[[str, Exception, bool], None]
 
 
 @pytest.fixture
-def failing(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Failing:  # noqa: F811
+def failing(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Failing:
     """Have S3's next answer to a request be an error, before or after the request is done."""
     client = object_store._filesystem("s3://", os.getpid())
     call = client._call_s3
@@ -260,7 +244,7 @@ def test_content_damaged_on_its_way_and_a_role_that_is_renewed_late_are_asked_fo
     assert store.get("a") == b"1"
 
 
-def test_a_fetched_checkpoint_is_as_its_manifest_says(url: str) -> None:  # noqa: F811
+def test_a_fetched_checkpoint_is_as_its_manifest_says(url: str) -> None:
     place = f"{url}/{NAME}/checkpoints/t/000001"
     save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": 1})
     upload(local_folder(place), place)
@@ -274,8 +258,7 @@ def test_a_fetched_checkpoint_is_as_its_manifest_says(url: str) -> None:  # noqa
 
 
 def test_a_store_that_refuses_is_told_to_the_user(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Ledger(folder) as ledger:
         note(ledger, 1)
@@ -309,8 +292,7 @@ def ended_here(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
-    url: str,  # noqa: F811
-    tmp_path: Path,
+    url: str, tmp_path: Path
 ) -> None:
     local = start(tmp_path / "study", str(tmp_path / "local"))
     output, _ = local.communicate(timeout=TIMEOUT)

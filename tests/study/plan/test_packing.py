@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ def trials_of(*shapes: dict[str, object]) -> list[PlannedTrial]:
             seed=0,
             config=dataclasses.replace(
                 TrialConfig(epochs=1),
-                **{key: value for key, value in shape.items() if key != "row"},  # type: ignore[arg-type]
+                **dict[str, Any]((key, shape[key]) for key in shape if key != "row"),
             ),
         )
         for number, shape in enumerate(shapes)

@@ -24,7 +24,10 @@ REPETITIONS = 400
 CERTAIN = 0.9999
 """With which a right test's rejections lie within the bounds; the random numbers are always the
 same."""
-FOUR_ROWS = "rows=[{label: a}, {label: b, overrides: {precision.format: lns16}}, {label: c, overrides: {precision.format: lns12}}, {label: d, overrides: {batch_size: 16}}]"  # noqa: E501
+FOUR_ROWS = (
+    "rows=[{label: a}, {label: b, overrides: {precision.format: lns16}}, {label: c, overrides:"
+    " {precision.format: lns12}}, {label: d, overrides: {batch_size: 16}}]"
+)
 SPACE = "space={optimizer.lr: {loguniform: [0.001, 1.0]}"
 
 

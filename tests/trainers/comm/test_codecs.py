@@ -201,7 +201,8 @@ def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
     forgetful = Training(config, rank=rank, world_size=WORLD)
     forgetful.restore(folder)
     assert isinstance(forgetful.sync, Synchronous)
-    forgetful.sync = Synchronous(config.wire, forgetful.collectives, config.seed)  # type: ignore[arg-type]
+    collectives: Any = forgetful.collectives
+    forgetful.sync = Synchronous(config.wire, collectives, config.seed)
     lost = forgetful.train_epoch()["train/loss"]
     return {
         "metrics": metrics,

@@ -261,7 +261,8 @@ def linear_shapes(config: TrialConfig) -> tuple[list[nn.Linear], list[tuple[nn.L
         (model.get_submodule(columns), model.get_submodule(rows))
         for columns, rows in pairs_of(model)
     ]
-    return [layer for layer in model if isinstance(layer, nn.Linear)], pairs  # type: ignore[return-value]
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    return layers, pairs  # type: ignore[return-value]
 
 
 def activations(config: TrialConfig, examples: int, size: int = 4) -> float:
