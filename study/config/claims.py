@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from study.config.keys import OUTSIDE, sha256_of, without
-from trainers.config.validation import finite
+from trainers.config.validation import finite, require
 from trainers.user_code import split_name, without_folder
 
 BOUNDS = ("at_most", "at_least", "within")
@@ -89,11 +89,12 @@ class AmendmentConfig:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date):
-            raise ValueError(
-                f"amendments: date={self.date!r}: must be a day as YYYY-MM-DD; use for example"
-                " date: '2026-11-24'"
-            )
+        require(
+            f"amendments: date={self.date!r}",
+            re.fullmatch(r"\d{4}-\d{2}-\d{2}", self.date) is not None,
+            "must be a day as YYYY-MM-DD",
+            "use for example date: '2026-11-24'",
+        )
         where, rule = f"amendment of {self.date}", "an amendment says what was changed and why"
         _refuse_empty(where, rule, change=self.change, reason=self.reason)
 
@@ -144,11 +145,12 @@ class ClaimConfig:
     within: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(
-                f"claims: name={self.name!r}: must be an identifier; use for example"
-                " name: kahan_wins_back"
-            )
+        require(
+            f"claims: name={self.name!r}",
+            self.name.isidentifier(),
+            "must be an identifier",
+            "use for example name: kahan_wins_back",
+        )
         rule = "a claim needs a sentence and its source"
         _refuse_empty(f"claim {self.name}", rule, claim=self.claim, source=self.source)
         finite(f"claim {self.name}: published", self.published, -math.inf, "leave it out for none")

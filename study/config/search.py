@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from study.config.metric import MODES, Metric
 from study.config.space import Space
-from trainers.config.validation import at_least, one_of
+from trainers.config.validation import at_least, one_of, require
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "gp", "cmaes", "nsga2", "auto")
 ADAPTIVE = ("tpe", "gp", "cmaes", "nsga2", "auto")
@@ -32,8 +32,7 @@ def unique(name: str, values: Sequence[object], remedy: str) -> None:
     Raises:
         ValueError: the list is either; the message ends in ``remedy``.
     """
-    if not values:
-        raise ValueError(f"{name}=[]: must have at least one entry; {remedy}")
+    require(f"{name}=[]", bool(values), "must have at least one entry", remedy)
     repeated = sorted({str(value) for value in values if values.count(value) > 1})
     if repeated:
         raise ValueError(f"{name}: {', '.join(repeated)} appears more than once; {remedy}")
@@ -104,11 +103,12 @@ class SearchConfig:
         at_least("search.reduction_factor", self.reduction_factor, 2, "use for example 3")
         at_least("search.perturbation_interval", self.perturbation_interval, 1, "use for example 4")
         for name, most in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"search.{name}={getattr(self, name)}: must lie in 0 .. {most:g}; use for"
-                    " example 0.25"
-                )
+            require(
+                f"search.{name}={getattr(self, name)}",
+                0 <= getattr(self, name) <= most,
+                f"must lie in 0 .. {most:g}",
+                "use for example 0.25",
+            )
         self._check_rounds()
         at_least("search.confirm", self.confirm, 0, "0 repeats none")
         if bool(self.confirm) != bool(self.confirm_seeds):
@@ -135,11 +135,12 @@ class SearchConfig:
             )
 
     def _check_objectives(self) -> None:
-        if not self.objectives:
-            raise ValueError(
-                "search.objectives={}: needs at least one metric; use for example"
-                " {validation/error: min}"
-            )
+        require(
+            "search.objectives={}",
+            bool(self.objectives),
+            "needs at least one metric",
+            "use for example {validation/error: min}",
+        )
         for metric, mode in self.objectives.items():
             if metric.startswith("test/"):
                 raise ValueError(

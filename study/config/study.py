@@ -26,7 +26,7 @@ from study.config.space import Space, parse_space
 from study.tracking_uri import hide, without_password
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import CHANGEABLE
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import at_least, finite, one_of, require
 from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
@@ -68,10 +68,8 @@ class RowConfig:
     comparable: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.label.strip():
-            raise ValueError(
-                f"rows: label={self.label!r}: every row needs a label; add `label: my row`"
-            )
+        given = f"rows: label={self.label!r}"
+        require(given, bool(self.label.strip()), "every row needs a label", "add `label: my row`")
         remedy = "use for example within: 0.2, percentage points"
         finite(f"row {self.label!r}: within", self.within, 0.0, remedy)
 
@@ -211,12 +209,13 @@ class StudyConfig:
         )
         at_least("cpus", self.cpus, 1, "leave it out to use all")
         at_least("max_concurrent", self.max_concurrent, 1, "leave it out to run as many as fit")
-        if str(self.address).startswith("ray://"):
-            raise ValueError(
-                f"address={self.address!r}: Ray Client has no part in a cluster's nodes; use `ray"
-                " job submit --address http://HEAD:8265 --working-dir . -- lns-study run CONFIG"
-                " address=auto`, or address=auto on a node of the cluster"
-            )
+        require(
+            f"address={self.address!r}",
+            not str(self.address).startswith("ray://"),
+            "Ray Client has no part in a cluster's nodes",
+            "use `ray job submit --address http://HEAD:8265 --working-dir . -- lns-study run CONFIG"
+            " address=auto`, or address=auto on a node of the cluster",
+        )
         one_of("executor", self.executor, EXECUTORS)
         one_of("picture", self.picture or PICTURES[0], PICTURES)
         self._check_storage()
@@ -256,33 +255,36 @@ class StudyConfig:
     def _check_alerts(self) -> None:
         for event, command in self.alerts.items():
             one_of("alerts", event, ALERTS)
-            if not isinstance(command, str) or not command.strip():
-                raise ValueError(
-                    f"alerts.{event}={command!r}: must be a shell command; use for example alerts:"
-                    " {finished: 'echo $LNS_STUDY_OUTCOME'}"
-                )
+            require(
+                f"alerts.{event}={command!r}",
+                isinstance(command, str) and bool(command.strip()),
+                "must be a shell command",
+                "use for example alerts: {finished: 'echo $LNS_STUDY_OUTCOME'}",
+            )
 
     def _check_metric(self) -> None:
         """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""
         one_of("mode", self.mode, MODES)
         name = self.primary_metric.name
         split, _, figure = name.rpartition("/")
-        if name.startswith("test/"):
-            raise ValueError(
-                f"metric={name}: nothing may be chosen by the test set; use"
-                f" metric={VALIDATION}{figure}, whose test figures are in the tables"
-            )
+        require(
+            f"metric={name}",
+            not name.startswith("test/"),
+            "nothing may be chosen by the test set",
+            f"use metric={VALIDATION}{figure}, whose test figures are in the tables",
+        )
         if self.mode == "max" and figure in ("error", "loss") and split:
             raise ValueError(
                 f"mode=max with metric={name}: is better the lower; leave mode out, or name another"
                 " metric, for example metric=validation/r2"
             )
-        if not figure or name in DERIVED:
-            raise ValueError(
-                f"metric={name!r}: must be the name of a figure that trials report after an epoch;"
-                f" use for example metric=validation/loss ({' and '.join(DERIVED)} can be"
-                " objectives of a search)"
-            )
+        require(
+            f"metric={name!r}",
+            bool(figure) and name not in DERIVED,
+            "must be the name of a figure that trials report after an epoch",
+            f"use for example metric=validation/loss ({' and '.join(DERIVED)} can be objectives of"
+            " a search)",
+        )
         if name.startswith(VALIDATION) and not self.trial.own_loop:
             check_reported(f"metric={name}", name, self.trial)
 
@@ -385,16 +387,18 @@ class StudyConfig:
         return parse_space(self.space)
 
     def _check_name(self) -> None:
-        if not self.slug:
-            raise ValueError(
-                f"name={self.name!r}: needs a letter of A to Z or a digit, it names a folder; use"
-                " for example name=table"
-            )
-        if ".." in self.name or self.name.startswith("/"):
-            raise ValueError(
-                f"name={self.name!r}: must not hold .. or begin with /, it names one folder in the"
-                f" storage; use for example name={self.slug}, and storage=... for another place"
-            )
+        require(
+            f"name={self.name!r}",
+            bool(self.slug),
+            "needs a letter of A to Z or a digit, it names a folder",
+            "use for example name=table",
+        )
+        require(
+            f"name={self.name!r}",
+            ".." not in self.name and not self.name.startswith("/"),
+            "must not hold .. or begin with /, it names one folder in the storage",
+            f"use for example name={self.slug}, and storage=... for another place",
+        )
 
     def _check_storage(self) -> None:
         check_place("storage", self.storage)
@@ -406,12 +410,12 @@ class StudyConfig:
 
     def _check_baseline(self) -> None:
         labels = [row.label for row in self.rows]
-        if self.baseline is not None and self.baseline not in labels:
-            raise ValueError(
-                f"baseline={self.baseline!r}: must be the label of a row"
-                f" ({', '.join(labels) or 'there are none'}); correct it, or use baseline=null for"
-                " no comparison"
-            )
+        require(
+            f"baseline={self.baseline!r}",
+            self.baseline is None or self.baseline in labels,
+            f"must be the label of a row ({', '.join(labels) or 'there are none'})",
+            "correct it, or use baseline=null for no comparison",
+        )
 
     @property
     def slug(self) -> str:

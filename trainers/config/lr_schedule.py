@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import at_least, finite, one_of, require
 
 DECAYS = ("constant", "polynomial", "cosine")
 
@@ -56,11 +56,12 @@ class LRSchedule:
             1,
             "leave it out where optimizer.lr is for this batch size",
         )
-        if self.end > 1:
-            raise ValueError(
-                f"lr_schedule.end={self.end}: must be at most 1, it is a share of the full rate;"
-                " use for example 0.01"
-            )
+        require(
+            f"lr_schedule.end={self.end}",
+            self.end <= 1,
+            "must be at most 1, it is a share of the full rate",
+            "use for example 0.01",
+        )
         for name, decays in (("power", ("polynomial",)), ("end", ("polynomial", "cosine"))):
             value = getattr(self, name)
             if value != getattr(LRSchedule, name) and self.decay not in decays:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.validation import at_least, one_of, share_of_one
+from trainers.config.validation import at_least, one_of, positive, require, share_of_one
 
 ACTIVATIONS = ("relu", "swish", "swish_beta")
 VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
@@ -33,10 +32,7 @@ class FeedforwardArguments:
 
     def __post_init__(self) -> None:
         one_of("model.args.activation", self.activation, ACTIVATIONS)
-        if not 0 < self.beta < math.inf:
-            raise ValueError(
-                f"model.args.beta={self.beta}: must be positive and finite; use for example 1.0"
-            )
+        positive("model.args.beta", self.beta, "1.0")
         if self.activation == "relu" and self.beta != 1.0:
             raise ValueError(
                 f"model.args.beta={self.beta} with model.args.activation=relu: only swish and"
@@ -58,11 +54,12 @@ class ResNetArguments:
     width: int = 16
 
     def __post_init__(self) -> None:
-        if self.depth < 8 or self.depth % 6 != 2:
-            raise ValueError(
-                f"model.args.depth={self.depth}: must be 6 n + 2, n blocks of two convolutions in"
-                " each of three stages; use 8, 14, 20, 32, 44, 56 or 110"
-            )
+        require(
+            f"model.args.depth={self.depth}",
+            self.depth >= 8 and self.depth % 6 == 2,
+            "must be 6 n + 2, n blocks of two convolutions in each of three stages",
+            "use 8, 14, 20, 32, 44, 56 or 110",
+        )
         at_least("model.args.width", self.width, 1, "use for example 16")
 
     @property
@@ -91,12 +88,13 @@ class DenseNetArguments:
     def __post_init__(self) -> None:
         one_of("model.args.variant", self.variant, DENSE)
         at_least("model.args.growth", self.growth, 1, "use for example 12")
-        if self.depth <= 4 or (self.depth - 4) % self.convolutions:
-            raise ValueError(
-                f"model.args.depth={self.depth} with model.args.variant={self.variant}: must be"
-                f" {self.convolutions} n + 4, three blocks of n layers beside a first convolution,"
-                " two transitions and a linear layer; use for example 10, 22, 40 or 100"
-            )
+        require(
+            f"model.args.depth={self.depth} with model.args.variant={self.variant}",
+            self.depth > 4 and (self.depth - 4) % self.convolutions == 0,
+            f"must be {self.convolutions} n + 4, three blocks of n layers beside a first"
+            " convolution, two transitions and a linear layer",
+            "use for example 10, 22, 40 or 100",
+        )
 
     @property
     def convolutions(self) -> int:
@@ -204,16 +202,19 @@ class VanillaArguments:
         at_least("model.args.depth", self.depth, 1, "use for example 10")
         at_least("model.args.width", self.width, 1, "use for example 64")
         one_of("model.args.init", self.init, INITIALS)
-        if self.kernel != 0 and (self.kernel < 0 or self.kernel % 2 == 0):
-            raise ValueError(
-                f"model.args.kernel={self.kernel}: must be odd, as an orthogonal matrix is put in"
-                " the kernel's centre, or 0 for linear layers; use for example 3"
-            )
-        if not 1 < self.sigma_w <= 2:
-            raise ValueError(
-                f"model.args.sigma_w={self.sigma_w}: must be above 1, where a bias makes it"
-                " critical, and at most 2; use for example 1.0247"
-            )
+        require(
+            f"model.args.kernel={self.kernel}",
+            self.kernel == 0 or (self.kernel > 0 and self.kernel % 2 == 1),
+            "must be odd, as an orthogonal matrix is put in the kernel's centre, or 0 for linear"
+            " layers",
+            "use for example 3",
+        )
+        require(
+            f"model.args.sigma_w={self.sigma_w}",
+            1 < self.sigma_w <= 2,
+            "must be above 1, where a bias makes it critical, and at most 2",
+            "use for example 1.0247",
+        )
         if self.init == "kaiming" and self.sigma_w != VanillaArguments.sigma_w:
             raise ValueError(
                 f"model.args.sigma_w={self.sigma_w} with model.args.init=kaiming: only orthogonal"

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from trainers.config.validation import finite, one_of
+from trainers.config.validation import finite, one_of, positive, require
 
 _ADAM = frozenset({"betas", "eps", "weight_decay"})
 OPTIMIZERS: dict[str, frozenset[str]] = {
@@ -87,28 +86,27 @@ class OptimizerConfig:
         finite("optimizer.lr", self.lr, 0.0, "0.1 is a good start for sgd, 0.001 for adam")
         finite("optimizer.momentum", self.momentum, 0.0, "0 turns it off")
         finite("optimizer.weight_decay", self.weight_decay, 0.0, "0 turns it off")
-        if self.momentum >= 1:
-            raise ValueError(
-                f"optimizer.momentum={self.momentum}: must be below 1, or the buffer grows without"
-                " bound; try 0.9"
-            )
-        if len(self.betas) != 2 or not all(1e-6 <= beta < 1 for beta in self.betas):
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)}: must be two numbers of at least 1e-6 and"
-                " below 1; use for example [0.9, 0.999]"
-            )
+        require(
+            f"optimizer.momentum={self.momentum}",
+            self.momentum < 1,
+            "must be below 1, or the buffer grows without bound",
+            "try 0.9",
+        )
+        require(
+            f"optimizer.betas={list(self.betas)}",
+            len(self.betas) == 2 and all(1e-6 <= beta < 1 for beta in self.betas),
+            "must be two numbers of at least 1e-6 and below 1",
+            "use for example [0.9, 0.999]",
+        )
         for name, usual in DECAYS.items():
-            if not 1e-6 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: must be at least 1e-6 and below 1;"
-                    f" use for example {usual}"
-                )
-        for name, example in (("eps", "1e-8"), ("trust_coefficient", "0.001")):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: must be positive and finite; use for"
-                    f" example {example}"
-                )
+            require(
+                f"optimizer.{name}={getattr(self, name)}",
+                1e-6 <= getattr(self, name) < 1,
+                "must be at least 1e-6 and below 1",
+                f"use for example {usual}",
+            )
+        positive("optimizer.eps", self.eps, "1e-8")
+        positive("optimizer.trust_coefficient", self.trust_coefficient, "0.001")
         if self.nesterov and not self.momentum:
             raise ValueError(
                 "optimizer.nesterov=true with optimizer.momentum=0: there is nothing to look ahead"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainers.config.validation import at_least
+from trainers.config.validation import at_least, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,9 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         for rank in self.ranks:
             at_least("profile.ranks", rank, 0, "use for example profile.ranks=[0]")
-        if not self.steps:
-            return
-        if len(self.steps) != 2 or not 0 <= self.steps[0] < self.steps[1]:
-            raise ValueError(
-                f"profile.steps={list(self.steps)}: must be the first step and the one after the"
-                " last, counted from 0; use for example [10, 14]"
-            )
+        require(
+            f"profile.steps={list(self.steps)}",
+            not self.steps or (len(self.steps) == 2 and 0 <= self.steps[0] < self.steps[1]),
+            "must be the first step and the one after the last, counted from 0",
+            "use for example [10, 14]",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import at_least, finite, one_of, require
 
 USES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
@@ -65,16 +65,18 @@ class SyncConfig:
         at_least("sync.period", self.period, 1, "1 exchanges after every step")
         finite("sync.outer_lr", self.outer_lr, 0.0, "0.7 is a good start")
         finite("sync.outer_momentum", self.outer_momentum, 0.0, "0 turns it off")
-        if self.outer_momentum >= 1:
-            raise ValueError(
-                f"sync.outer_momentum={self.outer_momentum}: must be below 1, or it grows without"
-                " bound; try 0.9"
-            )
-        if not 0 < self.moving_rate <= 1:
-            raise ValueError(
-                f"sync.moving_rate={self.moving_rate}: must be above 0 and at most 1; use for"
-                " example 0.9"
-            )
+        require(
+            f"sync.outer_momentum={self.outer_momentum}",
+            self.outer_momentum < 1,
+            "must be below 1, or it grows without bound",
+            "try 0.9",
+        )
+        require(
+            f"sync.moving_rate={self.moving_rate}",
+            0 < self.moving_rate <= 1,
+            "must be above 0 and at most 1",
+            "use for example 0.9",
+        )
         at_least("sync.staleness", self.staleness, 0, "0 waits for all every step, null never")
         at_least("sync.shards", self.shards, 1, "1 keeps all weights in one process")
         one_of("sync.work", self.work, ("fixed", "shared"))

@@ -31,6 +31,7 @@ from trainers.config.validation import (
     finite,
     make_arguments,
     one_of,
+    require,
 )
 from trainers.config.wire import WireConfig
 from trainers.user_code import names_code, split_name
@@ -147,11 +148,12 @@ class ModelConfig:
                 f"model.channels={self.channels} with model.name={self.name}: only the cnn has"
                 " convolutions; leave it out, or use model.name=cnn"
             )
-        if self.channels is not None and not 1 <= len(self.channels) <= 3:
-            raise ValueError(
-                f"model.channels={self.channels}: must be one to three widths, as 8 x 8 pixels can"
-                " be halved three times; use [8, 16]"
-            )
+        require(
+            f"model.channels={self.channels}",
+            self.channels is None or 1 <= len(self.channels) <= 3,
+            "must be one to three widths, as 8 x 8 pixels can be halved three times",
+            "use [8, 16]",
+        )
         for width in self.channels or []:
             at_least("model.channels", width, 1, "use for example model.channels=[8,16]")
         for width in self.hidden:
@@ -209,9 +211,8 @@ def _check_factory(
         ValueError: with the value, the rule and the remedy.
     """
     check_named(part, name, tuple(ours))
-    if names_code(name):
-        return
-    make_arguments(part, name, ours[name], args)
+    if not names_code(name):
+        make_arguments(part, name, ours[name], args)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,27 +419,24 @@ class TrialKeys:
             at_least(
                 name, getattr(self, name), 1, f"use for example {name}={getattr(TrialKeys, name)}"
             )
-        if self.epochs >= EPOCHS:
-            raise ValueError(
-                f"epochs={self.epochs}: must be below 2^20 = {EPOCHS}, as an epoch's data order is"
-                " drawn from seed x 2^20 + epoch and would be that of another seed; use for"
-                " example epochs=20"
-            )
+        require(
+            f"epochs={self.epochs}",
+            self.epochs < EPOCHS,
+            f"must be below 2^20 = {EPOCHS}, as an epoch's data order is drawn from seed x 2^20 +"
+            " epoch and would be that of another seed",
+            "use for example epochs=20",
+        )
         at_least("analysis_every", self.analysis_every, 0, "use 1 for every epoch, 0 for none")
         one_of("device", self.device, DEVICES)
         at_least("min_workers", self.min_workers, 1, "leave it out for a fixed number of workers")
         one_of("autocast", self.autocast, AUTOCASTS)
         finite("gpus", self.gpus, 0.0, "1 for a whole GPU, 0.08 for twelve trials on one")
-        if self.gpus is not None and not 0 < self.gpus <= 1:
-            raise ValueError(
-                f"gpus={self.gpus}: must lie above 0 and be at most 1, a worker computes on one"
-                " GPU; use gpus=1"
-            )
-        at_least("seed", self.seed, 0, "use for example 0, 1, 2")
-        if self.seed >= 1 << 32:
-            raise ValueError(
-                f"seed={self.seed}: must be below 2^32 = {1 << 32}; use for example 0, 1, 2"
-            )
+        share = "must lie above 0 and be at most 1, a worker computes on one GPU"
+        holds = self.gpus is None or 0 < self.gpus <= 1
+        require(f"gpus={self.gpus}", holds, share, "use gpus=1")
+        few = "use for example 0, 1, 2"
+        at_least("seed", self.seed, 0, few)
+        require(f"seed={self.seed}", self.seed < 1 << 32, f"must be below 2^32 = {1 << 32}", few)
         check_metrics(self.metrics)
 
     @property
@@ -490,8 +488,8 @@ class TrialKeys:
             "wire": WireConfig,
             "sync": SyncConfig,
             "profile": ProfileConfig,
+            "memory": MemoryConfig,
         }
-        parts["memory"] = MemoryConfig
         if "metrics" in values:
             made = {name: MetricConfig(**metric) for name, metric in values["metrics"].items()}
             values = values | {"metrics": made}

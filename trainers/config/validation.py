@@ -1,6 +1,7 @@
 """Checks of config values, for the ``__post_init__`` of the frozen dataclasses.
 
-Every error message has the value, the rule and the remedy.
+Every error message has the value, the rule and the remedy. Every rule of one key goes through
+:func:`require`, from whose calls ``docs/_ext/generate.py`` makes the site's page of keys.
 """
 
 from __future__ import annotations
@@ -19,17 +20,30 @@ from trainers.user_code import names_code, split_name
 Arguments = TypeVar("Arguments")
 
 
+def require(given: str, holds: bool, rule: str, remedy: str) -> None:
+    """Refuse a value that does not keep its rule.
+
+    Args:
+        given: the key and its value, ``epochs=0``, maybe with that of another key.
+        holds: whether the value keeps the rule.
+        rule: what must be.
+        remedy: what to do about it.
+
+    Raises:
+        ValueError: with ``given``, ``rule`` and ``remedy``.
+    """
+    if not holds:
+        raise ValueError(f"{given}: {rule}; {remedy}")
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a value that is not among ``allowed``.
 
     Raises:
         ValueError: with ``name``, ``value``, what is allowed and an example.
     """
-    if value not in allowed:
-        raise ValueError(
-            f"{name}={value!r}: must be one of {', '.join(allowed)}; use for example"
-            f" {name}={allowed[0]}"
-        )
+    rule, remedy = f"must be one of {', '.join(allowed)}", f"use for example {name}={allowed[0]}"
+    require(f"{name}={value!r}", value in allowed, rule, remedy)
 
 
 def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
@@ -40,8 +54,8 @@ def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
     """
-    if value is not None and (not isinstance(value, int) or value < low):
-        raise ValueError(f"{name}={value}: must be a whole number of at least {low}; {remedy}")
+    holds = value is None or (isinstance(value, int) and value >= low)
+    require(f"{name}={value}", holds, f"must be a whole number of at least {low}", remedy)
 
 
 def finite(name: str, value: float | None, low: float, remedy: str) -> None:
@@ -52,8 +66,18 @@ def finite(name: str, value: float | None, low: float, remedy: str) -> None:
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
     """
-    if value is not None and (not math.isfinite(value) or value < low):
-        raise ValueError(f"{name}={value}: must be a finite number of at least {low:g}; {remedy}")
+    holds = value is None or (math.isfinite(value) and value >= low)
+    require(f"{name}={value}", holds, f"must be a finite number of at least {low:g}", remedy)
+
+
+def positive(name: str, value: float, example: str) -> None:
+    """Refuse a NaN, an infinity, and what is not above 0.
+
+    Raises:
+        ValueError: with ``name``, ``value``, the rule and ``example``.
+    """
+    holds = 0 < value < math.inf
+    require(f"{name}={value}", holds, "must be positive and finite", f"use for example {example}")
 
 
 def check_named(part: str, name: str, ours: tuple[str, ...]) -> None:
@@ -64,13 +88,13 @@ def check_named(part: str, name: str, ours: tuple[str, ...]) -> None:
     """
     if names_code(name):
         split_name(f"{part}.name", name)
-    elif name not in ours:
-        either = f"one of {', '.join(ours)}, or " if ours else ""
-        example = ours[0] if ours else "torchmetrics:R2Score"
-        raise ValueError(
-            f"{part}.name={name!r}: must be {either}a factory of your own, file.py:factory or"
-            f" package.module:factory; use for example {part}.name={example}"
-        )
+    either = f"one of {', '.join(ours)}, or " if ours else ""
+    require(
+        f"{part}.name={name!r}",
+        names_code(name) or name in ours,
+        f"must be {either}a factory of your own, file.py:factory or package.module:factory",
+        f"use for example {part}.name={ours[0] if ours else 'torchmetrics:R2Score'}",
+    )
 
 
 def fits(what: str, size: float, remedy: str) -> None:
@@ -172,8 +196,9 @@ def share_of_one(name: str, value: float) -> None:
     Raises:
         ValueError: with the value, the rule and the remedy.
     """
-    if not 0 <= value < 1:
-        raise ValueError(f"{name}={value}: must be at least 0 and below 1; use for example 0.1")
+    require(
+        f"{name}={value}", 0 <= value < 1, "must be at least 0 and below 1", "use for example 0.1"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least, finite, one_of
+from trainers.config.validation import at_least, finite, one_of, require
 
 FORMATS = ("native", "float32", "bfloat16", "float16", "lns16", "lns8", "int8", "topk", "powersgd")
 SUMS = ("auto", "float32", "lns")
@@ -49,11 +49,12 @@ class WireConfig:
         one_of("wire.name", self.name, FORMATS)
         one_of("wire.sum", self.sum, SUMS)
         finite("wire.topk", self.topk, 0.0, "use for example wire.topk=0.01")
-        if not 0 < self.topk <= 1:
-            raise ValueError(
-                f"wire.topk={self.topk}: must be a share above 0 and at most 1; use for example"
-                " wire.topk=0.01"
-            )
+        require(
+            f"wire.topk={self.topk}",
+            0 < self.topk <= 1,
+            "must be a share above 0 and at most 1",
+            "use for example wire.topk=0.01",
+        )
         at_least("wire.rank", self.rank, 1, "use for example wire.rank=2")
         if self.sum == "lns" and self.name not in ("native", "lns16"):
             raise ValueError(
