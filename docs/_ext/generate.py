@@ -14,11 +14,12 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import key_rules
 import ledger_events
 import lns_operations
 import number_formats
@@ -28,7 +29,9 @@ import rules
 from study.cli.entry import build_parser
 from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
+from trainers.config.data import DATA
 from trainers.config.loss import MetricConfig
+from trainers.config.model import ARGUMENTS
 from trainers.config.validation import show
 
 Field = dataclasses.Field[Any]
@@ -60,15 +63,22 @@ def default_of(field: Field) -> Any:
     return field.default if made is dataclasses.MISSING else made()
 
 
-def row(prefix: str, field: Field, meanings: dict[str, str]) -> str:
-    kind = str(field.type).replace("|", r"\|")
+def row(prefix: str, field: Field, meanings: dict[str, str], heard: list[tuple[str, str]]) -> str:
+    key, kind = f"{prefix}{field.name}", str(field.type).replace("|", r"\|")
     value = default_of(field)
     default = "must be given" if value is dataclasses.MISSING else f"`{show(value)}`"
-    return f"| `{prefix}{field.name}` | `{kind}` | {default} | {meanings.get(field.name, '')} |"
+    rule = key_rules.rule_of(key, kind, heard)
+    return f"| `{key}` | `{kind}` | {default} | {rule} | {meanings.get(field.name, '')} |"
 
 
-def sections(config: type, prefix: str = "") -> Iterator[str]:
-    """Yield a table of the keys of a config, then the sections of the configs in it."""
+def sections(config: type, prefix: str = "", of: str = "") -> Iterator[str]:
+    """Yield a table of the keys of a config, then the sections of the configs in it.
+
+    Args:
+        config: its class.
+        prefix: what its keys begin with.
+        of: what else the title says.
+    """
     fields = dataclasses.fields(config)
     nested = [
         (field.name, type(default_of(field))) for field in fields if is_config(default_of(field))
@@ -76,15 +86,16 @@ def sections(config: type, prefix: str = "") -> Iterator[str]:
     meanings = attributes(config)
     summary = plain((inspect.getdoc(config) or "").split("\n\n")[0])
     names = {name for name, _ in nested}
-    rows = [row(prefix, field, meanings) for field in fields if field.name not in names]
-    title = f"`{prefix.removesuffix('.')}`" if prefix else "A study"
+    heard = key_rules.asked(config)
+    rows = [row(prefix, field, meanings, heard) for field in fields if field.name not in names]
+    title = f"`{prefix.removesuffix('.')}`{of}" if prefix else "A study"
     yield "\n".join(
         [
             f"## {title}",
             summary,
             "",
-            "| key | type | default | meaning |",
-            "|---|---|---|---|",
+            "| key | type | default | rule | meaning |",
+            "|---|---|---|---|---|",
             *rows,
         ]
     )
@@ -92,11 +103,21 @@ def sections(config: type, prefix: str = "") -> Iterator[str]:
         yield from sections(inner, f"{prefix}{name}.")
 
 
+def arguments(part: str, kinds: Mapping[str, type]) -> Iterator[str]:
+    """Yield the sections of the arguments that our models or data sets take."""
+    for kind in dict.fromkeys(kinds.values()):
+        takers = " and ".join(f"`{name}`" for name in kinds if kinds[name] is kind)
+        if dataclasses.fields(kind):
+            yield from sections(kind, f"trial.{part}.args.", f" of {takers}")
+
+
 def configuration() -> str:
     """Return the page of config keys."""
     head = (
         "# Configuration\nEvery key of a study's YAML file, which a command may change by"
-        " `key=value`, with its type and default."
+        " `key=value`, with its type, its default and what it may be. null, where the type has"
+        " None, leaves a key out.\n[Which keys go together](compatibility.md) has the rules of"
+        " several keys."
     )
     return (
         "\n\n".join(
@@ -107,6 +128,8 @@ def configuration() -> str:
                 *sections(ClaimConfig, "claims[]."),
                 *sections(AmendmentConfig, "amendments[]."),
                 *sections(MetricConfig, "trial.metrics.NAME."),
+                *arguments("model", ARGUMENTS),
+                *arguments("data", {name: info.arguments for name, info in DATA.items()}),
             ]
         )
         + "\n"

@@ -317,8 +317,7 @@ def _refuse_empty(where: str, rule: str, **sentences: str) -> None:
         ValueError: with its key and the rule.
     """
     for key, sentence in sentences.items():
-        if not sentence.strip():
-            raise ValueError(f"{where}: {key} is empty: {rule}; add `{key}: ...`")
+        require(f"{where}: {key} is empty", bool(sentence.strip()), rule, f"add `{key}: ...`")
 
 
 def _empty(value: Any) -> bool:

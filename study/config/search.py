@@ -27,12 +27,11 @@ BOUND = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
-    """Refuse an empty list, and one with a value twice.
+    """Refuse a list with a value twice.
 
     Raises:
-        ValueError: the list is either; the message ends in ``remedy``.
+        ValueError: it has; the message ends in ``remedy``.
     """
-    require(f"{name}=[]", bool(values), "must have at least one entry", remedy)
     repeated = sorted({str(value) for value in values if values.count(value) > 1})
     if repeated:
         raise ValueError(f"{name}: {', '.join(repeated)} appears more than once; {remedy}")
@@ -208,15 +207,14 @@ def excess(name: str, bound: str, value: float) -> float:
         ValueError: ``bound`` is none; the message begins with ``name``.
     """
     found = BOUND.fullmatch(bound) if isinstance(bound, str) else None
+    sign, number = found.groups() if found else ("", "nan")
     try:
-        limit = float(found[2]) if found else math.nan
+        limit = float(number)
     except ValueError:
         limit = math.nan
-    if found is None or not math.isfinite(limit):
-        raise ValueError(
-            f"{name}={bound!r}: must be <= or >= and a finite number; use for example '<= 12'"
-        )
-    return value - limit if found[1] == "<=" else limit - value
+    rule, remedy = "must be <= or >= and a finite number", "use for example '<= 12'"
+    require(f"{name}={bound!r}", math.isfinite(limit), rule, remedy)
+    return value - limit if sign == "<=" else limit - value
 
 
 def broken(constraints: Mapping[str, str], values: Mapping[str, float]) -> list[str]:

@@ -197,13 +197,13 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         self._check_name()
-        unique(
-            "rows", [row.label for row in self.rows] or [self.name], "give every row its own label"
-        )
-        unique("seeds", self.seeds, "use for example seeds=[0,1,2]")
-        unique("search.confirm_seeds", self.search.confirm_seeds or [0], "name each once")
+        unique("rows", [row.label for row in self.rows], "give every row its own label")
+        few = "use for example seeds=[0,1,2]"
+        require("seeds=[]", bool(self.seeds), "must have at least one entry", few)
+        unique("seeds", self.seeds, few)
+        unique("search.confirm_seeds", self.search.confirm_seeds, "name each once")
         for seed in [*self.seeds, *self.search.confirm_seeds]:
-            at_least("seeds", seed, 0, "use for example seeds=[0,1,2]")
+            at_least("seeds", seed, 0, few)
         at_least(
             "comparable_seeds", self.comparable_seeds, 1, "1 asks for no more than every study has"
         )
@@ -472,17 +472,19 @@ def check_tracking_uri(uri: str | None) -> None:
             of a server's address cannot be read.
     """
     shown = without_password(str(uri))
-    if re.search(r"\s", str(uri)):
-        raise ValueError(
-            f"tracking_uri={re.sub('//.*', '//...', shown, flags=re.DOTALL)!r}: must hold no space;"
-            " write it as %20"
-        )
-    if uri not in (None, "none") and not str(uri).startswith(TRACKING_SCHEMES):
-        raise ValueError(
-            f"tracking_uri={shown!r}: must start with one of {', '.join(TRACKING_SCHEMES)}; for a"
-            " local file use sqlite:///path/mlflow.db, for a server http://127.0.0.1:5000, to send"
-            " nothing none"
-        )
+    require(
+        f"tracking_uri={re.sub('//.*', '//...', shown, flags=re.DOTALL)!r}",
+        not re.search(r"\s", str(uri)),
+        "must hold no space",
+        "write it as %20",
+    )
+    require(
+        f"tracking_uri={shown!r}",
+        uri in (None, "none") or str(uri).startswith(TRACKING_SCHEMES),
+        f"must start with one of {', '.join(TRACKING_SCHEMES)}",
+        "for a local file use sqlite:///path/mlflow.db, for a server http://127.0.0.1:5000, to send"
+        " nothing none",
+    )
     try:
         _ = str(uri).startswith("http") and urllib.parse.urlsplit(str(uri)).port
     except ValueError:

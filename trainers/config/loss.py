@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.config.validation import check_named
+from trainers.config.validation import check_named, require
 from trainers.user_code import names_code
 
 LOSSES: dict[str, tuple[str, ...]] = {
@@ -107,8 +107,10 @@ def check_metrics(metrics: dict[str, MetricConfig]) -> None:
         ValueError: with the name, the rule and the remedy.
     """
     for name in metrics:
-        if name in MEASURED or not name.isidentifier():
-            raise ValueError(
-                f"metrics.{name}: must be a name of letters, digits and _, other than"
-                f" {' and '.join(MEASURED)}, which are always reported; use for example metrics.r2"
-            )
+        require(
+            f"metrics.{name}",
+            name not in MEASURED and name.isidentifier(),
+            f"must be a name of letters, digits and _, other than {' and '.join(MEASURED)}, which"
+            " are always reported",
+            "use for example metrics.r2",
+        )
