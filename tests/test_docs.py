@@ -78,9 +78,11 @@ def test_the_page_of_rules_has_all_of_them_and_pairs_what_is_right_alone(
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
     page = importlib.import_module("rules")
     text = page.page()
-    assert len(re.findall(r"^\| `.*? \| .+ \| .+ \|$", text.partition("## Rules")[2], re.M)) == len(
-        page.RULES
-    )
+    rules, _, within = text.partition("## Rules\n")[2].partition("## Rules within")
+    assert len(re.findall(r"^\| `.*? \| .+ \| .+ \|$", rules, re.M)) == len(page.RULES)
+    assert len(re.findall(r"^\| `.*? \| `.+` \| .+ \| .+ \|$", within, re.M)) >= 39
+    assert "| `layout.schedule`, `layout.pp` | `schedule not in ('1f1b', 'gpipe') and pp" in within
+    assert "| `trainable.args`, `trainable.name` | `not (name), args` |" in within
     choices = (*page.LAYOUTS, *page.PRECISIONS, *page.EXCHANGES)
     assert [choice for choice in choices if not page.allowed(choice)] == []
     assert not page.allowed({"layout.tp": 2}, {"precision.format": "lns12"})

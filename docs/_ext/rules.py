@@ -1,7 +1,8 @@
 """Writes the page of what a trial's keys refuse together, from the table that refuses it
 (:data:`trainers.config.compatibility.RULES`).
 
-Its matrices are computed: every pair of choices is a config that the rules are asked about.
+Its matrices are computed: every pair of choices is a config that the rules are asked about. What
+the parts of a trial refuse by themselves is read from the code of :data:`PARTS`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,24 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 from study.config.keys import apply
-from trainers.config import TrialConfig, compatibility
+from trainers.config import (
+    TrialConfig,
+    compatibility,
+    data,
+    layout,
+    loss,
+    lr_schedule,
+    memory,
+    model,
+    optimizer,
+    sync,
+    trial,
+    wire,
+)
 from trainers.config.compatibility import RULES
 from trainers.config.validation import Rule, show
 
@@ -122,6 +137,65 @@ def section(key: str, rules: list[tuple[Rule, str]]) -> str:
     return "\n".join([f"### `{key}`", *head, *rows])
 
 
+PARTS = (data, model, trial, loss, optimizer, lr_schedule, layout, wire, sync, memory)
+"""The modules whose configs refuse keys together by themselves."""
+
+
+def template(node: ast.expr) -> str:
+    """Return a text of the code, its values in braces."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return "{" + plainly(node.value) + "}"
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def plainly(node: ast.AST) -> str:
+    """Return code without the name of its object."""
+    return re.sub(r"\b(self|args)\.", "", ast.unparse(node))
+
+
+def refusals(nodes: list[ast.stmt], where: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield when the code refuses, with the conditions around, and what it then says."""
+    for node in nodes:
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield ", ".join(where), template(node.exc.args[0])
+        elif isinstance(node, ast.If):
+            yield from refusals(node.body, (*where, plainly(node.test)))
+            yield from refusals(node.orelse, (*where, f"not ({plainly(node.test)})"))
+        elif isinstance(node, ast.For):
+            each = f"for {plainly(node.target)} in {plainly(node.iter)}"
+            yield from refusals(node.body, (*where, each))
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield from refusals(node.body)
+
+
+def valued(condition: str, module: ModuleType) -> str:
+    """Return a condition with the values of the module's lists in the place of their names."""
+
+    def value(name: re.Match[str]) -> str:
+        found = getattr(module, name[0], None)
+        return str(found) if isinstance(found, tuple | list) else name[0]
+
+    return re.sub(r"\b[A-Z_]{2,}\b", value, condition)
+
+
+def parts() -> Iterator[str]:
+    """Yield a row for each refusal of two keys or more by a part of a trial."""
+    for module in PARTS:
+        for when, said in refusals(ast.parse(inspect.getsource(module)).body):
+            given, _, rule = said.partition(": ")
+            because, _, use = rule.partition("; ")
+            keys = re.findall(r"([a-z_]+(?:\.(?:[a-z_]+|{\w+}))*)=|without ([\w.]+)", given)
+            names = [key or other for key, other in keys]
+            names += re.findall(r"(?<= ){(\w+)}", given)
+            if len(names) > 1:
+                yield (
+                    f"| {', '.join(f'`{name}`' for name in names)} | `{valued(when, module)}` |"
+                    f" {text(because)} | {text(use)} |"
+                )
+
+
 def page() -> str:
     """Return the page."""
     grouped: dict[str, list[tuple[Rule, str]]] = {}
@@ -140,6 +214,16 @@ def page() -> str:
                 " values. In the conditions, which are those of the code, beside the keys:",
                 "\n".join(meanings()),
                 *(section(key, rules) for key, rules in grouped.items()),
+                "## Rules within a part\nWhat the data, the model, the optimizer and other parts of"
+                " a trial refuse by themselves, and the equations of the layout. Names in the"
+                " conditions are the part's own keys.",
+                "\n".join(
+                    [
+                        "| keys | refused where | why not | use instead |",
+                        "|---|---|---|---|",
+                        *parts(),
+                    ]
+                ),
             ]
         )
         + "\n"
