@@ -1,6 +1,6 @@
 """Measure the CPU backend beside torch float32 and other LNS libraries, all in the same run.
 
-    python scripts/bench_cpu.py                      # everything but the peers, some 30 seconds
+    python scripts/bench_cpu.py [--json FILE]        # everything but the peers, some 30 seconds
                                                      # once kernels are compiled
     python scripts/bench_cpu.py --peers ~/lns-peers  # builds a virtual environment there with xlns
                                                      # and xlnstorch (minutes)
@@ -18,6 +18,7 @@ CSRC_AVAILABLE is printed. xlns is numpy-based.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -63,6 +64,8 @@ STEPS = {
     "lns12 everywhere + kahan": PrecisionConfig(format="lns12", kahan_sum=True),
 }
 
+_RESULTS: list[dict[str, Any]] = []
+
 
 def rate(call: Callable[[], Any], work: float, seconds: float = 0.6) -> float:
     """Return the units of work a second, from the fastest call within ``seconds``."""
@@ -95,10 +98,16 @@ def use_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def keep(label: str, value: float, unit: str) -> None:
+    """Keep a figure for ``--json``."""
+    _RESULTS.append({"threads": torch.get_num_threads(), "what": label, unit: value})
+
+
 def line(label: str, value: float, unit: str, float32: float | None = None) -> None:
     """Print one rate, in 10^9 or 10^6 a second, with its share of float32's."""
     scale = 1e9 if unit.startswith("G") else 1e6
     share = f"   {value / float32:8.3f} of torch float32" if float32 else ""
+    keep(label, value / scale, unit)
     print(f"  {label:<58}{value / scale:9.2f} {unit}{share}", flush=True)
 
 
@@ -217,6 +226,7 @@ def convolutions() -> None:
         }
         for part, call in calls.items():
             got = rate(call, work, seconds=1.5)
+            keep(f"{name}: {part}", got / 1e9, "G/s")
             print(f"  {name}: {part:<33}{got / 1e9:9.2f} G/s   {got / product:8.2f} of the product")
 
 
@@ -238,51 +248,6 @@ def functions() -> None:
     with torch.no_grad():
         for name, call in calls.items():
             line(f"{name}, lns12", rate(call, ELEMENTS), "M/s")
-
-
-def saved_bytes() -> None:
-    """Measure the bytes that autograd keeps for the backward pass of one step.
-
-    They are given for each value that it keeps in float32.
-    """
-
-    def kept(model: torch.nn.Module, x: torch.Tensor) -> float:
-        sizes: list[int] = []
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            stored = t.codes if isinstance(t, LNSTensor) else t
-            sizes.append(stored.numel() * stored.element_size())
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(x)
-        return sum(sizes) / 2**20
-
-    mlp = partial(build, ModelConfig(hidden=[512]), 784, 10)
-
-    def cnn() -> torch.nn.Module:
-        nn = torch.nn
-        body = [
-            nn.Conv2d(1, 16, 3),
-            nn.BatchNorm2d(16),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3),
-            nn.BatchNorm2d(32),
-            nn.GELU(),
-        ]
-        return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-
-    for name, make, x in (
-        ("784-512-10", mlp, torch.randn(128, 784)),
-        ("small CNN", cnn, torch.randn(128, 1, 28, 28)),
-    ):
-        figures = [kept(make(), x)]
-        figures += [kept(convert_(make(), lns12, scope), x) for scope in ("matmul", "everywhere")]
-        print(
-            f"  saved for backward, {name}, batch 128: float32 {figures[0]:.2f}, matmul"
-            f" {figures[1]:.2f}, everywhere {figures[2]:.2f} MiB"
-        )
 
 
 def optimizers() -> None:
@@ -362,6 +327,7 @@ def steps() -> None:
         optimizer = make_optimizer(model, recipe, precision, batch_size=128)
         milliseconds[label] = 1e3 / rate(partial(train_step, model, optimizer, batch, None), 1.0)
         ratio = milliseconds[label] / milliseconds["float32"]
+        keep(f"step of 784-128-10, batch 128, {label}", milliseconds[label], "ms")
         print(
             f"  step of 784-128-10, batch 128, {label:<27}{milliseconds[label]:9.2f} ms   "
             f" {ratio:8.2f} times float32",
@@ -382,6 +348,8 @@ def start_up() -> None:
         for _ in range(5)
     ]
     load, first = (min(float(run[i]) for run in runs) for i in (0, 1))
+    keep("import beyond torch", load, "s")
+    keep("first product", first, "s")
     print(f"  import beyond torch {load:.2f} s, first product {first:.2f} s")
 
 
@@ -399,6 +367,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1, 2], help="thread counts to measure"
     )
+    parser.add_argument("--json", type=Path, help="write our figures to this file as well")
     options = parser.parse_args()
     print(f"matrix product: {cpu.kernel_info()}; torch {torch.__version__}, {os.cpu_count()} CPUs")
     ours: dict[str, float] = {}
@@ -415,13 +384,14 @@ def main() -> None:
         updates()
         optimizers()
         steps()
-    saved_bytes()
     print("start-up")
     start_up()
     if options.peers:
         use_threads(1)
         print("peers, 1 thread")
         peers(options.peers, SHAPES, ours or products(1))
+    if options.json:
+        options.json.write_text(json.dumps(_RESULTS, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure the CPU milliseconds of a training step in each number format, with each weight update.
 
-    python scripts/bench_formats.py               MLP 784-128-10 and CNN 8-16 channels, 28 x 28
+    python scripts/bench_formats.py [--json FILE] MLP 784-128-10 and CNN 8-16 channels, 28 x 28
                                                   pixels, batch 64, one thread
 
 CPU time of the process, the median of several steps, so that other work on the machine counts
@@ -11,8 +11,10 @@ and the rounding.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +67,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
     torch.set_num_threads(1)
     lns_ops.cpu.set_num_threads(1)
     print(
@@ -78,15 +82,17 @@ def main() -> None:
             print(f"| {name} | {reason} |")
             continue
         cells = []
-        for model in MODELS.values():
-            for options in UPDATES.values():
-                if name == "float32" and "stochastic_rounding" in options:
+        for label, model in MODELS.items():
+            for update, how in UPDATES.items():
+                if name == "float32" and update == "stochastic":
                     cells.append("-")
-                else:
-                    cells.append(
-                        f"{step_ms(model, PrecisionConfig(format=name, **options), repeats):.1f}"
-                    )
+                    continue
+                ms = step_ms(model, PrecisionConfig(format=name, **how), options.repeats)
+                results.append({"format": name, "model": label, "update": update, "ms": ms})
+                cells.append(f"{ms:.1f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

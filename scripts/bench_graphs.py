@@ -1,6 +1,6 @@
 """Time training steps on a GPU, eager and as CUDA graphs, in LNS beside torch's float32.
 
-    python scripts/bench_graphs.py [--nets NAME ...] [--steps N] [--kernels N]
+    python scripts/bench_graphs.py [--nets NAME ...] [--steps N] [--kernels N] [--json FILE]
 
 Nets of images in lns12 with momentum: ResNet-18 as torchvision has it and without the strides of
 its beginning (``wide``), 128 images of 32 x 32; torchvision's ``resnet18_224`` (32 images), ``vit``
@@ -18,9 +18,11 @@ replayed step, with their launches.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -171,20 +173,24 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kernels", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_graphs.py needs a GPU, and torch finds none")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ms a step")
     print(f"{'net':12} {'arithmetic':14} {'eager':>8} {'ratio':>6} {'graph':>8} {'ratio':>6}")
-    peer = (0.0, 0.0)
+    peer, results = (0.0, 0.0), []
     for name, form, eager, replayed in rows(arguments.nets, arguments.steps, arguments.kernels):
         if form == "float32":
             peer = (eager, replayed)
         ratios = eager / peer[0], replayed / peer[1]
+        results.append({"net": name, "form": form, "eager_ms": eager, "graph_ms": replayed})
         print(
             f"{name:12} {form:14} {eager:8.2f} {ratios[0]:6.1f} {replayed:8.2f} {ratios[1]:6.1f}",
             flush=True,
         )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

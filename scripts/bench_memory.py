@@ -1,6 +1,6 @@
 """Count the bytes that a training step keeps: weights, gradients, optimizer state, saved tensors.
 
-    python scripts/bench_memory.py                MLP and CNN, batch 128, 28 x 28 pixels
+    python scripts/bench_memory.py [--json FILE]  MLP and CNNs, batch 128, 28 x 28 pixels
 
 Saved tensors are counted where autograd saves them (``torch.autograd.graph.saved_tensors_hooks``),
 every storage once, parameters left out; torch's indices of max pooling are int64 in every precision
@@ -11,6 +11,10 @@ twice float32's columns.
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +25,29 @@ from lns_ops import LNSTensor, convert_
 from lns_ops.optim import SGD
 from trainers.config import ModelConfig
 from trainers.models import build
-from trainers.models.init import initialize_
 
-MODELS = {
-    "MLP 784-512-10": ModelConfig(hidden=[512]),
-    "CNN 8-16 channels": ModelConfig(name="cnn", channels=[8, 16], hidden=[]),
+
+def of_all_kinds() -> nn.Module:
+    """Return a net of two convolutions with batch norms, ReLU, max pool and GELU."""
+    body = [
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.GELU(),
+    ]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "MLP 784-512-10": partial(build, ModelConfig(hidden=[512]), 784, 10),
+    "CNN 8-16 channels": partial(
+        build, ModelConfig(name="cnn", channels=[8, 16], hidden=[]), 784, 10
+    ),
+    "CNN 16-32 channels, batch norm, GELU": of_all_kinds,
 }
 PRECISIONS = ("float32", "lns12 matmul", "lns12 everywhere")
 PARTS = ("weights", "gradients", "momentum + Kahan", "saved values", "saved indices")
@@ -58,9 +80,9 @@ def saved_by(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [t for t in kept if plain(t).untyped_storage().data_ptr() not in own]
 
 
-def measure(config: ModelConfig, precision: str, batch: int) -> dict[str, int]:
+def measure(make: Callable[[], nn.Module], precision: str, batch: int) -> dict[str, int]:
     """Return the bytes of each of :data:`PARTS` in a step with momentum and compensation."""
-    model = initialize_(build(config, 784, 10), 0)
+    model = make()
     if precision != "float32":
         fmt, scope = precision.split()
         convert_(model, fmt, scope=scope)
@@ -83,20 +105,36 @@ def measure(config: ModelConfig, precision: str, batch: int) -> dict[str, int]:
     )
 
 
+def measure_all(batch: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of each of :data:`PARTS`, of every model in every precision."""
+    return {
+        f"{label}, {precision}": measure(make, precision, batch)
+        for label, make in MODELS.items()
+        for precision in PRECISIONS
+    }
+
+
+def table(results: dict[str, dict[str, int]], batch: int) -> str:
+    """Return a table of kilobytes as Markdown."""
+    lines = [f"| kB, batch {batch} | {' | '.join(PARTS)} | all |", "|---" * (len(PARTS) + 2) + "|"]
+    for label, found in results.items():
+        cells = [f"{value / 1000:,.0f}" for value in (*found.values(), sum(found.values()))]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Print a table of kilobytes."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batch", type=int, default=128)
-    batch = parser.parse_args().batch
-    print(f"| kB, batch {batch} | {' | '.join(PARTS)} | all |")
-    print("|---" * (len(PARTS) + 2) + "|")
-    for label, config in MODELS.items():
-        for precision in PRECISIONS:
-            found = measure(config, precision, batch)
-            cells = [f"{value / 1000:,.0f}" for value in (*found.values(), sum(found.values()))]
-            print(f"| {label}, {precision} | {' | '.join(cells)} |")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = measure_all(options.batch)
+    print(table(results, options.batch))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

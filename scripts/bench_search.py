@@ -5,7 +5,7 @@ configurations, then proposes, in turn with a bare Optuna study that knows the s
 the same options. Prints the median seconds of a proposal, the seconds that telling took, and the
 growth of the process's memory while it told and proposed.
 
-    python scripts/bench_search.py [--trials 1000 10000] [--proposals 7]
+    python scripts/bench_search.py [--trials 1000 10000] [--proposals 7] [--json FILE]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trials", type=int, nargs="+", default=[1000, 10000])
     parser.add_argument("--proposals", type=int, default=7)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", choices=["ours", "Optuna"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -147,14 +149,18 @@ def main() -> None:
         f"Optuna {optuna.__version__}, Python {platform.python_version()}, {platform.processor()}"
     )
     print("| trials | who | told s | first s | median s | MiB |\n|---|---|---|---|---|---|")
+    results = []
     for trials in options.trials:
         for who in ("ours", "Optuna"):
             words = [sys.executable, __file__, "--one", who, "--trials", str(trials)]
             words += ["--proposals", str(options.proposals)]
             done = subprocess.run(words, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout)
+            results.append({"trials": trials, "who": who, **found})
             cells = [f"{found[key]:.3f}" for key in ("told", "first", "median")]
             print(f"| {trials} | {who} | {' | '.join(cells)} | {found['MiB']:.0f} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""What the benchmark of the study engine takes on its command line."""
+"""What the benchmark of the study engine takes on its command line, that all benchmarks write JSON,
+and that the page of memory has what a step keeps."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
 
 
 @pytest.fixture
@@ -37,3 +40,18 @@ def test_a_part_that_there_is_not_is_refused(
     with pytest.raises(SystemExit):
         bench.parse(words)
     assert "'solts': not one of slots noop tracked" in capsys.readouterr().err
+
+
+def test_every_benchmark_writes_json() -> None:
+    texts = {path.name: path.read_text() for path in SCRIPTS.glob("bench_*.py")}
+    run = {name for name, text in texts.items() if "__main__" in text}
+    assert len(run) >= 12
+    assert {name for name in run if '"--json"' not in texts[name]} == set()
+
+
+def test_the_page_of_memory_has_what_a_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    memory = importlib.import_module("bench_memory")
+    kept = json.loads((ROOT / "docs" / "benchmarks" / "data" / "memory.json").read_text())
+    assert memory.measure_all(128) == kept
+    assert memory.table(kept, 128) in (ROOT / "docs" / "benchmarks" / "training.md").read_text()
