@@ -68,7 +68,7 @@ _QUERY = re.compile(
             ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-_WORD = re.compile(r"\S+")
+_WORD = re.compile(r"(?<!\S)[^\s@]*+@\S*")  # with an @, as a login has
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r"(?:(?<=//)|:)\*\*\*(?=@)|(?<==)\*\*\*")
 _COMMAND = re.compile(

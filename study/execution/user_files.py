@@ -2,11 +2,12 @@
 
 Ray sends them, as ``py_modules`` of the job's runtime environment: the folder of every file that
 the study names, since a file may import and read its neighbours, but for hidden files, bytecode,
-virtual environments, folders of studies and the study's storage. A node that has a file at its
-path, on a shared file system for example, takes that; :func:`trainers.user_code.find_source` finds
-the others. Packages named by ``package.module:name`` are not sent: a node that has not installed
-them as this machine has is refused (:class:`study.execution.leases.Cluster`), but by Ray Train,
-under which such a trial fails.
+virtual environments, folders of studies and the study's storage; a secret, or a link out of the
+folder, is refused (:func:`check_sent`), as by ``launch``. A node that has a file at its path, on a
+shared file system for example, takes that; :func:`trainers.user_code.find_source` finds the others.
+Packages named by ``package.module:name`` are not sent: a node that has not installed them as this
+machine has is refused (:class:`study.execution.leases.Cluster`), but by Ray Train, under which such
+a trial fails.
 
 Limits: what lies outside of these folders is not sent; a Ray session that exists already keeps its
 own environment, as does a job that was submitted with ``py_modules`` of its own.
@@ -18,6 +19,7 @@ handling-dependencies.html.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -28,17 +30,28 @@ from typing import Any
 from study._compat import RAY_JOB
 from study.config import StudyConfig
 from study.ledger.log import FILE
+from study.tracking_uri import without_password
 from trainers.object_store import local_folder
 from trainers.user_code import MISSING, SENT, code_files, digest_package, names_code, place_of_sent
 
 MOST_BYTES = 100 * 2**20
 """Most bytes of all folders together; the control store keeps them in memory."""
 MIB = 2**20
+KEY = re.compile(
+    rb"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
+      | secret[\s_-]*access[\s_-]*key
+        [^a-z0-9/+]{1,20} (?:(?:str|value)[^a-z0-9/+]{1,9})? [a-z0-9/+]{40}
+      | (?:AKIA|ASIA)[A-Z0-9]{16} [\s,;"']{1,9} [a-z0-9/+]{40}
+      | refresh_token\\?["']\s*:\s*\\?["'][^"'\\]{20}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Private keys in PEM form, and the secrets of object stores as tools, programs, notebooks and
+images of containers write them."""
 
 
 def check_user_files(study: StudyConfig) -> None:
-    """Refuse folders that are too large to be sent to a cluster's nodes, and code in other files
-    than those that are sent.
+    """Refuse folders that are too large to be sent to a cluster's nodes, secrets in them, and code
+    in other files than those that are sent.
 
     Raises:
         ValueError: with the sizes or the files, the rule and the remedy.
@@ -60,6 +73,7 @@ def check_user_files(study: StudyConfig) -> None:
                     " the limit; move the code, with what it imports and reads, to a folder of its"
                     " own"
                 )
+            check_sent(str(path), path, folder.resolve())
     for name in _named_files(study):
         folder = Path(name.rpartition(":")[0]).parent
         for path in code_files("name", name)[1]:
@@ -69,6 +83,35 @@ def check_user_files(study: StudyConfig) -> None:
                     f" cluster's nodes: of {folder} files are, without hidden ones and folders"
                     " behind links; put a copy there"
                 )
+
+
+def check_sent(name: str, path: Path, top: Path) -> None:
+    """Refuse a file that must not be sent.
+
+    Args:
+        name: what the user knows it by.
+        path: where it is.
+        top: folder that is sent, without links in its path.
+
+    Raises:
+        ValueError: with the name, the rule and the remedy; never with the secret.
+    """
+    way = os.path.relpath(path.resolve(), top)
+    hidden = any(part.startswith(".") and part != ".." for part in Path(way).parts)
+    if hidden or way.startswith(".."):
+        what = "a hidden file" if hidden else f"a file outside of {top}"
+        raise ValueError(
+            f"{name}: is a link to {way}, {what}, of which none travels to the cluster;"
+            " remove the link, or put a copy of the file in its place"
+        )
+    content = path.read_bytes()
+    text = content.decode(errors="replace")
+    if KEY.search(content) or without_password(text) != text:
+        raise ValueError(
+            f"{name}: holds a password or a secret key, and would travel to the cluster; move it"
+            f" out of {top}, and give it to the nodes as a variable of their environment"
+            " (docs/howto/cluster.md)"
+        )
 
 
 @contextmanager

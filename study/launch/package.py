@@ -8,10 +8,9 @@ import instead of fetching a torch of its own.
 
 Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
 of studies, MLflow's database and artifacts beside them, linked folders, this package's own, and the
-data (``trial.data.root``, ``$LNS_STUDY_DATA``). A file with a password or what :data:`KEY` matches
-is refused, and so are a link to a hidden file or out of the folder, what would be imported in place
-of this package, code of the study that would stay here, and a folder of more than
-:data:`MOST_BYTES`.
+data (``trial.data.root``, ``$LNS_STUDY_DATA``). Refused are what
+:func:`study.execution.user_files.check_sent` refuses, what would be imported in place of this
+package, code of the study that would stay here, and a folder of more than :data:`MOST_BYTES`.
 
 The package's folder is named by all that it holds, the command included: a job that waits or runs
 keeps its own, and the same launch again finds it.
@@ -39,7 +38,7 @@ import lns_ops
 import trainers
 from study.config import StudyConfig
 from study.config.compose import find_study
-from study.execution.user_files import user_files
+from study.execution.user_files import check_sent, user_files
 from study.ledger.log import FILE
 from study.program import NAME, own_version
 from study.tracking_uri import without_password
@@ -56,16 +55,6 @@ DATABASE = "mlflow.db"
 CACHES = {"__pycache__", "mlruns", "node_modules"}
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
-KEY = re.compile(
-    rb"""-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----
-      | secret[\s_-]*access[\s_-]*key
-        [^a-z0-9/+]{1,20} (?:(?:str|value)[^a-z0-9/+]{1,9})? [a-z0-9/+]{40}
-      | (?:AKIA|ASIA)[A-Z0-9]{16} [\s,;"']{1,9} [a-z0-9/+]{40}
-      | refresh_token\\?["']\s*:\s*\\?["'][^"'\\]{20}""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""Private keys in PEM form, and the secrets of object stores as tools, programs, notebooks and
-images of containers write them."""
 OURS = ("study", "trainers", "lns_ops")
 LONGEST_SLUG = 100
 """Most characters of a study's name in that of its package, of which a file system takes 255."""
@@ -225,8 +214,7 @@ def _study_files(top: Path, loaded: StudyConfig) -> tuple[list[tuple[str, Path]]
         )
     for name, path in found:
         _check_name(name)
-        _check_link(name, path, here)
-        _check_file(name, path)
+        check_sent(name, path, here)
     _check_code(loaded, {path for _, path in found}, top)
     return found, sorted(os.path.relpath(link, here) for link in links)
 
@@ -297,29 +285,6 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
         or (folder / FILE).exists()
         or (folder.name == "artifacts" and (folder.parent / DATABASE).exists())
     )
-
-
-def _check_link(name: str, path: Path, here: Path) -> None:
-    """Refuse a link whose target would not travel by its own name, as files of secrets do not."""
-    way = os.path.relpath(path.resolve(), here)
-    hidden = any(part.startswith(".") and part != ".." for part in Path(way).parts)
-    if hidden or way.startswith(".."):
-        what = "a hidden file" if hidden else "a file outside of the study's folder"
-        raise ValueError(
-            f"{name}: is a link to {way}, {what}, of which none travels to the cluster;"
-            " remove the link, or put a copy of the file in its place"
-        )
-
-
-def _check_file(name: str, path: Path) -> None:
-    content = path.read_bytes()
-    text = content.decode(errors="replace")
-    if KEY.search(content) or without_password(text) != text:
-        raise ValueError(
-            f"{name}: holds a password or a secret key, and would travel to the cluster; move it"
-            " out of the study's folder, and give it to the nodes as a variable of their"
-            " environment (docs/howto/cluster.md)"
-        )
 
 
 def _modules() -> list[tuple[str, Path]]:

@@ -103,6 +103,21 @@ def test_too_much_is_refused_with_its_size_before_anything_starts(
     preflight(make_plan(study_in(code)))
 
 
+def test_what_launch_would_refuse_is_not_sent_either(code: Path) -> None:
+    study = study_in(code, "address=127.0.0.1:1")
+    check_user_files(study)
+    (code / "key.txt").write_text("-----BEGIN PRIVATE KEY-----\nhunter2\n")
+    with pytest.raises(ValueError, match=r"code/key.txt: holds a password or a secret") as told:
+        check_user_files(study)
+    assert "hunter2" not in str(told.value)
+    (code / "key.txt").rename(code / ".git" / "key.txt")
+    check_user_files(study)
+    (code / "parts" / "notes.txt").symlink_to(code / ".git" / "key.txt")
+    with pytest.raises(ValueError, match=r"code/parts/notes.txt: is a link to .*, a hidden file"):
+        check_user_files(study)
+    check_user_files(study_in(code))
+
+
 def test_code_that_a_file_imports_through_a_link_is_refused_as_it_is_not_sent(
     code: Path, tmp_path: Path
 ) -> None:

@@ -20,8 +20,9 @@ import yaml
 
 from study.config.compose import load
 from study.errors import UserError
+from study.execution.user_files import KEY
 from study.launch.kuberay import ARCHIVE, ENTRYPOINT, manifest, object_name
-from study.launch.package import KEY, Package, pack
+from study.launch.package import Package, pack
 from study.tracking_uri import without_password
 from tests.study.conftest import TINY
 
