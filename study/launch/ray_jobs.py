@@ -4,7 +4,7 @@ The study's files travel as the job's ``working_dir``, this version's wheel as a
 entry that Ray installs on every node. The job's environment names no variable but, in its command,
 the times of the launch: what the nodes' own environment holds (an MLflow password, say) stays
 there. The token of a cluster that asks for one is Ray's own matter (``~/.ray/auth_token``,
-``RAY_AUTH_TOKEN``) and travels in HTTP's headers only.
+``RAY_AUTH_TOKEN``) and travels in HTTP's headers only; its file is made its user's alone.
 
 Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
 """
@@ -15,10 +15,12 @@ import asyncio
 import secrets
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from study.errors import OutOfSightError, UserError
 from study.execution.launched import VARIABLE
+from study.execution.ray_token import keep_token
 from study.launch.package import Package
 
 DASHBOARD = "http://127.0.0.1:8265"
@@ -50,6 +52,7 @@ def submit(address: str, request: dict[str, Any]) -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
+    keep_token(Path.home() / ".ray" / "auth_token")
     try:
         client = JobSubmissionClient(address)
         client.submit_job(**request)

@@ -119,9 +119,14 @@ def test_a_failed_job_is_a_failure(head: tuple[str, dict[str, str]], tmp_path: P
 def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    refused = launch(("http://127.0.0.1:9", env), tmp_path)
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text(TOKEN)
+    token.chmod(0o644)
+    refused = launch(("http://127.0.0.1:9", env | {"HOME": str(tmp_path)}), tmp_path)
     printed = refused.communicate(timeout=120)[0]
     assert refused.returncode == 2, printed
     assert "--address http://127.0.0.1:9: takes no job" in printed
+    assert token.stat().st_mode & 0o777 == 0o600  # Ray lets everybody read it
     request = json.loads(next((tmp_path / ".lns-study").glob("*/ray-job.json")).read_text())
     assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
