@@ -165,6 +165,10 @@ def test_a_cluster_asks_for_a_token_bounds_its_pods_and_keeps_its_studies(name: 
         ]
         for container in (*pod["containers"], *pod.get("initContainers", [])):
             assert set(container["resources"]) == {"requests", "limits"}
+        (main,) = pod["containers"]
+        (drain,) = (each["value"] for each in main["env"] if "DRAIN_TIMEOUT" in each["name"])
+        # 30 s where nothing is said
+        assert int(drain) < pod.get("terminationGracePeriodSeconds", 30)
 
 
 def test_the_reader_sees_the_studies_as_the_clusters_do() -> None:
@@ -313,7 +317,7 @@ def test_the_batch_script_is_shell_without_fault() -> None:
     assert set(words) - known - {"--min-nodes"} == set()
 
 
-NAMED = re.compile(r"token|/run/secrets/\w+|secrets/\w+|~/\.ray/auth_token|\.\.\.|FILE")
+NAMED = re.compile(r"token|/run/secrets/\w+|secrets/\w+|~/\.ray/auth_token|FILE")
 """Values that name a secret, or Ray's mode ``token``."""
 
 
