@@ -33,6 +33,8 @@ POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
 PATIENCE_SECONDS = 3.0
 """Seconds for which a lease waits for all that its node has before it asks for less."""
+AGAIN_SECONDS = 10.0
+"""Seconds after which an autoscaler is told its demand again."""
 LONGEST_SECONDS = 60.0
 """Longest wait before a node that cannot be used is asked again."""
 END_SECONDS = 10.0
@@ -56,6 +58,7 @@ class Lease:
             sees.
         call: passes calls on to the node, in order, without waiting.
         draining: whether the machine is about to end.
+        lost: GPUs among ``gpus`` that are no longer there.
     """
 
     host: str
@@ -66,23 +69,28 @@ class Lease:
     call: Callable[[list[Call]], Any]
     free: float = field(init=False)
     draining: bool = False
+    lost: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.free = self.cpus
 
     def environment(self, gpu: int | None) -> dict[str, str]:
         """Return the environment variables of a process that computes on ``gpu``, or on none."""
-        found = {
-            name: value for name, value in os.environ.items() if name.startswith("RAY_")
-        }  # set by a Ray that began after the fork server
-        return found | (
-            {"CUDA_VISIBLE_DEVICES": "" if gpu is None else self.names[gpu]} if self.names else {}
-        )
+        # those of a Ray that began after the fork server
+        found = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        if self.names:
+            found["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else self.names[gpu]
+        return found
 
     @property
     def gpu_count(self) -> int:
         """Number of GPUs, in use or not."""
-        return len(self.gpus)
+        return len(self.gpus) - self.lost
+
+    @property
+    def free_gpus(self) -> float:
+        """Free shares of all GPUs together; below 0 where trials hold more than there is."""
+        return sum(self.gpus) - self.lost
 
 
 class Local:
@@ -107,8 +115,7 @@ class Local:
                 call=node.call,
             )
         ]
-        self._ended = False
-        self._on_events = on_events
+        self._ended, self._on_events = False, on_events
         self._thread = threading.Thread(target=self._listen, daemon=True, name="events")
         self._thread.start()
 
@@ -154,7 +161,7 @@ class OfRay(Local):
     ) -> None:
         super().__init__(0.0, [], node, on_events)
         self._resources, self._ask, self._unit, self._workers = resources, ask, unit, workers
-        self._asked, self._asked_for = -math.inf, 0
+        self._asked, self._asked_for, self._demanded = -math.inf, -1, 0.0
         self.poll(False)
 
     def poll(self, waiting: bool) -> None:
@@ -165,7 +172,9 @@ class OfRay(Local):
         have, (lease,) = self._resources(), self.leases
         lease.free += have.get("CPU", 0.0) - lease.cpus
         lease.cpus = have.get("CPU", 0.0)
-        lease.gpus += [1.0] * (int(have.get("GPU", 0.0)) - len(lease.gpus))
+        gpus = int(have.get("GPU", 0.0))
+        lease.gpus += [1.0] * (gpus - len(lease.gpus))
+        lease.lost = len(lease.gpus) - gpus
         used = math.ceil((lease.cpus - lease.free) / self._unit[0] - EPSILON)
         self._ask_for(used + self._workers if waiting else 0)
 
@@ -175,16 +184,16 @@ class OfRay(Local):
         super().close()
 
     def _ask_for(self, workers: int) -> None:
-        """Replace the demand that the autoscaler knows, if it is another."""
-        if self._ask is None or workers == self._asked_for:
+        """Replace the demand that the autoscaler knows, if it is another, be it one of a driver
+        that was killed; tell it again now and then, as another study's replaces it."""
+        again = workers > 0 and time.monotonic() - self._demanded > AGAIN_SECONDS
+        if self._ask is None or (workers == self._asked_for and not again):
             return
-        self._asked_for = workers
+        self._asked_for, self._demanded = workers, time.monotonic()
         cpus, gpus = self._unit
-        bundle = {"CPU": cpus} | ({"GPU": gpus} if gpus else {})
+        demand = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * workers
         # a control store that has died does not answer, and nothing should wait for it
-        thread = threading.Thread(
-            target=self._ask, args=([bundle] * workers,), daemon=True, name="demand"
-        )
+        thread = threading.Thread(target=self._ask, args=(demand,), daemon=True, name="demand")
         thread.start()
         thread.join(POLL_SECONDS)
 
@@ -258,7 +267,8 @@ class Cluster:
         if time.monotonic() - self._asked < POLL_SECONDS:
             return
         self._asked = time.monotonic()
-        for node in self._nodes():
+        nodes = self._nodes()
+        for node in nodes:
             if node["NodeID"] in self._draining or node.get("Draining"):
                 self._drain(node)
             elif node["Alive"] and node["NodeID"] not in self._refused:
@@ -269,14 +279,12 @@ class Cluster:
                 self._halve(request)
         pending = [r for r in unmet if r.node is None or r.since == math.inf]  # or is checked
         # with a refused node such a request could only land there again
-        if waiting and not (pending or self._refused) and self._wanted()[0] > EPSILON:
+        refused = any(node["Alive"] and node["NodeID"] in self._refused for node in nodes)
+        if waiting and not (pending or refused) and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
 
     def close(self) -> None:
-        """Give back all resources.
-
-        Afterwards no thread waits for an answer of Ray's, so that Ray may be left.
-        """
+        """Give back all resources; then no thread waits for Ray, which may be left."""
         import ray
 
         self._closed = True
@@ -290,36 +298,30 @@ class Cluster:
 
     def _wanted(self) -> tuple[float, float]:
         """Return the CPUs and GPUs that could be used beyond those requested."""
-        requested = [
-            (request.cpus, request.gpus)
-            for request in self._requests
-            if request.node not in self._draining
-        ]
-        return self._most[0] - sum(cpus for cpus, _ in requested), self._most[1] - sum(
-            gpus for _, gpus in requested
-        )
+        cpus, gpus = self._most
+        asked = [request for request in self._requests if request.node not in self._draining]
+        return cpus - sum(each.cpus for each in asked), gpus - sum(each.gpus for each in asked)
 
     def _claim(self, node: str, have: dict[str, float]) -> None:
         """Request the resources of a node that this study has not requested yet."""
-        asked = [request for request in self._requests if request.node == node]
-        if (
-            sum(request.cpus for request in asked) > have.get("CPU", 0.0) + EPSILON
-            or sum(request.gpus for request in asked) > have.get("GPU", 0.0) + EPSILON
-        ):  # one for any node has landed on it: those that wait would wait for what it holds
-            for request in asked:
+        asked, cpus, gpus = self._left(node, have)
+        if min(cpus, gpus) < -EPSILON:  # one for any node has landed on it: those that wait would
+            for request in asked:  # wait for what it holds
                 if request.since < math.inf:
                     self._drop(request)
-            asked = [request for request in asked if request in self._requests]
-        cpus, gpus = self._wanted()
-        cpus = min(have.get("CPU", 0.0) - sum(request.cpus for request in asked), cpus)
-        gpus = min(
-            math.floor(have.get("GPU", 0.0)) - sum(request.gpus for request in asked),
-            math.ceil(gpus),
-        )
+            _, cpus, gpus = self._left(node, have)
+        most = self._wanted()
+        cpus, gpus = min(cpus, most[0]), min(gpus, math.ceil(most[1]))
         if cpus + EPSILON >= self._unit[0] and (
             gpus + EPSILON >= self._unit[1] or not self._unit[1]
         ):
             self._request(node, cpus, gpus if self._unit[1] else 0.0)
+
+    def _left(self, node: str, have: dict[str, float]) -> tuple[list[_Request], float, float]:
+        """Return the requests of a node, and the CPUs and whole GPUs beyond those."""
+        asked = [request for request in self._requests if request.node == node]
+        cpus = have.get("CPU", 0.0) - sum(request.cpus for request in asked)
+        return asked, cpus, math.floor(have.get("GPU", 0.0)) - sum(each.gpus for each in asked)
 
     def _drain(self, node: dict[str, Any]) -> None:
         """Keep further trials from a node that is about to end; give it back once it is idle."""
@@ -475,10 +477,8 @@ class Cluster:
 
         if isinstance(error, RayError):
             what = last_line(str(error)) or type(error).__name__
-            self._put_off(
-                node,
-                f"this study's code does not start ({what}); install there what this machine has",
-            )
+            problem = f"this study's code does not start ({what})"
+            self._put_off(node, f"{problem}; install there what this machine has")
 
     def _put_off(self, node: str | None, problem: str) -> None:
         """Ask a node again after a while; say why, the first time."""

@@ -155,9 +155,7 @@ class Pool:
     @property
     def idle_resources(self) -> tuple[float, float]:
         """CPUs and GPUs that no trial holds."""
-        return sum(lease.free for lease in self.leases), sum(
-            sum(lease.gpus) for lease in self.leases
-        )
+        return sum(each.free for each in self.leases), sum(each.free_gpus for each in self.leases)
 
     def could_fit(self, shape: WorkerResources) -> bool:
         """Tell whether there would be room for a trial if no other ran."""
@@ -286,10 +284,8 @@ class Pool:
 
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Return processes of this shape without a trial whose resources are free, or None."""
-        return next(
-            (group for group in self._idle if group.shape == shape and _fits(shape, group.spots)),
-            None,
-        )
+        same = (group for group in self._idle if group.shape == shape)
+        return next((group for group in same if _fits(shape, group.spots)), None)
 
     def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
         """Return a process at this place with trials of this shape and room for one more."""
@@ -482,7 +478,8 @@ def _spot(lease: Lease, bundle: dict[str, float], cpus: float, gpus: list[float]
     if "GPU" not in bundle:
         return lease, None
     gpu = max(range(len(gpus)), key=lambda index: gpus[index], default=None)
-    return (lease, gpu) if gpu is not None and gpus[gpu] + EPSILON >= bundle["GPU"] else None
+    free = 0.0 if gpu is None else min(gpus[gpu], sum(gpus) - lease.lost)
+    return (lease, gpu) if free + EPSILON >= bundle["GPU"] else None
 
 
 def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
@@ -492,9 +489,11 @@ def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
         need[id(lease), None] += bundle["CPU"]
         if gpu is not None:
             need[id(lease), gpu] += bundle["GPU"]
+            need[id(lease), -1] += bundle["GPU"]  # of all
     return all(
         need[id(lease), None] <= lease.free + EPSILON
         and (gpu is None or need[id(lease), gpu] <= lease.gpus[gpu] + EPSILON)
+        and (gpu is None or need[id(lease), -1] <= lease.free_gpus + EPSILON)
         and not lease.draining
         for lease, gpu in spots
     )

@@ -1,12 +1,20 @@
-"""What Ray's autoscaler is asked for, by trials that Ray Train places."""
+"""What Ray's autoscaler is asked for, by trials that Ray Train places and by a study's own leases,
+and what is left where GPUs or nodes are lost."""
 
 from __future__ import annotations
 
 import math
+import pickle
+import queue
 import threading
 from typing import Any
 
-from study.execution.leases import OfRay
+import pytest
+
+from study.execution.leases import AGAIN_SECONDS, Cluster, OfRay
+from study.execution.pool import Pool
+from trainers.workers.messages import DONE, ENDED, Message
+from trainers.workers.resources import WorkerResources
 
 
 class Idle:
@@ -37,14 +45,70 @@ def test_a_waiting_trial_is_asked_for_beyond_those_that_run_until_none_waits() -
         of_ray._asked = -math.inf  # a second has passed
         of_ray.poll(waiting)
 
+    assert asked.pop() == []  # what a killed driver asked for
     look(True)
     look(True)  # the same is asked for once
     assert asked == [[bundle] * 2]
+    of_ray._demanded -= AGAIN_SECONDS
+    look(True)  # but for what another study may have put in its place
+    assert asked.pop() == [bundle] * 2
     have["CPU"] = 4.0
     look(True)
     of_ray.leases[0].free -= 4.0  # both workers run, and another trial waits
     look(True)
     assert asked[1:] == [[bundle] * 4]
     look(False)
+    of_ray._demanded -= AGAIN_SECONDS
+    look(False)  # nothing is asked for once
     of_ray.close()
     assert asked[2:] == [[]]
+
+
+def test_where_ray_has_lost_gpus_trials_wait_for_those_that_hold_them() -> None:
+    have = {"CPU": 8.0, "GPU": 4.0}
+    of_ray = OfRay(Idle(), lambda *what: None, lambda: have)  # type: ignore[arg-type]
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    pool = Pool(inbox)
+    pool.use(of_ray)
+
+    def look() -> None:
+        of_ray._asked = -math.inf  # a second has passed
+        of_ray.poll(False)
+
+    shape = WorkerResources(workers=1, threads=1, device="cuda")
+    running = [pool.start(f"t{n}", shape, dict) for n in range(3)]
+    assert None not in running
+    have["GPU"] = 2.0
+    look()
+    assert pool.start("more", shape, dict) is None
+    assert pool.capacity()[1] == 2
+    assert pool.idle_resources[1] == -1.0
+    for trial in ("t0", "t1"):
+        for key in pool._trials[trial].keys:
+            over = Message(ENDED, trial, {"how": DONE, "retire": ""})
+            inbox.put((of_ray.leases[0], [(key, pickle.dumps(over))]))
+        pool.wait(1.0, waiting=False, poll=False)  # its process is kept for another
+    assert pool.start("first", shape, dict) is not None
+    assert pool.start("second", shape, dict) is None  # t2 has the other
+    have["GPU"] = 4.0
+    look()
+    assert pool.start("second", shape, dict) is not None
+    pool.close()
+
+
+def test_a_refused_node_stops_growth_only_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(Cluster, "_request", lambda self, node, cpus, gpus: asked.append(node))
+    nodes = [{"NodeID": "a", "Alive": True, "Draining": False, "Resources": {"CPU": 1.0}}]
+    cluster = Cluster((1.0, 0.0), (4.0, 0.0), (), lambda *what: None, lambda: nodes)
+
+    def look() -> list[str | None]:
+        asked.clear()
+        cluster._asked = -math.inf  # a second has passed
+        cluster.poll(True)
+        return asked
+
+    cluster._refused.add("a")
+    assert look() == []  # it could only land there again
+    nodes[0]["Alive"] = False
+    assert look() == [None]
