@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import json
 import lzma
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,14 @@ import yaml
 from study.config.compose import load
 from study.errors import UserError
 from study.execution.user_files import KEY
-from study.launch.kuberay import ARCHIVE, ENTRYPOINT, manifest, object_name
+from study.launch.kuberay import ARCHIVE, ENTRYPOINT, MOST_BYTES, manifest, object_name
 from study.launch.package import Package, pack
 from study.tracking_uri import without_password
 from tests.study.conftest import TINY
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "conf" / "cluster"
+GUIDE = (ROOT / "docs" / "howto" / "cluster.md").read_text()
 SCHEMAS = Path(__file__).parent / "schemas"
 KUBERNETES = "1.34"
 QUANTITIES = {"cpu", "memory", "storage", "nvidia.com/gpu"}
@@ -119,6 +122,11 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
             yield from nodes(inner, (*path, index))
 
 
+def values_of(document: Any, key: str) -> list[Any]:
+    """Every value that a key has in a document."""
+    return [mapping[key] for _, mapping in nodes(document) if key in mapping]
+
+
 def renamed(document: Any, path: tuple[Any, ...], key: str, name: str) -> Any:
     """The document with one key misspelled."""
     changed = json.loads(json.dumps(document))  # no node is shared
@@ -202,7 +210,7 @@ def test_a_rayjob_retries_ends_and_is_removed_as_the_guide_says() -> None:
         ("DeleteCluster", "FAILED"): 3600,
         ("DeleteSelf", "SUCCEEDED"): 24 * 3600,
     }
-    guide = " ".join((ROOT / "docs" / "howto" / "cluster.md").read_text().split())
+    guide = " ".join(GUIDE.split())
     for promise in (
         "made anew up to three times (`backoffLimit`)",
         "removes the cluster a minute after success and an hour after a failure, and the RayJob"
@@ -248,6 +256,58 @@ def test_a_launch_makes_valid_objects_that_hold_the_package(
     subprocess.run([*unpack["command"][:2], code], check=True)
     assert (tmp_path / "unpacked" / "folder" / "tiny.yaml").read_text() == TINY
     assert (tmp_path / "unpacked" / "site" / "study" / "conf" / "study" / "table.yaml").is_file()
+
+
+STEPS = """set -e
+files() { for word; do case $word in *.yaml | *Dockerfile) [ -e "$word" ] || exit 1; esac; done; }
+docker() { files "$@"; }
+helm() { files "$@"; }
+kubectl() { files "$@"; }
+ray() { files "$@"; }
+lns-study() { "$PYTHON" -m study "$@" --dry-run; }
+"""
+"""Programs of a cluster, of which each file must be there, and ``launch``, which runs but for its
+end."""
+
+
+def follow(section: str, home: Path) -> Path:
+    """Do what the guide's section prints, from top to bottom, from a checkout; return the folder
+    of what would be submitted."""
+    (home / "mine").mkdir()
+    (study,) = re.findall(r"<!-- file: mine.yaml -->\n```yaml\n(.*?)```", GUIDE, re.S)
+    (home / "mine" / "mine.yaml").write_text(study)
+    steps = re.findall(r"```\n(.*?)```", GUIDE.partition(f"## {section}\n")[2], re.S)[0]
+    env = os.environ | {"HOME": str(home), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", "-c", f"{STEPS}{steps}"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stage,) = (home / "mine" / ".lns-study").iterdir()
+    return stage
+
+
+def test_the_printed_steps_to_kubernetes_lead_from_a_checkout_to_a_launch(tmp_path: Path) -> None:
+    data, job = yaml.safe_load_all((follow("Kubernetes", tmp_path) / "kuberay.yaml").read_text())
+    assert faults(job) == []
+    mine = tmp_path / "mine"
+    written = [
+        job,
+        *(yaml.safe_load((mine / name).read_text()) for name in ("rayjob.yaml", "reader.yaml")),
+    ]
+    images = [value for each in written for value in values_of(each, "image")]
+    assert images == ["REGISTRY/lns-study:0.1.0"] * 9
+    assert (mine / "storage.yaml").read_text() == (CLUSTER / "storage.yaml").read_text()
+    # the guide's figure, and room for a study's own files
+    part = len(data["binaryData"][ARCHIVE]) / MOST_BYTES
+    assert part <= 0.9
+    (figure,) = re.findall(r"lns-study itself takes ([\d.]+) of it", GUIDE)
+    assert float(figure) == pytest.approx(part, abs=0.02)
+
+
+def test_the_printed_steps_to_aws_lead_from_a_checkout_to_a_launch(tmp_path: Path) -> None:
+    stage = follow("Machines of AWS", tmp_path)
+    assert {path.name for path in (stage / "folder").iterdir()} == {"mine.yaml", "my-aws.yaml"}
+    assert (stage / "ray-job.json").is_file()
 
 
 def test_a_storage_that_dies_with_the_cluster_is_refused(package: Package) -> None:

@@ -10,13 +10,15 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_every_promise_has_its_test() -> None:
+    test = r"`([^`]+)::(\w+)`"
     rows = re.findall(
-        r"^\| (\d+) \|.*\| `(.+)::(\w+)` \|$", (ROOT / "SECURITY.md").read_text(), re.M
+        rf"^\| (\d+) \|.*\| ((?:{test}(?:, )?)+) \|$", (ROOT / "SECURITY.md").read_text(), re.M
     )
     assert [int(number) for number, *_ in rows] == list(range(1, 35))
     missing = [
         f"{path}::{name}"
-        for _, path, name in rows
+        for _, tests, *_ in rows
+        for path, name in re.findall(test, tests)
         if name
         not in {
             node.name

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.trainers.bomb import Bomb
 from tests.trainers.training.test_trainer import config
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.loops import load as load_loop
@@ -31,6 +37,32 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(
 def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
     Training(config()).save(tmp_path)
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".safetensors"]
+
+
+def torch_file(value: Any) -> bytes:
+    """What ``torch.save`` writes."""
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, torch_file])
+def test_a_pickle_in_the_place_of_tensors_is_refused_and_runs_nothing(
+    tmp_path: Path, write: Callable[[Any], bytes]
+) -> None:
+    """Its name and its digest are those of the state, which is whole."""
+    folder, ran = tmp_path / "checkpoint", tmp_path / "ran"
+    Training(config()).save(folder)
+    (tensors,) = folder.glob("*.safetensors")
+    content = write({"x": Bomb(ran)})
+    tensors.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    (folder / STATE).write_text(sealed(read_state(folder) | {"sha256": digest}))
+    for read in (load_checkpoint, Training(config()).restore):
+        with pytest.raises(ValueError, match="no whole checkpoint"):
+            read(folder)
+    assert not ran.exists()
+    pickle.loads(pickle.dumps(Bomb(ran)))
+    assert ran.is_dir()
 
 
 def test_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.trainers.bomb import Bomb
 from trainers.checkpoint.loops import keep, load
-
-
-class Bomb:
-    """What a stranger puts into a checkpoint: reading it makes a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._folder),)
 
 
 def test_a_checkpoint_of_a_loop_runs_no_code(tmp_path: Path) -> None:
