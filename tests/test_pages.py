@@ -356,3 +356,18 @@ def test_number_formats_are_all_on_their_page(monkeypatch: pytest.MonkeyPatch) -
     assert "| 12 |" in rows["lns12"]
     assert rows["lns12"].endswith("LNS, on codes |")
     assert rows["bfloat16"].split("|")[3].strip() == "2^-8"
+
+
+def test_operations_say_of_every_number_format_how_they_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    import lns_operations
+    import number_formats
+
+    rows = [row.split(" | ") for row in lns_operations.formats()]
+    names = [name for formats, *_ in rows for name in re.findall("`(.*?)`", formats)]
+    assert sorted(names) == sorted(number_formats.NAMES)
+    (on_codes,) = (formats for formats, form, _ in rows if "on codes" in form)
+    assert "`lns12`" in on_codes
+    assert "/" not in on_codes  # a scale is simulated

@@ -1,5 +1,5 @@
-"""Makes the reference page of torch operations in LNS from the tests' table, the registry of
-``lns_ops.tensor`` and torch's dispatcher."""
+"""Makes the reference page of torch operations in LNS from the tests' table, the registries of
+``lns_ops.tensor`` and ``lns_ops.formats``, and torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import number_formats
+
 import lns_ops  # noqa: F401 (registers operations)
 from lns_ops._compat import WRITTEN_IN_CPP, has_kernel, operator_names
+from lns_ops.formats import parse
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.decoded import NAMES
 from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS
 from tests.lns_ops.operations import GROUPS
@@ -51,6 +55,25 @@ def kernels() -> Iterator[tuple[str, list[str]]]:
             yield (name, [shown for key, shown in DEVICES.items() if has_kernel(name, key)])
 
 
+def takes_codes(name: str) -> bool:
+    """Tell whether tensors of codes, ``LNSTensor``, can have a format."""
+    try:
+        LNSFormat.of(name)
+    except ValueError:
+        return False
+    return True
+
+
+def formats() -> Iterator[str]:
+    """Yield a row for each way in which the operations take formats, and the formats."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in number_formats.NAMES:
+        form = "the LNS forms, on codes" if takes_codes(name) else "torch's own, on float32"
+        found[number_formats.arithmetic_of(parse(name)), form].append(name)
+    for (computed, form), names in found.items():
+        yield f"| {code(names)} | {form} | {computed} |"
+
+
 def code(names: list[str]) -> str:
     """Return names as code, in a cell of a table."""
     return ", ".join(f"`{name}`" for name in names)
@@ -71,18 +94,26 @@ def page() -> str:
     return "\n".join(
         [
             "# Operations in LNS",
-            "Which torch operations have an LNS form, how exact it is, and on which devices.",
+            "Which torch operations have an LNS form, how exact it is, in which formats and"
+            " on which devices.",
             "",
             "## How exact",
             "The same in every LNS format and, but for losses and norms, with the same bits on CPU"
             " and GPU."
             " [Operations of LNSTensor](../operations.md) names the operations of each group.",
-            "In a simulated format an operation is torch's own in float32; values are rounded to"
-            " the grid between layers.",
             "",
             "| group | operations | result |",
             "|---|---|---|",
             *groups,
+            "",
+            "## By format",
+            "The LNS forms are those of `LNSTensor`. In a simulated format values are rounded to"
+            " the grid between layers. Each name is in [number formats](formats.md); parameters"
+            " and scales are examples.",
+            "",
+            "| formats | operations | layers compute in |",
+            "|---|---|---|",
+            *formats(),
             "",
             "## By topic",
             "A topic is a file of `lns_ops/tensor/ops`. *aten operators* have an LNS form of their"
