@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "TEST_GCS_ADDRESS"
 """Variable of the head's environment with the address of its control store."""
 TOKEN = "0123456789abcdef" * 4
+FOLDER = Path("/tmp") / f"lns-job-{os.getpid()}"
+"""Ray's folder; its sockets want short paths."""
 
 
 def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -29,7 +31,6 @@ def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.Co
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has
     its token."""
-    folder = Path("/tmp") / f"lns-job-{os.getpid()}"  # Ray's sockets want short paths
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text(TOKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -44,7 +45,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     started = ray(
         "start", "--head", "--num-cpus=2", f"--port={port}", "--include-dashboard=true",
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-        "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
+        "--node-ip-address=127.0.0.1", f"--temp-dir={FOLDER}",
         f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
         env=env,
     )  # fmt: skip
@@ -54,16 +55,16 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     mine = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before and _of(process, folder)
+        if process.pid not in before and _of(process)
     ]
     for process in mine:
         process.kill()
     psutil.wait_procs(mine, timeout=20)
 
 
-def _of(process: psutil.Process, folder: Path) -> bool:
+def _of(process: psutil.Process) -> bool:
     try:
-        return str(folder) in " ".join(process.info["cmdline"] or []) or str(folder) in json.dumps(
+        return str(FOLDER) in " ".join(process.info["cmdline"] or []) or str(FOLDER) in json.dumps(
             process.environ()
         )
     except psutil.Error:

@@ -14,6 +14,22 @@ from typing import Any
 from study.ledger.log import read_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
+SLOW_NET = """
+import pathlib
+import time
+from torch import nn
+
+SLOW = pathlib.Path("{slow}")
+
+class Net(nn.Sequential):
+    def forward(self, x):
+        time.sleep(0.03 if SLOW.exists() else 0.0)
+        return super().forward(x)
+
+def net():
+    return Net(nn.Flatten(), nn.Linear(64, 10))
+"""
+"""A network that takes its time as long as a file is there."""
 
 
 @contextmanager

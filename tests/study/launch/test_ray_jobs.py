@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
-from tests.study.ray_head import TOKEN, head, ray
+from tests.study.ray_head import ADDRESS, FOLDER, TOKEN, head, ray
+from tests.study.raylets import SLOW_NET, wait_until
 
 __all__ = ["head"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -105,6 +107,57 @@ def _check_stages(events: list[Event], storage: Path, capsys: pytest.CaptureFixt
     places = [shown.find(stage) for stage in stages]
     assert -1 not in places
     assert places == sorted(places)
+
+
+def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
+    head: tuple[str, dict[str, str]], tmp_path: Path
+) -> None:
+    """On a node of the cluster; and, once the job's folder with a file of its own is gone, without
+    the cluster by ``run`` in the study's folder alone."""
+    _, env = head
+    slow = tmp_path / "slow"
+    (tmp_path / "net.py").write_text(SLOW_NET.format(slow=slow))
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("model: {hidden: [16]}, ", ""))
+
+    def study(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "study", *words],
+            cwd=tmp_path,
+            env=env | {"RAY_ADDRESS": env[ADDRESS]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def stop_in_trial(number: int, process: subprocess.Popen[str]) -> int:
+        """Stop a study in one of its trials, which it ends; return its exit code."""
+        slow.touch()
+        begun = lambda events: len({e["trial"] for e in events if e["event"] == "report"})  # noqa: E731
+        wait_until(process, folder, lambda events: begun(events) == number)
+        stopped = study("stop", *there)
+        assert stopped.wait(120) == 0
+        slow.unlink()
+        printed = process.communicate(timeout=300)[0]
+        ended = [trial.status for trial in fold(read_ledger(folder)).trials]
+        assert ended.count(FINISHED) == number, printed
+        return process.returncode
+
+    folder = tmp_path / "studies" / "tiny"
+    there = ("tiny", "--storage", str(folder.parent))
+    words = ["rows=[{label: a}]", "baseline=null", "seeds=[0,1,2]", "trial.epochs=100"]
+    words += ["trial.model.name=net.py:net", "max_concurrent=1"]
+    assert stop_in_trial(1, launch(head, tmp_path, *words)) == 0  # a job that ended in order
+    assert stop_in_trial(2, study("resume", *there, "address=auto")) == 3
+
+    for copy in FOLDER.glob("session_*/runtime_resources/working_dir_files/*"):
+        shutil.rmtree(copy, ignore_errors=True)
+    refused = study("resume", *there, "address=null")
+    assert "there is no file" in refused.communicate(timeout=120)[0]
+    assert refused.returncode == 2
+    went_on = study("run", "tiny.yaml", f"storage={folder.parent}", "tracking_uri=none", *words)
+    printed = went_on.communicate(timeout=300)[0]
+    assert went_on.returncode == 0, printed
+    assert [trial.status for trial in fold(read_ledger(folder)).trials] == [FINISHED] * 3
 
 
 def test_a_failed_job_is_a_failure(head: tuple[str, dict[str, str]], tmp_path: Path) -> None:
