@@ -18,7 +18,15 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 from tests.study.object_store import BUCKET, Line, s3, s3_server  # noqa: F401
-from tests.study.raylets import ROOT, cluster_of, command, python_path, said_until, wait_until
+from tests.study.raylets import (
+    ROOT,
+    SLOW_NET,
+    cluster_of,
+    command,
+    python_path,
+    said_until,
+    wait_until,
+)
 from tests.study.sleeping import most_at_once
 from trainers.object_store import Store
 
@@ -109,6 +117,14 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     assert after[-1]["cpus"] == 24
 
 
+def drain(cluster: Any, node: Any) -> None:
+    """Have Ray drain a node, as before a preemption."""
+    words = ["drain-node", f"--address={cluster.address}", f"--node-id={node.node_id}"]
+    words += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
+    words += ["--deadline-remaining-seconds=120"]
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *words], check=True)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     cluster: Any, tmp_path: Path, workers: int
@@ -125,11 +141,11 @@ def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     wait_until(process, folder, lambda events: len(running(events)) == len(seeds))
     node = cluster.worker_nodes.copy().pop()
     cluster.add_node(num_cpus=1)
-    drain = ["drain-node", f"--address={cluster.address}", f"--node-id={node.node_id}"]
-    drain += ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot"]
-    drain += ["--deadline-remaining-seconds=120"]
-    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *drain], check=True)
+    drain(cluster, node)
     said = said_until(process, "Ray drains the node")
+    (raylet,) = node.all_processes["raylet"]
+    raylet.process.wait(120)  # a drained node ends once nothing of it is taken
+    assert process.poll() is None
     ended, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + ended
     events = read_ledger(folder)
@@ -138,6 +154,46 @@ def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     ]
     assert not any("repeated" in event for event in events)  # no epoch was trained again
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * len(seeds)
+
+
+SLOW_LOOP = """
+def loop(context):
+    for epoch in range(context.resume["epoch"] if context.resume else 0, 100):
+        time.sleep(1.0 if SLOW.exists() else 0.0)
+        context.report({{"validation/error": 0.5}}, checkpoint={{"epoch": epoch + 1}})
+    return {{"test/error": 0.5}}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", [["trainable=own.py:loop"], ["executor=train", "trial.model.name=own.py:net"]]
+)
+def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that_they_have(
+    tmp_path: Path, kind: list[str]
+) -> None:
+    """The node is drained, and then taken away."""
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("model: {hidden: [16]}, ", ""))
+    (slow := tmp_path / "slow").touch()
+    (tmp_path / "own.py").write_text((SLOW_NET + SLOW_LOOP).format(slow=slow))
+    words = ["name=drained", "rows=[{label: a}]", "baseline=null", "trial.epochs=100", *kind]
+    folder = tmp_path / "studies" / "drained"
+    with cluster_of(0, 1) as cluster:
+        process = command(tmp_path, cluster.address, *words)
+        three = lambda events: any(event.get("epoch") == 3 for event in events)  # noqa: E731
+        seen = wait_until(process, folder, three)
+        (node,) = cluster.worker_nodes
+        drain(cluster, node)
+        cluster.remove_node(node, allow_graceful=False)
+        assert len(fold(read_ledger(folder)).trials[0].reports) < 100
+        slow.unlink()
+        cluster.add_node(num_cpus=1)
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    events = read_ledger(folder)
+    (trial,) = fold(events).trials
+    assert (trial.status, len(trial.reports)) == (FINISHED, 100)
+    assert trial.restarts == 1 or "executor=train" in kind  # it begins workers anew by itself
+    assert min(e["epoch"] for e in events[len(seen) :] if e["event"] == "checkpoint") >= 3
 
 
 def test_a_study_outlives_the_node_that_it_has_joined(three: Any, tmp_path: Path) -> None:
