@@ -45,9 +45,10 @@ BRING = "docs/tutorials/bring-your-own.md"
 RUNS = {
     "README.md": 2,
     "docs/tutorials/first-study.md": 7,
+    "docs/tutorials/a-search.md": 6,
     "docs/howto/studies.md": 13,
     "docs/howto/python.md": 7,
-    "docs/howto/search.md": 3,
+    "docs/howto/search.md": 4,
     "docs/howto/formats.md": 5,
     "docs/howto/workers.md": 3,
     BRING: 7,
@@ -70,7 +71,11 @@ MEASURES = "takes hours, or many cores and GPUs; tests/test_docs.py looks at its
 NOT_HERE = {
     "README.md": {"import torch": "tests/test_docs.py runs it"},
     "docs/benchmarks": {"": MEASURES},
-    "docs/howto/claims.md": {"lns-study run law_of_bits": "takes hours"},
+    "docs/explanation/life-of-a-trial.md": {"rows:": "a part of a study's file"},
+    "docs/howto/claims.md": {
+        "amendments:": "a part of a study's file; conf/study has files with it, which tests load",
+        "lns-study run law_of_bits": "takes hours",
+    },
     "docs/howto/cluster.md": {
         "ray get-auth-token": "two machines; tests/study/launch/test_hosts.py starts such clusters",
         "ray drain-node": "test_cluster.py drains a node",
@@ -83,6 +88,7 @@ NOT_HERE = {
     "docs/howto/coming-from.md": {
         "import optuna": "another program's, for comparison",
         "from ray import tune": "another program's, for comparison",
+        "program: train.py": "another program's, for comparison",
     },
     "docs/howto/gpus.md": {"lns-study run formats_by_layout": "eight GPUs"},
     "docs/howto/studies.md": {
@@ -107,6 +113,9 @@ MORE = {
 }
 """What some studies need beside it, by name."""
 FILES = {
+    "rates.yaml": "search.num_samples=2 trial.epochs=2 cpus=2",
+    "wide.yaml": "trial.data.name=digits trial.data.train_size=null",
+    "tuned.yaml": "search.num_samples=2 trial.epochs=2 cpus=2",
     "kahan.yaml": "trial.data.name=digits trial.data.train_size=null 'trial.model.hidden=[16]'",
     "tracked.yaml": "cpus=2",
 }
@@ -288,8 +297,8 @@ def studies_in(storage: Path) -> Iterator[str]:
 
 
 def unaccounted(page: str, text: str) -> list[str]:
-    """Return how fences of shells and of Python begin that no test runs and no reason keeps
-    away."""
+    """Return how fences of shells, of Python and of YAML begin that no test runs and no reason
+    keeps away."""
     reasons = [*NOT_HERE.get(page, {}), *NOT_HERE.get(page.rpartition("/")[0], {})]
     services = {name.partition(": ")[2] for name in RUNS if name.partition(": ")[0] == page}
     marks = {f"runs: {name}" if name else "runs" for name in services} | {"refused"}
@@ -298,9 +307,9 @@ def unaccounted(page: str, text: str) -> list[str]:
     return [
         words
         for mark, kind, words in found
-        if kind in (*SHELLS, "python")
+        if kind in (*SHELLS, "python", "yaml")
         and mark not in marks
-        and not (kind == "python" and mark.startswith("file: "))
+        and not (kind in ("python", "yaml") and mark.startswith("file: "))
         and not words.startswith(tuple(reasons))
     ]
 
