@@ -93,6 +93,11 @@ def lost(config):
     raise ConnectionError("the network is away")
 
 
+def left_alone(config):
+    place = "/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547"
+    raise RuntimeError(f"[{place}] Connection closed by peer [127.0.0.1]:4711")
+
+
 def stubborn(config):
     report({"validation/error": 0.5})
 

@@ -29,6 +29,7 @@ from typing import Any
 from trainers.checkpoint.loops import keep, load, note, stage
 from trainers.checkpoint.manifest import STATE, digest_file
 from trainers.checkpoint.remote import fetched
+from trainers.comm.process_group import is_of_peers
 from trainers.config import TrialConfig
 from trainers.object_store import local_folder
 from trainers.training.build import set_threads
@@ -239,7 +240,8 @@ class OwnLoop(Executor):
         short = without_folder(name)
         if end.error is not None:
             text = f"{KEY}={short} raised {describe_error(end.error, self._path)}; mend it there"
-            again = isinstance(end.error, OSError) or is_out_of_memory(end.error)
+            lacked = isinstance(end.error, OSError) or is_out_of_memory(end.error)
+            again = lacked or is_of_peers(end.error)
             raise (RuntimeError if again else ValueError)(text) from end.error
         if not self._history:
             raise ValueError(
