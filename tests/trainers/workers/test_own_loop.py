@@ -289,8 +289,7 @@ def test_a_metric_that_the_study_compares_must_be_reported(
 
 
 @pytest.mark.parametrize(
-    ("function", "how"),
-    [("lacks_memory", OUT_OF_MEMORY), ("lost", FAILED), ("left_alone", FAILED)],
+    ("function", "how"), [("lacks_memory", OUT_OF_MEMORY), ("lost", FAILED), ("left_alone", FAILED)]
 )
 def test_what_another_try_may_not_meet_is_no_mistake_of_the_loop(
     driver: Driver, file: Path, tmp_path: Path, function: str, how: str
