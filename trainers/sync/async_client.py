@@ -1,12 +1,12 @@
 """Asynchronous data parallelism: a replica's side of the parameter server.
 
-The server's side is :mod:`trainers.sync.parameter_server`. Rank 0 starts the shards as Ray actors,
-which reserve no CPU in Ray and end with rank 0; the others find them by name. After every backward
-pass a replica pushes its gradient to all shards and pulls the weights for its next step. With fixed
-work every replica takes its share of every batch, so all make the same number of steps; with shared
-work a replica that is ready asks the first shard for the next share, so a slow replica makes fewer.
-At the end of an epoch the replicas wait for each other, and evaluate the same weights. Ray must be
-running in the process.
+The server's side is :mod:`trainers.sync.parameter_server`. Rank 0 starts the shards as Ray actors
+on its node, which reserve no CPU in Ray and end with rank 0; the others find them by name. After
+every backward pass a replica pushes its gradient to all shards and pulls the weights for its next
+step. With fixed work every replica takes its share of every batch, so all make the same number of
+steps; with shared work a replica that is ready asks the first shard for the next share, so a slow
+replica makes fewer. At the end of an epoch the replicas wait for each other, and evaluate the same
+weights. Ray must be running in the process.
 
 Bytes: a push and a pull, the whole model each: with float32 8 bytes a parameter, replica and step,
 with LNS 4. What the server sends is counted for the replica that receives it.
@@ -25,6 +25,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor, nn
 
 from lns_ops.tensor import storage_of
@@ -184,7 +185,11 @@ class Asynchronous(Synchroniser):
         names = [f"lns-study-shard-{uuid.uuid4().hex}" for _ in self._slices]
         dist.broadcast_object_list(names, 0, self._collectives.group)
         if self._collectives.rank == 0:
-            actor = ray.remote(num_cpus=0)(shard)
+            # a node of this study's versions, which others need not have
+            here = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+            actor = ray.remote(num_cpus=0, scheduling_strategy=here)(shard)
             started = [
                 actor.options(name=name).remote(values[part], config.to_dict())
                 for name, part in zip(names, self._slices, strict=True)

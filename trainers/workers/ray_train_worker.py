@@ -18,6 +18,7 @@ complete.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from trainers.config import TrialConfig
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
 from trainers.workers.messages import DETERMINISTIC, HISTORY
+from trainers.workers.node import versions
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.resources import WorkerResources
 
@@ -64,11 +66,14 @@ def train_loop(plan: dict[str, Any]) -> None:
     the first report after a restart also has :data:`HISTORY`.
 
     Args:
-        plan: ``config``, as ``TrialConfig.to_dict()`` has it, ``origin`` and ``resume_from``.
+        plan: ``config``, as ``TrialConfig.to_dict()`` has it, ``versions`` of who submitted it,
+            ``origin`` and ``resume_from``.
 
     Raises:
-        ValueError: the trial cannot be built, or the run's checkpoint is damaged.
+        ValueError: this node has other versions, the trial cannot be built, or the run's checkpoint
+            is damaged.
     """
+    check_versions(plan["versions"])
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if workers > 1:
@@ -86,6 +91,23 @@ def train_loop(plan: dict[str, Any]) -> None:
             trial.save(Path(folder))
             saved = Checkpoint.from_directory(folder) if rank == 0 else None
             ray.train.report(metrics, checkpoint=saved)
+
+
+def check_versions(wanted: dict[str, str]) -> None:
+    """Refuse to train on a node that has not the versions of who submitted the trial.
+
+    Args:
+        wanted: those, as :func:`trainers.workers.node.versions` returns them.
+
+    Raises:
+        ValueError: with what differs, the rule and the remedy.
+    """
+    if wrong := [f"{name} {found}" for name, found in versions().items() if found != wanted[name]]:
+        raise ValueError(
+            f"the node {os.uname().nodename} has {', '.join(wrong)}, and this trial was submitted"
+            f" with {', '.join(f'{name} {version}' for name, version in wanted.items())}: it could"
+            " get other bits; install the same there, and restart its Ray"
+        )
 
 
 def _begin(trial: InProcess, config: TrialConfig, resume_from: list[str]) -> list[dict[str, float]]:
@@ -156,6 +178,7 @@ def build_trainer(
         train_loop,
         train_loop_config={
             "config": config.to_dict(),
+            "versions": versions(),
             "origin": origin or {},
             "resume_from": list(resume_from),
         },

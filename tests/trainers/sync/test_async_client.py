@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,44 @@ def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(
     check_bulk(workers, "", 4)
     for result in workers:
         assert all(m["staleness/clock_gap_max"] > 2 for m in result["ignored"]["metrics"])
+
+
+ON_ITS_NODE = """
+import sys
+from torch import nn
+import ray
+from ray.cluster_utils import Cluster
+from tests.trainers.sync.test_async_client import BASE, BULK, replace
+from trainers.comm import process_group
+from trainers.comm.collectives import Collectives
+from trainers.sync.async_client import Asynchronous
+from trainers.sync.parameter_server import Shard
+
+class Tells(Shard):
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+ray.init(cluster.address, log_to_driver=False)
+process_group.join("gloo", f"file://{sys.argv[1]}/store", 0, 1)
+config = replace(BASE, sync=replace(BULK, shards=8))
+server = Asynchronous(config, nn.Linear(8, 8), Collectives(), Tells)
+nodes = {ray.get(shard.node.remote()) for shard in server._shards}
+print(nodes == {ray.get_runtime_context().get_node_id()}, len(server._shards))
+process_group.leave()
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_shards_run_on_the_node_of_rank_0(tmp_path: Path) -> None:
+    """Others may have another torch. A process of its own: it joins a cluster of two nodes."""
+    code = [sys.executable, "-c", ON_ITS_NODE, str(tmp_path)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines()[-1:] == ["True 8"], done.stdout + done.stderr
 
 
 @pytest.mark.slow

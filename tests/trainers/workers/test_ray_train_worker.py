@@ -36,6 +36,7 @@ from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
+from trainers.workers.node import versions
 from trainers.workers.ray_train_run import RayTrainRun, failure_of, sort_out
 from trainers.workers.ray_train_worker import FailAtOnce, build_trainer, read_results, train_loop
 from trainers.workers.resources import WorkerResources
@@ -68,6 +69,7 @@ def run_loop(
     start: Path | None,
     monkeypatch: pytest.MonkeyPatch,
     resume_from: Sequence[str] = (),
+    **other: str,
 ) -> list[dict[str, Any]]:
     """``train_loop`` without Ray: its reports; their checkpoints go to ``folder/EPOCH``."""
     reports: list[dict[str, Any]] = []
@@ -81,8 +83,16 @@ def run_loop(
         ray.train, "get_checkpoint", lambda: start and Checkpoint.from_directory(start)
     )
     monkeypatch.setattr(ray.train, "report", report)
-    train_loop({"config": config.to_dict(), "resume_from": list(resume_from)})
+    plan = {"config": config.to_dict(), "resume_from": list(resume_from)}
+    train_loop(plan | {"versions": versions() | other})
     return reports
+
+
+def test_a_node_of_another_torch_is_refused_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"has torch .* submitted with .* torch 2\.0\.1.*install"):
+        run_loop(replace(CONFIG, workers=1), tmp_path, None, monkeypatch, torch="2.0.1")
 
 
 @pytest.mark.parametrize("lr", [0.1, 1e38], ids=["learns", "diverges"])
