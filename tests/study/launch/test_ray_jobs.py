@@ -132,8 +132,11 @@ def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
     def stop_in_trial(number: int, process: subprocess.Popen[str]) -> int:
         """Stop a study in one of its trials, which it ends; return its exit code."""
         slow.touch()
-        begun = lambda events: len({e["trial"] for e in events if e["event"] == "report"})  # noqa: E731
-        wait_until(process, folder, lambda events: begun(events) == number)
+        wait_until(
+            process,
+            folder,
+            lambda events: len({e["trial"] for e in events if e["event"] == "report"}) == number,
+        )
         stopped = study("stop", *there)
         assert stopped.wait(120) == 0
         slow.unlink()
