@@ -150,10 +150,11 @@ def packs(config: TrialConfig) -> bool:
     each step of its sequences: twelve of them are twice as fast in processes of their own (an H100,
     docs/benchmarks/studies.md). Telemetry counts in Python, and the memory of the whole process.
     """
-    is_small = config.gpus is not None and config.gpus <= SHARES[-1][1]
-    has_layers = 0 < sum(1 for _ in _layers(config)) <= MOST_LAYERS
-    kind = is_small and has_layers and config.model.feedforward and not config.telemetry
-    return kind and captured(config) and config.update_captured
+    if config.gpus is None or config.gpus > SHARES[-1][1] or config.telemetry:
+        return False
+    if not (config.model.feedforward and captured(config) and config.update_captured):
+        return False
+    return sum(1 for _ in _layers(config)) <= MOST_LAYERS
 
 
 def lanes_of(executor: str, config: TrialConfig) -> int:
