@@ -29,11 +29,14 @@ WARM_UP_STEPS = 2
 """The steps before capture, which compile kernels, upload tables and create optimizer state."""
 STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
 """The training steps that making a :class:`GraphedEpochs` runs."""
+QUEUED_STEPS = 16
+"""The steps that an epoch launches before it waits for the as many before them."""
 
 _capturing = threading.Lock()
 """The lock that a thread holds while it captures a graph.
 
-Beginning another capture waits for the whole device, which a capture forbids.
+Beginning another capture waits for the whole device, which a capture forbids. Epochs of other
+threads queue few steps and none meanwhile: a capture, and the steps before it, would wait for them.
 """
 
 
@@ -115,7 +118,12 @@ class GraphedEpochs:
         self._begin()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # where a replay writes it
+        queued = torch.cuda.Event(blocking=True)
         for step in range(self.steps):
+            if step % QUEUED_STEPS == 0:
+                queued.synchronize()
+                with _capturing:
+                    queued.record()
             before_step(step)
             self._graph.replay()
             if not self._updates:
