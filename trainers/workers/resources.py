@@ -20,10 +20,10 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
-LANES = 6
-"""Trials at once in a process where nothing else is asked for: two processes of six train small
-nets on an H200 a little faster than one of twelve, whose threads wait for Python's global lock
-(docs/benchmarks/studies.md)."""
+LANES = 12
+"""Trials at once in a process where nothing else is asked for: as many as share a GPU by default.
+Two processes of six had 12 % fewer trials a second of a whole study on four H100, and 4 % more of
+one kind of net on an H200 (docs/benchmarks/studies.md)."""
 SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
 """Default shares of a GPU, as (most multiply-accumulates of a step's mean layer, share). With each
 share so many trials at once were faster than fewer on an H200 (docs/benchmarks/studies.md); a
