@@ -48,8 +48,6 @@ MARKED = {
     "search.confirm_seeds": "whole numbers of at least 0, each once, none of `seeds`",
     "rows[].overrides": _KEYS,
     "rows[].comparable": _KEYS,
-    "rows[].published": "any number",
-    "rows[].worse_by": "any number",
     "claims[].check": _FUNCTION,
     "claims[].at_most": _BOUND,
     "claims[].at_least": _BOUND,

@@ -68,10 +68,11 @@ class RowConfig:
     comparable: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = f"rows: label={self.label!r}"
+        row, given = f"row {self.label!r}", f"rows: label={self.label!r}"
         require(given, bool(self.label.strip()), "every row needs a label", "add `label: my row`")
-        remedy = "use for example within: 0.2, percentage points"
-        finite(f"row {self.label!r}: within", self.within, 0.0, remedy)
+        finite(f"{row}: within", self.within, 0.0, "use for example within: 0.2, percentage points")
+        finite(f"{row}: worse_by", self.worse_by, 0.0, "leave it out for none")
+        finite(f"{row}: published", self.published, float("-inf"), "leave it out for none")
 
 
 @dataclass(frozen=True, kw_only=True)

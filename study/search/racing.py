@@ -5,7 +5,7 @@ A search compares many configurations on few seeds, so its best one owes its pla
 With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
 one seed per round. After each round the leader stays, and so does every configuration that is not
 significantly worse: one-sided paired t-test over the seeds both have, at the level below. The
-rounds end when one is left (with ``k`` above 1) or the seeds are used up. This is a race (O. Maron,
+rounds end when one of several is left or the seeds are used up. This is a race (O. Maron,
 A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002).
 Everything that decides is in the ledger, so a study that is continued goes on with the same race.
 Configurations outside a space that was changed since take no part in it.
@@ -99,9 +99,10 @@ class Confirmation:
             (mean_of(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)
         ]
         racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
-        level = level_of_test(len(racing), len(self._seeds), len(self._more))
+        candidates = len(racing)
+        level = level_of_test(candidates, len(self._seeds), len(self._more))
         for round_, seed in enumerate(self._more, 1):
-            if not racing or (self._most > 1 and len(racing) == 1):
+            if not racing or len(racing) < min(candidates, 2):
                 break
             wanted = [self._base.trial(seed, entry.number, entry.params) for entry in racing]
             if missing := [trial for trial in wanted if trial.id not in state.known]:

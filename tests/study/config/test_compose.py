@@ -198,6 +198,8 @@ REFUSED = [
         ["table", "rows=[{label: x, within: -1}]", "baseline=null"],
         ["row 'x': within=-1.0", "at least 0", "within: 0.2"],
     ),
+    (["table", "rows=[{label: x, worse_by: .nan}]", "baseline=null"], ["row 'x': worse_by=nan"]),
+    (["table", "rows=[{label: x, published: .inf}]", "baseline=null"], ["row 'x': published=inf"]),
     (
         ["table", "rows=[a]"],
         ["rows[0]: 'a'", "must be a mapping with the keys label, overrides", "{label: a"],

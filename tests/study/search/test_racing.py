@@ -73,6 +73,14 @@ def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make
     assert winner.params["optimizer.lr"] in (0.03, 0.04)
 
 
+def test_a_row_with_one_configuration_is_confirmed(searched: Make) -> None:
+    """It has nobody to race with, and its figure needs the seeds all the same."""
+    alone = RACE.replace("0.01, 0.02, 0.03, 0.04, 0.05", "0.03")
+    study = searched("rows=[]", "baseline=null", space=alone)
+    done = Pretend(make_plan(study), noisy(lucky), slots=2).run()
+    assert [trial.seed for trial in done] == [0, *range(10, 20)]
+
+
 @pytest.mark.parametrize(
     "broken_off", [3, 9, *(pytest.param(trials, marks=pytest.mark.slow) for trials in (5, 6, 14))]
 )
