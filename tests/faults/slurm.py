@@ -2,11 +2,11 @@
 
     hosts.sh FOLDER slurm.sh python -m tests.faults.slurm SECONDS SEED
 
-The program runs on the Slurm's only host (:mod:`tests.study.launch.hosts`), beside an S3 server of
-its own. It launches ``faults.yaml`` of the current folder by ``lns-study launch --to slurm``, again
-whenever the job has ended with trials left, at times with an empty cache, as on a new machine.
-Whenever the study has run for SECONDS since it began or since the last fault, one of :data:`FAULTS`
-is made. What the store holds in the end is written to ``result.json``.
+The program runs on the Slurm's only host (:mod:`tests.study.launch.machines.hosts`), beside an S3
+server of its own. It launches ``faults.yaml`` of the current folder by ``lns-study launch --to
+slurm``, again whenever the job has ended with trials left, at times with an empty cache, as on a
+new machine. Whenever the study has run for SECONDS since it began or since the last fault, one of
+:data:`FAULTS` is made. What the store holds in the end is written to ``result.json``.
 """
 
 from __future__ import annotations

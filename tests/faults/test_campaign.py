@@ -37,7 +37,7 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.rerun import differences
-from tests.study.launch.hosts import weights
+from tests.study.launch.machines.hosts import weights
 from tests.study.raylets import cluster_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

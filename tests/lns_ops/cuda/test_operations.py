@@ -19,8 +19,8 @@ from lns_ops.functional.convolution import Geometry
 from lns_ops.spec import unary_functions
 from tests.lns_ops.nets import GPT, LSTMClassifier, ResNet18
 from tests.lns_ops.spec.test_unary_functions import PARAMETERS
+from tests.lns_ops.tensor.ops.test_packed_sequences import PACKED, Packed
 from tests.lns_ops.tensor.test_layers import LAYERS
-from tests.lns_ops.tensor.test_packed_sequences import PACKED, Packed
 
 pytestmark = [
     pytest.mark.gpu,

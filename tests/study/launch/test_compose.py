@@ -20,8 +20,8 @@ import pytest
 
 from study.cli.entry import parse
 from tests.study.conftest import TINY
-from tests.study.launch.compose_host import FILE, Host, free_ports
-from tests.study.launch.stand_in_store import PORT
+from tests.study.launch.machines.compose_host import FILE, Host, free_ports
+from tests.study.launch.machines.stand_in_store import PORT
 from tests.study.servers import free_port
 
 RAY = f"/tmp/lns-compose-{os.getpid()}"

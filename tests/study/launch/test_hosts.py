@@ -11,7 +11,7 @@ import yaml
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY, raw_lines
-from tests.study.launch.hosts import (
+from tests.study.launch.machines.hosts import (
     EPOCHS,
     ROOT,
     TWO_NODES,

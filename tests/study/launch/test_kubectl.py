@@ -1,5 +1,5 @@
 """``lns-study launch --to kuberay`` with the real ``kubectl``, against an API server with the
-limits of Kubernetes (:mod:`tests.study.launch.kubernetes_api`)."""
+limits of Kubernetes (:mod:`tests.study.launch.machines.kubernetes_api`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from study.cli import main
 from study.execution.launched import VARIABLE
 from study.launch import kuberay
 from tests.study.conftest import TINY
-from tests.study.launch.kubernetes_api import (
+from tests.study.launch.machines.kubernetes_api import (
     MOST_ANNOTATIONS,
     KubernetesApi,
     kubeconfig,

@@ -11,7 +11,7 @@ import pytest
 
 from study.ledger.log import read_ledger
 from tests.study.conftest import raw_lines
-from tests.study.launch.hosts import (
+from tests.study.launch.machines.hosts import (
     EPOCHS,
     ROOT,
     SLURM,

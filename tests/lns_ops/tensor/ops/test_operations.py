@@ -307,7 +307,7 @@ def test_gradients(name: str) -> None:
 
 
 def test_the_document_is_the_table() -> None:
-    path = Path(__file__).parents[3] / "docs" / "operations.md"
+    path = Path(__file__).parents[4] / "docs" / "operations.md"
     assert path.read_text() == operations.document(), "run python -m tests.lns_ops.operations"
 
 

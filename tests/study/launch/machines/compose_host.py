@@ -24,7 +24,7 @@ import yaml
 
 from tests.study.servers import free_port
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 FILE = ROOT / "conf" / "cluster" / "compose.yaml"
 ANSWERS = 300
 """Seconds for which a server is waited for."""
@@ -34,7 +34,7 @@ PROGRAMS = {
     "lns-study": "exec {python} -m study",
     "ray": "exec {python} -m ray.scripts.scripts",
     "python": "exec {python}",
-    "versitygw": "exec {python} -m tests.study.launch.stand_in_store",
+    "versitygw": "exec {python} -m tests.study.launch.machines.stand_in_store",
 }
 """Programs of the images, and what runs in their place."""
 
