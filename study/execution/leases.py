@@ -12,6 +12,8 @@ they compute. A node on which our code does not start, or whose data are not the
 again after ever longer waits, and its reason is said once. While trials wait and nothing is free,
 one more small lease is requested on any node, which an autoscaler takes as demand. A node that Ray
 drains (a spot instance with its notice) gets no more trials, and is given back once its own left.
+So is what has been idle for :data:`IDLE_SECONDS` while no trial waited, and any demand for more: a
+long last trial keeps no other node from the autoscaler or from others.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
 PATIENCE_SECONDS = 3.0
 """Seconds for which a lease waits for all that its node has before it asks for less."""
-AGAIN_SECONDS = 10.0
-"""Seconds after which an autoscaler is told its demand again."""
+IDLE_SECONDS = 60.0
+"""Seconds for which a lease may be idle while no trial waits, before it is given back."""
 LONGEST_SECONDS = 60.0
 """Longest wait before a node that cannot be used is asked again."""
 END_SECONDS = 10.0
@@ -135,78 +137,19 @@ class Local:
                 self._on_events(self.leases[0], events)
 
 
-class OfRay(Local):
-    """All resources of a Ray, as one lease whose processes run here; Ray Train places the trials.
-
-    While a trial waits, an autoscaler is asked for what those that run have, and one trial more:
-    Ray Train is given trials that fit only, so that Ray itself never hears of those that wait.
-
-    Args:
-        node: node that runs the processes.
-        on_events: called with the processes' messages, from a thread.
-        resources: returns the resources of the Ray.
-        unit: CPUs and GPUs of the largest worker.
-        workers: number of workers of the largest trial.
-        ask: asks the Ray's autoscaler for so many workers' resources in all; None if it has none.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        on_events: OnEvents,
-        resources: Callable[[], dict[str, float]],
-        unit: tuple[float, float] = (1.0, 0.0),
-        workers: int = 1,
-        ask: Callable[[list[dict[str, float]]], None] | None = None,
-    ) -> None:
-        super().__init__(0.0, [], node, on_events)
-        self._resources, self._ask, self._unit, self._workers = resources, ask, unit, workers
-        self._asked, self._asked_for, self._demanded = -math.inf, -1, 0.0
-        self.poll(False)
-
-    def poll(self, waiting: bool) -> None:
-        """Update the resources to what Ray has now."""
-        if time.monotonic() - self._asked < POLL_SECONDS:
-            return
-        self._asked = time.monotonic()
-        have, (lease,) = self._resources(), self.leases
-        lease.free += have.get("CPU", 0.0) - lease.cpus
-        lease.cpus = have.get("CPU", 0.0)
-        gpus = int(have.get("GPU", 0.0))
-        lease.gpus += [1.0] * (gpus - len(lease.gpus))
-        lease.lost = len(lease.gpus) - gpus
-        used = math.ceil((lease.cpus - lease.free) / self._unit[0] - EPSILON)
-        self._ask_for(used + self._workers if waiting else 0)
-
-    def close(self) -> None:
-        """Take the demand back and end the processes."""
-        self._ask_for(0)
-        super().close()
-
-    def _ask_for(self, workers: int) -> None:
-        """Replace the demand that the autoscaler knows, if it is another, be it one of a driver
-        that was killed; tell it again now and then, as another study's replaces it."""
-        again = workers > 0 and time.monotonic() - self._demanded > AGAIN_SECONDS
-        if self._ask is None or (workers == self._asked_for and not again):
-            return
-        self._asked_for, self._demanded = workers, time.monotonic()
-        cpus, gpus = self._unit
-        demand = [{"CPU": cpus} | ({"GPU": gpus} if gpus else {})] * workers
-        # a control store that has died does not answer, and nothing should wait for it
-        thread = threading.Thread(target=self._ask, args=(demand,), daemon=True, name="demand")
-        thread.start()
-        thread.join(POLL_SECONDS)
-
-
 @dataclass(eq=False)
 class _Request:
-    """An actor that holds, or waits to hold, resources of a node; ``node`` None for any node."""
+    """An actor that holds, or waits to hold, resources of a node; ``node`` None for any node.
+
+    ``needed`` is when it was last in use, or a trial waited.
+    """
 
     node: str | None
     cpus: float
     gpus: float
     actor: Any
     since: float
+    needed: float
     lease: Lease | None = None
 
 
@@ -243,6 +186,7 @@ class Cluster:
         self._say, self._modules, self._versions = say, modules, versions(modules)
         self._refused: set[str] = set()
         self._draining: set[str | None] = set()
+        self._given_back: set[str | None] = set()
         self._waits: dict[str | None, tuple[float, float]] = {}
         """Wait after the last failure of a node, None for any, and the time when it ends."""
         self._requests: list[_Request] = []
@@ -267,11 +211,12 @@ class Cluster:
         if time.monotonic() - self._asked < POLL_SECONDS:
             return
         self._asked = time.monotonic()
+        self._give_back_idle(waiting)
         nodes = self._nodes()
         for node in nodes:
             if node["NodeID"] in self._draining or node.get("Draining"):
                 self._drain(node)
-            elif node["Alive"] and node["NodeID"] not in self._refused:
+            elif node["Alive"] and node["NodeID"] not in self._refused | self._given_back:
                 self._claim(node["NodeID"], node["Resources"])
         unmet = [r for r in self._requests if r.lease is None]
         for request in unmet:
@@ -338,6 +283,18 @@ class Cluster:
             if request.lease is None or request.lease.free + EPSILON >= request.lease.cpus:
                 self._drop(request)
 
+    def _give_back_idle(self, waiting: bool) -> None:
+        """Give back what has been idle for a while in which no trial waited, until one does."""
+        if waiting:
+            self._given_back.clear()
+        for request in list(self._requests):
+            lease = request.lease
+            if waiting or (lease is not None and lease.free + EPSILON < lease.cpus):
+                request.needed = self._asked
+            elif self._asked - request.needed > IDLE_SECONDS:
+                self._given_back.add(request.node)
+                self._drop(request)
+
     def _halve(self, request: _Request) -> None:
         """Replace a request by two for half as much each.
 
@@ -363,7 +320,8 @@ class Cluster:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
         actor = ray.remote(concurrency_groups=groups)(Node).options(**options).remote(*self._make)
-        request = _Request(node, cpus, gpus, actor, time.monotonic())
+        now = time.monotonic()
+        request = _Request(node, cpus, gpus, actor, now, now)
         with self._lock:
             self._requests.append(request)
         thread = threading.Thread(target=self._follow, args=(request,), daemon=True, name="events")

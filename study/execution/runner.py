@@ -29,10 +29,10 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.leases import Cluster, Local, OfRay
+from study.execution.leases import Cluster, Local
 from study.execution.loop import Loop
 from study.execution.pool import Machines, Pool
-from study.execution.ray_session import Session, ray_session
+from study.execution.ray_session import OfRay, Session, ray_session
 from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from study.execution.leases import AGAIN_SECONDS, Cluster, OfRay
+from study.execution.leases import IDLE_SECONDS, Cluster, Lease, _Request
 from study.execution.pool import Pool
+from study.execution.ray_session import AGAIN_SECONDS, OfRay
 from trainers.workers.messages import DONE, ENDED, Message
 from trainers.workers.resources import WorkerResources
 
@@ -112,3 +113,34 @@ def test_a_refused_node_stops_growth_only_while_it_lives(monkeypatch: pytest.Mon
     assert look() == []  # it could only land there again
     nodes[0]["Alive"] = False
     assert look() == [None]
+
+
+def test_what_is_idle_while_no_trial_waits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node, and a demand for one more; the node on which a trial runs is kept."""
+
+    def request(self: Cluster, node: str | None, cpus: float, gpus: float) -> None:
+        make = {"host": "", "address": "", "gpus": [], "names": [], "call": print}
+        lease = Lease(cpus=cpus, **make) if node else None  # type: ignore[arg-type]
+        self._requests.append(_Request(node, cpus, gpus, None, self._asked, self._asked, lease))
+
+    monkeypatch.setattr(Cluster, "_request", request)
+    nodes = [
+        {"NodeID": name, "Alive": True, "Draining": False, "Resources": {"CPU": 2.0}}
+        for name in ("busy", "idle")
+    ]
+    cluster = Cluster((1.0, 0.0), (9.0, 0.0), (), lambda *what: None, lambda: nodes)
+
+    def asked(waiting: bool, seconds: float) -> list[str | None]:
+        cluster._asked = -math.inf  # a second has passed
+        for each in cluster._requests:
+            each.needed -= seconds
+        cluster.poll(waiting)
+        return [each.node for each in cluster._requests]
+
+    assert asked(True, 0.0) == ["busy", "idle", None]
+    cluster._requests[0].lease.free -= 1.0  # type: ignore[union-attr]
+    assert asked(True, 2 * IDLE_SECONDS) == ["busy", "idle", None]  # a gang waits for both
+    assert asked(False, IDLE_SECONDS - 1.0) == ["busy", "idle", None]
+    assert asked(False, IDLE_SECONDS) == ["busy"]
+    assert asked(False, 0.0) == ["busy"]
+    assert asked(True, 0.0) == ["busy", "idle", None]

@@ -52,7 +52,9 @@ import sys
 from study.config.compose import load
 from study.api import run_study
 from tests.study.conftest import SilentView
+from study.execution import leases
 from tests.study.sleeping import executor
+leases.IDLE_SECONDS = 2.0
 with executor():
     outcome = run_study(load("tiny.yaml", sys.argv[1:]), SilentView(), print)
 sys.exit(outcome.failed)
@@ -115,6 +117,27 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
     assert 16 in capacity[capacity.index(24) :]
     after = [event for event in events if event["event"] == "capacity" and event["time"] > lost]
     assert after[-1]["cpus"] == 24
+
+
+def test_nodes_that_no_trial_needs_any_more_are_given_back(three: Any, tmp_path: Path) -> None:
+    """One trial lasts longer than the others: only its node is kept, and another job gets more."""
+    rows = "rows=[{label: short}, {label: long, overrides: {optimizer.lr: 40.0}}]"
+    whole = ["trial.threads=8", "seeds=[0]", "trial.optimizer.lr=3.0"]  # a node each
+    process = sleepers(tmp_path, three, "name=tail", rows, *whole)
+    folder = tmp_path / "studies" / "tail"
+    capacity = lambda events: [e["cpus"] for e in events if e["event"] == "capacity"]  # noqa: E731
+    wait_until(process, folder, lambda events: capacity(events)[-2:] == [16, 8])
+    other = (
+        "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "@ray.remote(num_cpus=8)\nclass Job:\n    def here(self): return True\n"
+        "jobs = [Job.remote() for _ in range(2)]; ray.get([job.here.remote() for job in jobs])"
+    )
+    subprocess.run([sys.executable, "-c", other, three.address], check=True, timeout=60)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    events = read_ledger(folder)
+    assert [trial.status for trial in fold(events).trials] == [FINISHED] * 2
+    assert events[-1]["time"] - events[0]["time"] > 40.0  # it ran all the while
 
 
 def drain(cluster: Any, node: Any) -> None:
