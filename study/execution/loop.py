@@ -445,6 +445,7 @@ class Loop:
                 for name in dict.fromkeys([study.primary_metric.name, *study.search.objectives])
                 if name not in DERIVED
             ],
+            "data": [info["files"] for info in self._state.plan.get("data", [])],
             "storage": str(study.folder / "train"),
             "max_failures": study.max_failures,
             "ray": (

@@ -111,6 +111,7 @@ class RayTrainRun(Executor):
             max_failures=self._plan["max_failures"],
             origin=self._plan.get("origin", {}),
             resume_from=whole,
+            data=self._plan.get("data", ()),
         )
         self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True)
         self._thread.start()

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from trainers.checkpoint.files import load_checkpoint
 from trainers.comm import process_group
 from trainers.config import TrialConfig
+from trainers.data.descriptions import prepare
+from trainers.user_code import names_code
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
 from trainers.workers.messages import DETERMINISTIC, HISTORY
@@ -67,13 +69,14 @@ def train_loop(plan: dict[str, Any]) -> None:
 
     Args:
         plan: ``config``, as ``TrialConfig.to_dict()`` has it, ``versions`` of who submitted it,
-            ``origin`` and ``resume_from``.
+            ``data``, ``origin`` and ``resume_from``.
 
     Raises:
-        ValueError: this node has other versions, the trial cannot be built, or the run's checkpoint
-            is damaged.
+        ValueError: this node has other versions or data, the trial cannot be built, or the run's
+            checkpoint is damaged.
     """
     check_versions(plan["versions"])
+    check_data(TrialConfig.from_dict(plan["config"]), plan["data"])
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if workers > 1:
@@ -107,6 +110,29 @@ def check_versions(wanted: dict[str, str]) -> None:
             f"the node {os.uname().nodename} has {', '.join(wrong)}, and this trial was submitted"
             f" with {', '.join(f'{name} {version}' for name, version in wanted.items())}: it could"
             " get other bits; install the same there, and restart its Ray"
+        )
+
+
+def check_data(config: TrialConfig, files: Collection[str]) -> None:
+    """Refuse to train on a node whose data are not the study's.
+
+    Data that the user's code makes are that code's, which nodes have from Ray.
+
+    Args:
+        config: the trial.
+        files: SHA-256 of the examples of each data set of the study
+            (:attr:`trainers.data.DatasetInfo.files`); empty for any.
+
+    Raises:
+        ValueError: with what differs and the remedy, or the data cannot be read.
+    """
+    if not files or config.own_loop or names_code(config.data.name):
+        return
+    info = prepare(config.data)
+    if info.files not in files:
+        raise ValueError(
+            f"the node {os.uname().nodename} has other data than this study ({info.source}, sha256"
+            f" {info.files[:16]}): bring the same files there"
         )
 
 
@@ -159,6 +185,7 @@ def build_trainer(
     resize_seconds: float = 60.0,
     origin: dict[str, Any] | None = None,
     resume_from: Sequence[str] = (),
+    data: Collection[str] = (),
 ) -> TorchTrainer:
     """Return the TorchTrainer of ``config``; ``.fit()`` runs it.
 
@@ -171,6 +198,7 @@ def build_trainer(
         origin: see :attr:`trainers.training.trainer.Training.origin`.
         resume_from: checkpoints of another trial that began alike, the best first; a run that has
             one of its own goes on from that.
+        data: see :func:`check_data`.
         callbacks: ``ray.train.UserCallback``s, such as
             :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
@@ -179,6 +207,7 @@ def build_trainer(
         train_loop_config={
             "config": config.to_dict(),
             "versions": versions(),
+            "data": list(data),
             "origin": origin or {},
             "resume_from": list(resume_from),
         },

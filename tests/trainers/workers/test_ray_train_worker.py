@@ -34,6 +34,7 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionC
 from trainers.config.layout import Layout
 from trainers.config.sync import SyncConfig
 from trainers.config.wire import WireConfig
+from trainers.data.descriptions import prepare
 from trainers.training.trainer import Training
 from trainers.workers.messages import HISTORY
 from trainers.workers.node import versions
@@ -69,6 +70,7 @@ def run_loop(
     start: Path | None,
     monkeypatch: pytest.MonkeyPatch,
     resume_from: Sequence[str] = (),
+    data: Sequence[str] = (),
     **other: str,
 ) -> list[dict[str, Any]]:
     """``train_loop`` without Ray: its reports; their checkpoints go to ``folder/EPOCH``."""
@@ -83,7 +85,7 @@ def run_loop(
         ray.train, "get_checkpoint", lambda: start and Checkpoint.from_directory(start)
     )
     monkeypatch.setattr(ray.train, "report", report)
-    plan = {"config": config.to_dict(), "resume_from": list(resume_from)}
+    plan = {"config": config.to_dict(), "resume_from": list(resume_from), "data": list(data)}
     train_loop(plan | {"versions": versions() | other})
     return reports
 
@@ -93,6 +95,15 @@ def test_a_node_of_another_torch_is_refused_for_good(
 ) -> None:
     with pytest.raises(ValueError, match=r"has torch .* submitted with .* torch 2\.0\.1.*install"):
         run_loop(replace(CONFIG, workers=1), tmp_path, None, monkeypatch, torch="2.0.1")
+
+
+def test_a_node_of_other_data_is_refused_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, ours = replace(CONFIG, workers=1, epochs=1), prepare(CONFIG.data).files
+    assert len(run_loop(config, tmp_path, None, monkeypatch, data=["0" * 64, ours])) == 1
+    with pytest.raises(ValueError, match=f"other data .* sha256 {ours[:16]}.*same files there"):
+        run_loop(config, tmp_path, None, monkeypatch, data=["0" * 64])
 
 
 @pytest.mark.parametrize("lr", [0.1, 1e38], ids=["learns", "diverges"])

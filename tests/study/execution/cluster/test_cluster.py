@@ -189,7 +189,12 @@ def loop(context):
 
 
 @pytest.mark.parametrize(
-    "kind", [["trainable=own.py:loop"], ["executor=train", "trial.model.name=own.py:net"]]
+    "kind",
+    [
+        ["trainable=own.py:loop"],
+        ["executor=train", "trial.model.name=own.py:net"],
+        ["trial.workers=2", "trial.sync.name=asynchronous", "trial.model.name=own.py:net"],
+    ],
 )
 def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that_they_have(
     tmp_path: Path, kind: list[str]
@@ -200,7 +205,7 @@ def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that
     (tmp_path / "own.py").write_text((SLOW_NET + SLOW_LOOP).format(slow=slow))
     words = ["name=drained", "rows=[{label: a}]", "baseline=null", "trial.epochs=100", *kind]
     folder = tmp_path / "studies" / "drained"
-    with cluster_of(0, 1) as cluster:
+    with cluster_of(0, 2) as cluster:
         process = command(tmp_path, cluster.address, *words)
         three = lambda events: any(event.get("epoch") == 3 for event in events)  # noqa: E731
         seen = wait_until(process, folder, three)
@@ -209,7 +214,7 @@ def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that
         cluster.remove_node(node, allow_graceful=False)
         assert len(fold(read_ledger(folder)).trials[0].reports) < 100
         slow.unlink()
-        cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=2)
         said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     events = read_ledger(folder)
