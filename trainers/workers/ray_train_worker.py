@@ -195,12 +195,10 @@ def build_trainer(
         max_failures: how often a group with a dead worker starts again from its last checkpoint;
             after one of the errors in :data:`DETERMINISTIC` none does.
         resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
-        origin: see :attr:`trainers.training.trainer.Training.origin`.
+        origin, data: see :attr:`trainers.training.trainer.Training.origin`, :func:`check_data`.
         resume_from: checkpoints of another trial that began alike, the best first; a run that has
             one of its own goes on from that.
-        data: see :func:`check_data`.
-        callbacks: ``ray.train.UserCallback``s, such as
-            :class:`trainers.workers.ray_train_run.ReportCallback`.
+        callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     return TorchTrainer(
         train_loop,
