@@ -200,6 +200,7 @@ def build_trainer(
             one of its own goes on from that.
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
+    most = config.workers
     return TorchTrainer(
         train_loop,
         train_loop_config={
@@ -211,9 +212,7 @@ def build_trainer(
         },
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
-            num_workers=config.workers
-            if config.min_workers is None
-            else (config.min_workers, config.workers),
+            num_workers=(least, most) if (least := config.min_workers) is not None else most,
             use_gpu=config.device == "cuda",
             resources_per_worker=WorkerResources.of(config).bundles[0],
             elastic_resize_monitor_interval_s=resize_seconds,
