@@ -19,7 +19,8 @@ plan, ledger (fsynced), processes, MLflow.
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
     raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000
                 trials that sleep 5 s, from the first start to the last end
-    rate        cores that the driver uses while 300 and 1,000 trials report once a second
+    rate        cores that the driver uses while 300 and 1,000 trials report once a second, and
+                1,000 on three Ray nodes of 334 declared CPUs each
     driver      CPU time of the driver's process for a trial that does nothing (its start, its one
                 report, its end), and for a second in which 2 and 100 trials run and none reports
     config      CPU time to read the quickstart's config (its files, its small form, every check);
@@ -58,6 +59,7 @@ from study.execution.ray_session import ENVIRONMENT
 from study.ledger.lines import Event
 from study.ledger.state import FINISHED, StudyState
 from study.plan.plan import make_plan
+from tests.study.raylets import cluster_of
 from trainers.config import DataConfig, ModelConfig, TrialConfig
 from trainers.workers import resources
 
@@ -260,18 +262,17 @@ def house(trials: int) -> None:
     )
 
 
-def raylets(trials: int) -> None:
-    from ray.cluster_utils import Cluster
-
-    # where nodes find the trials' executor
+@contextmanager
+def three_nodes(cpus: int) -> Iterator[dict[str, Any]]:
+    """Yield the keys of a study on a Ray cluster of three nodes, of so many declared CPUs each."""
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 16, "include_dashboard": False}
-    )
-    for _ in range(2):
-        cluster.add_node(num_cpus=16)
-    cluster.wait_for_nodes()
-    _, view = run(2000, "FiveSeconds", tracked=False, address=cluster.address, insecure=True)
+    with cluster_of(cpus, cpus, cpus) as cluster:
+        yield {"address": cluster.address, "insecure": True}
+
+
+def raylets(trials: int) -> None:
+    with three_nodes(16) as keys:
+        _, view = run(2000, "FiveSeconds", tracked=False, **keys)
     times = {
         name: [event["time"] for event in view.events if event["event"] == name]
         for name in ("started", "finished")
@@ -288,25 +289,29 @@ def raylets(trials: int) -> None:
         + [(moment, -1) for moment in times["finished"]]
     )
     report("the same: trials at a time, at most", max(accumulate(step for _, step in steps)), "")
-    cluster.shutdown()
 
 
 def rate(trials: int) -> None:
-    process = psutil.Process()
     for count in (300, 1000):
-        before, start = process.cpu_times(), time.time()
-        _, view = run(count, "EverySecond", tracked=False, cpus=count)
-        used = process.cpu_times().user + process.cpu_times().system - before.user - before.system
-        began = min(event["time"] for event in view.events if event["event"] == "started")
-        ended = max(event["time"] for event in view.events if event["event"] == "finished")
-        report(
-            f"{count} trials of 20 reports, one a second: cores that the driver used",
-            used / (time.time() - start),
-            "cores",
-        )
-        report(
-            "the same: utilisation, from the first start to the last end", 20 / (ended - began), ""
-        )
+        _rate(count, "", {"cpus": count})
+    with three_nodes(334) as keys:
+        _rate(1000, " on three Ray nodes", keys)
+
+
+def _rate(count: int, where: str, keys: dict[str, Any]) -> None:
+    """Run ``count`` trials that report once a second, all at a time."""
+    process = psutil.Process()
+    before, start = process.cpu_times(), time.time()
+    _, view = run(count, "EverySecond", tracked=False, **keys)
+    used = process.cpu_times().user + process.cpu_times().system - before.user - before.system
+    began = min(event["time"] for event in view.events if event["event"] == "started")
+    ended = max(event["time"] for event in view.events if event["event"] == "finished")
+    report(
+        f"{count} trials of 20 reports, one a second{where}: cores that the driver used",
+        used / (time.time() - start),
+        "cores",
+    )
+    report("the same: utilisation, from the first start to the last end", 20 / (ended - began), "")
 
 
 def driver(trials: int) -> None:
@@ -421,9 +426,7 @@ def gang(trials: int) -> None:
         statistics.median(b - a for a, b in pairwise(ended)),
         "s",
     )
-    report(
-        "the same by Ray Train, the first, plan and start of Ray included", ended[0] - start, "s"
-    )
+    report("the same by Ray Train, the first, start of Ray included", ended[0] - start, "s")
 
 
 def memory(trials: int) -> None:
