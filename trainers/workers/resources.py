@@ -32,8 +32,9 @@ other: a deep and narrow net leaves most of a GPU idle, however long it takes.""
 FEW_LAYERS = 32
 """Most layers of a net that shares a GPU with eleven others. Twelve of 100 layers at once are no
 faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
-MOST_LAYERS = 3000
-"""Most layers of a net that shares a process; deeper ones were not measured."""
+MOST_LAYERS = 1000
+"""Most layers of a net that shares a process: four of 1,000 are twice as fast there as by turns,
+four of 3,000 are not (docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
 """Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
 steps keep some 8 GB."""
