@@ -125,7 +125,7 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
         ),
         (
             ["device=cuda", f"rows=[{{label: a, overrides: {DEEPER}}}]"],
-            "one each (executor=auto), 1/4 of a GPU a trial: they have more than 3000 layers",
+            "one each (executor=auto), 1/4 of a GPU a trial: they have more than 1000 layers",
         ),
         (
             ["device=cuda", "telemetry=true"],
