@@ -94,7 +94,7 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
             ["device=cuda", "workers=2"],
             "a gang of 2 each, a process and a GPU a worker (trial.workers)",
         ),
-        (["device=cuda"], f"up to 6 share one, 1/12 of a GPU a trial: {GRAPH} {BESIDE}, {BITS}"),
+        (["device=cuda"], f"up to 12 share one, 1/12 of a GPU a trial: {GRAPH} {BESIDE}, {BITS}"),
         (
             ["device=cuda", "gpus=0.25"],
             f"up to 4 share one, 1/4 of a GPU a trial: {GRAPH} train 1.8 to 3.6 times as fast four"
