@@ -71,7 +71,7 @@ class RowConfig:
         row, given = f"row {self.label!r}", f"rows: label={self.label!r}"
         require(given, bool(self.label.strip()), "every row needs a label", "add `label: my row`")
         finite(f"{row}: within", self.within, 0.0, "use for example within: 0.2, percentage points")
-        finite(f"{row}: worse_by", self.worse_by, 0.0, "leave it out for none")
+        finite(f"{row}: worse_by", self.worse_by, float("-inf"), "leave it out for none")
         finite(f"{row}: published", self.published, float("-inf"), "leave it out for none")
 
 
@@ -161,8 +161,8 @@ class StudyConfig:
             checkpoint.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
             killed and it is restarted like one that died. Must be longer than the longest epoch and
-            the start of a trial; None waits for ever, and says who is silent
-            (:mod:`study.execution.silence`).
+            the starts of the trials that share a process; None waits for ever, and says who is
+            silent (:mod:`study.execution.silence`).
     """
 
     name: str = "study"

@@ -186,7 +186,7 @@ class Cluster:
         self._say, self._modules, self._versions = say, modules, versions(modules)
         self._refused: set[str] = set()
         self._draining: set[str | None] = set()
-        self._given_back: set[str | None] = set()
+        self._gave_back = False
         self._waits: dict[str | None, tuple[float, float]] = {}
         """Wait after the last failure of a node, None for any, and the time when it ends."""
         self._requests: list[_Request] = []
@@ -216,7 +216,7 @@ class Cluster:
         for node in nodes:
             if node["NodeID"] in self._draining or node.get("Draining"):
                 self._drain(node)
-            elif node["Alive"] and node["NodeID"] not in self._refused | self._given_back:
+            elif node["Alive"] and node["NodeID"] not in self._refused and not self._gave_back:
                 self._claim(node["NodeID"], node["Resources"])
         unmet = [r for r in self._requests if r.lease is None]
         for request in unmet:
@@ -284,15 +284,19 @@ class Cluster:
                 self._drop(request)
 
     def _give_back_idle(self, waiting: bool) -> None:
-        """Give back what has been idle for a while in which no trial waited, until one does."""
-        if waiting:
-            self._given_back.clear()
+        """Give back what has been idle for a while in which no trial waited.
+
+        Nothing is claimed then until one does.
+        """
+        self._gave_back = self._gave_back and not waiting
         for request in list(self._requests):
             lease = request.lease
             if waiting or (lease is not None and lease.free + EPSILON < lease.cpus):
                 request.needed = self._asked
             elif self._asked - request.needed > IDLE_SECONDS:
-                self._given_back.add(request.node)
+                self._gave_back = True
+                if lease is not None:
+                    lease.draining = True  # a process that is idle there gets no trial meanwhile
                 self._drop(request)
 
     def _halve(self, request: _Request) -> None:

@@ -36,7 +36,8 @@ _capturing = threading.Lock()
 """The lock that a thread holds while it captures a graph.
 
 Beginning another capture waits for the whole device, which a capture forbids. Epochs of other
-threads queue few steps and none meanwhile: a capture, and the steps before it, would wait for them.
+threads queue few steps ahead, and few meanwhile: a capture, and the steps before it, would wait for
+them.
 """
 
 

@@ -124,11 +124,12 @@ def test_what_is_idle_while_no_trial_waits_is_given_back(monkeypatch: pytest.Mon
         self._requests.append(_Request(node, cpus, gpus, None, self._asked, self._asked, lease))
 
     monkeypatch.setattr(Cluster, "_request", request)
+    monkeypatch.setattr("ray.kill", lambda actor: None)  # it would start a Ray
     nodes = [
         {"NodeID": name, "Alive": True, "Draining": False, "Resources": {"CPU": 2.0}}
         for name in ("busy", "idle")
     ]
-    cluster = Cluster((1.0, 0.0), (9.0, 0.0), (), lambda *what: None, lambda: nodes)
+    cluster = Cluster((1.0, 0.0), (5.0, 0.0), (), lambda *what: None, lambda: nodes)
 
     def asked(waiting: bool, seconds: float) -> list[str | None]:
         cluster._asked = -math.inf  # a second has passed
@@ -141,6 +142,10 @@ def test_what_is_idle_while_no_trial_waits_is_given_back(monkeypatch: pytest.Mon
     cluster._requests[0].lease.free -= 1.0  # type: ignore[union-attr]
     assert asked(True, 2 * IDLE_SECONDS) == ["busy", "idle", None]  # a gang waits for both
     assert asked(False, IDLE_SECONDS - 1.0) == ["busy", "idle", None]
+    idle = cluster._requests[1].lease
     assert asked(False, IDLE_SECONDS) == ["busy"]
+    assert idle is not None
+    assert idle.draining  # its idle processes take no trial that comes just now
+    nodes.append(nodes[1] | {"NodeID": "new"})
     assert asked(False, 0.0) == ["busy"]
-    assert asked(True, 0.0) == ["busy", "idle", None]
+    assert asked(True, 0.0) == ["busy", "idle", "new"]
