@@ -79,17 +79,19 @@ def code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def by_topic() -> Iterator[str]:
+    """Yield a row for each topic: the operators with an LNS form, and the functions replaced."""
+    forms, replaced = topics(HANDLERS), topics(REPLACEMENTS)
+    for topic in sorted(forms.keys() | replaced.keys()):
+        yield f"| `{topic}` | {code(forms.get(topic, []))} | {code(replaced.get(topic, []))} |"
+
+
 def page() -> str:
     """Return the page of operations."""
     groups = [
         f"| {title} | {len(names)} | {meaning} |" for title, (names, meaning) in GROUPS.items()
     ]
     decoded = sorted(name for name in NAMES if not name.startswith("_"))
-    forms, replaced = topics(HANDLERS), topics(REPLACEMENTS)
-    by_topic = [
-        f"| `{topic}` | {code(forms.get(topic, []))} | {code(replaced.get(topic, []))} |"
-        for topic in sorted(forms.keys() | replaced.keys())
-    ]
     on_codes = [f"| `{name}` | {', '.join(devices)} |" for name, devices in kernels()]
     return "\n".join(
         [
@@ -125,7 +127,7 @@ def page() -> str:
             "",
             "| topic | aten operators | torch functions |",
             "|---|---|---|",
-            *by_topic,
+            *by_topic(),
             "",
             "## Kernels on codes",
             "The operators that all of these end in, as torch's dispatcher has them.",
