@@ -88,11 +88,7 @@ def by_topic() -> Iterator[str]:
 
 def page() -> str:
     """Return the page of operations."""
-    groups = [
-        f"| {title} | {len(names)} | {meaning} |" for title, (names, meaning) in GROUPS.items()
-    ]
     decoded = sorted(name for name in NAMES if not name.startswith("_"))
-    on_codes = [f"| `{name}` | {', '.join(devices)} |" for name, devices in kernels()]
     return "\n".join(
         [
             "# Operations in LNS",
@@ -101,12 +97,14 @@ def page() -> str:
             "",
             "## How exact",
             "The same in every LNS format and, but for losses and norms, with the same bits on CPU"
-            " and GPU."
-            " [Operations of LNSTensor](../operations.md) names the operations of each group.",
+            " and GPU. [Operations of LNSTensor](../operations.md) names those of each group.",
             "",
             "| group | operations | result |",
             "|---|---|---|",
-            *groups,
+            *(
+                f"| {title} | {len(names)} | {meaning} |"
+                for title, (names, meaning) in GROUPS.items()
+            ),
             "",
             "## By format",
             "The LNS forms are those of `LNSTensor`. In a simulated format values are rounded to"
@@ -134,7 +132,7 @@ def page() -> str:
             "",
             "| operator | kernels |",
             "|---|---|",
-            *on_codes,
+            *(f"| `{name}` | {', '.join(devices)} |" for name, devices in kernels()),
             "",
         ]
     )
