@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import urllib.parse
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from study.config.space import Space, parse_space
 from study.tracking_uri import hide, without_password
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import CHANGEABLE
-from trainers.config.validation import at_least, finite, one_of, require
+from trainers.config.validation import as_dict, at_least, finite, one_of, require
 from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
@@ -438,7 +438,7 @@ class StudyConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values; :meth:`from_dict` reads it back."""
-        return asdict(self)
+        return as_dict(self)
 
     def to_change(self) -> dict[str, Any]:
         """Return what :meth:`to_dict` does, with objectives that follow a change of the metric."""

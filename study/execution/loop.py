@@ -79,6 +79,7 @@ class Loop:
     ) -> None:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
+        self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
         self._watch = Watch()
         self._reports = Reports(state)
@@ -434,8 +435,8 @@ class Loop:
         return {
             "config": trial.config.to_dict(),
             "origin": origin_of(trial, self._ledger.id, self._state.plan),
-            "checkpoints": place_of(study.folder / "checkpoints" / trial.id),
-            "profile": place_of(study.folder / "profiles" / trial.id),
+            "checkpoints": f"{self._place}/checkpoints/{trial.id}",
+            "profile": f"{self._place}/profiles/{trial.id}",
             "checkpoint_every": study.checkpoint_every,
             "resume_from": self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
@@ -446,7 +447,7 @@ class Loop:
                 if name not in DERIVED
             ],
             "data": [info["files"] for info in self._state.plan.get("data", [])],
-            "storage": str(study.folder / "train"),
+            "storage": str(study.folder / "train") if by_train else "",
             "max_failures": study.max_failures,
             "ray": (
                 self._ray.address

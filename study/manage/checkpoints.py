@@ -27,8 +27,7 @@ def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
 
     The plan lacks the trial's config, which checkpoints have anyway.
     """
-    planned = {key: value for key, value in trial.to_dict().items() if key != "config"}
-    return {"ledger": ledger, "code": code_of(plan), "trial": planned}
+    return {"ledger": ledger, "code": code_of(plan), "trial": trial.origin}
 
 
 def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:

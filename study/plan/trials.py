@@ -45,12 +45,13 @@ class PlannedTrial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values."""
-        values: dict[str, Any] = {
-            "id": self.id,
-            "row": self.row,
-            "seed": self.seed,
-            "config": self.config.to_dict(),
-        }
+        named = {"id": self.id, "row": self.row, "seed": self.seed}
+        return named | {"config": self.config.to_dict()} | self.origin
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Values of :meth:`to_dict` but the config."""
+        values: dict[str, Any] = {"id": self.id, "row": self.row, "seed": self.seed}
         if self.number is not None:
             values |= {"number": self.number, "params": self.params}
         return values | {"asked": self.asked} if self.asked else values

@@ -8,7 +8,7 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lns_ops.format import LNSFormat
@@ -26,6 +26,7 @@ from trainers.config.profile import ProfileConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.validation import (
     NoArguments,
+    as_dict,
     at_least,
     check_named,
     finite,
@@ -469,7 +470,7 @@ class TrialKeys:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain nested dict of JSON values, which :meth:`from_dict` reads back."""
-        return asdict(self)
+        return as_dict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

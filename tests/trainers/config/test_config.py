@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from lns_ops import lns12
-from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.config import (
+    DataConfig,
+    MetricConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrialConfig,
+)
 from trainers.config.compatibility import RULES
 from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule
@@ -27,6 +35,20 @@ def test_round_trip_through_plain_values() -> None:
     assert TrialConfig.from_dict(config.to_dict()) == config
     assert config.precision.lns_format == lns12
     assert PrecisionConfig().lns_format is None
+
+
+def test_plain_values_are_copies_of_all_fields() -> None:
+    """As ``dataclasses.asdict`` makes them."""
+    config = TrialConfig(
+        model=ModelConfig(name="net.py:net", args={"sizes": [1, {"deep": (2, 3)}], "on": True}),
+        metrics={"r2": MetricConfig(name="torchmetrics:R2Score", args={"adjusted": 1})},
+        changes=[{"epoch": 1, "optimizer.lr": 0.5}],
+    )
+    values = config.to_dict()
+    assert values == asdict(config)
+    values["model"]["args"]["sizes"][1]["deep"] = values["changes"][0]["epoch"] = None
+    assert config.model.args["sizes"][1] == {"deep": (2, 3)}
+    assert config.changes[0]["epoch"] == 1
 
 
 @pytest.mark.parametrize(
