@@ -81,7 +81,7 @@ class Loop:
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
-        self._watch = Watch()
+        self._watch, self._looked = Watch(), 0.0
         self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
         self._capacity: tuple[float, int, int] | None = None
@@ -389,6 +389,9 @@ class Loop:
     def _look_after_silent(self) -> None:
         """Begin trials again that were silent for the heartbeat; without one, name the silent."""
         limit = self._study.heartbeat
+        if time.monotonic() - self._looked < ROUND_SECONDS:
+            return
+        self._looked = time.monotonic()
         if limit is not None:
             for trial in self._watch.hung(limit):
                 self._pool.kill(

@@ -120,10 +120,9 @@ class Pool:
         self._trials: dict[str, _Group] = {}
         self._pids: dict[int, int] = {}
         self._calls: dict[Lease, list[Call]] = defaultdict(list)
-        self._keys = itertools.count(1)
+        self._keys, self._new_slots = itertools.count(1), itertools.count()
         self._idle: list[_Group] = []
         self._free_slots: list[int] = []
-        self._new_slots = itertools.count()
         self._reasons: dict[str, str] = {}
 
     def use(self, machines: Machines | None) -> None:
@@ -143,14 +142,14 @@ class Pool:
     @property
     def leases(self) -> list[Lease]:
         """Leases of all machines that trials may be given to."""
-        leases = self._machines.leases if self._machines else []
-        return [lease for lease in leases if not lease.draining]
+        return [lease for lease in self._all_leases if not lease.draining]
 
     @property
     def moving(self) -> list[str]:
         """Ids of the trials that processes train on a machine that is about to end."""
-        groups = self._trials.items()
-        return [trial for trial, group in groups if any(on.draining for on, _ in group.spots)]
+        ending = {id(lease) for lease in self._all_leases if lease.draining}
+        groups = self._trials.items() if ending else []
+        return [trial for trial, group in groups if any(id(on) in ending for on, _ in group.spots)]
 
     @property
     def idle_resources(self) -> tuple[float, float]:
@@ -168,11 +167,9 @@ class Pool:
         return any(lease.free >= 1.0 - EPSILON for lease in self.leases)
 
     def capacity(self) -> tuple[float, int, int]:
-        """Return the CPUs, GPUs and machines of all leases.
-
-        Of a machine that is about to end, what trials hold there still counts.
-        """
-        leases = self._machines.leases if self._machines else []
+        """Return the CPUs, GPUs and machines of all leases; of a machine that is about to end, what
+        trials hold there."""
+        leases = self._all_leases
         return (
             sum(each.cpus - each.free if each.draining else each.cpus for each in leases),
             sum(
@@ -281,6 +278,10 @@ class Pool:
         """End all processes and give back their resources."""
         if self._machines is not None:
             self._machines.close()
+
+    @property
+    def _all_leases(self) -> list[Lease]:
+        return self._machines.leases if self._machines else []
 
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Return processes of this shape without a trial whose resources are free, or None."""

@@ -42,4 +42,4 @@ def expected_seconds(trial: PlannedTrial, seconds: dict[str, float]) -> float:
         trial: the trial.
         seconds: seconds per epoch from :func:`seconds_an_epoch`.
     """
-    return trial.config.epochs * seconds.get(pace_key(trial.config.to_dict()), math.inf)
+    return trial.config.epochs * seconds.get(trial.pace, math.inf)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden, override_trial
 from study.config.keys import apply
 from study.config.space import Params, describe
-from study.plan.identity import NAMED, trial_id
+from study.plan.identity import NAMED, pace_key, trial_id
 from trainers.config import DataConfig, TrainableConfig, TrialConfig
 from trainers.config.validation import fits
 from trainers.data import resolve
@@ -47,6 +48,11 @@ class PlannedTrial:
         """Return a plain nested dict of JSON values."""
         named = {"id": self.id, "row": self.row, "seed": self.seed}
         return named | {"config": self.config.to_dict()} | self.origin
+
+    @cached_property
+    def pace(self) -> str:
+        """Its :func:`~study.plan.identity.pace_key`, for which a full agenda asks often."""
+        return pace_key(self.config.to_dict())
 
     @property
     def origin(self) -> dict[str, Any]:
