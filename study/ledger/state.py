@@ -151,12 +151,17 @@ class StudyState:
     runs: list[Run] = field(default_factory=list)
     damage: str = ""
     _early: dict[str, list[Event]] = field(default_factory=dict)
+    _made: tuple[Any, StudyConfig] | None = field(default=None, repr=False, compare=False)
 
     @property
     def config(self) -> StudyConfig:
         """Config of the study as last planned; ValueError if no class here takes it."""
+        values = self.plan["study"]
+        if self._made is not None and self._made[0] is values:
+            return self._made[1]
         try:
-            return StudyConfig.from_dict(self.plan["study"])
+            self._made = values, (config := StudyConfig.from_dict(values))
+            return config
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{self.plan['study'].get('name')}: {error}; its config is of another version of"
