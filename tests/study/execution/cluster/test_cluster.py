@@ -193,7 +193,7 @@ def loop(context):
     [
         ["trainable=own.py:loop"],
         ["executor=train", "trial.model.name=own.py:net"],
-        ["trial.workers=2", "trial.sync.name=asynchronous", "trial.model.name=own.py:net"],
+        ["trial.workers=2", "trial.sync={name: asynchronous, straggler_seconds: 0.005}"],
     ],
 )
 def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that_they_have(
