@@ -265,6 +265,7 @@ def house(trials: int) -> None:
 @contextmanager
 def three_nodes(cpus: int) -> Iterator[dict[str, Any]]:
     """Yield the keys of a study on a Ray cluster of three nodes, of so many declared CPUs each."""
+    # where nodes find the trials' executor
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     with cluster_of(cpus, cpus, cpus) as cluster:
         yield {"address": cluster.address, "insecure": True}

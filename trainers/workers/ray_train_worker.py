@@ -76,12 +76,13 @@ def train_loop(plan: dict[str, Any]) -> None:
             checkpoint is damaged.
     """
     check_versions(plan["versions"])
-    check_data(TrialConfig.from_dict(plan["config"]), plan["data"])
+    config = TrialConfig.from_dict(plan["config"])
+    check_data(config, plan["data"])
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if workers > 1:
         process_group.wait_in_training()
-    config = replace(TrialConfig.from_dict(plan["config"]), workers=workers, min_workers=None)
+    config = replace(config, workers=workers, min_workers=None)
     trial = InProcess(Context(trial="", plan=plan, rank=rank, workers=workers))
     history = _begin(trial, config, plan["resume_from"])
     before = {HISTORY: history} if history else {}
