@@ -380,7 +380,7 @@ def test_the_batch_script_is_shell_without_fault() -> None:
     assert set(words) - known - {"--min-nodes"} == set()
 
 
-NAMED = re.compile(r"token|/run/secrets/\w+|secrets/\w+|~/\.ray/auth_token|FILE")
+NAMED = re.compile(r"token|/run/secrets/\w+|\.secrets/\w+|~/\.ray/auth_token|FILE")
 """Values that name a secret, or Ray's mode ``token``."""
 
 
