@@ -77,7 +77,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
         jobs = [each for each in documents if each["kind"] == "RayJob"]
         if len(jobs) != 1:
             raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
-        _fill(jobs[0], name, loaded.storage, template)
+        _fill(jobs[0], name, loaded, template)
     except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise UserError(
             f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
@@ -266,21 +266,28 @@ def object_name(slug: str, digest: str) -> str:
     return f"{plain[: LONGEST_NAME - DIGITS - 1].strip('-')}-{digest[:DIGITS]}"
 
 
-def _fill(job: dict[str, Any], name: str, storage: str, template: Path) -> None:
-    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study."""
+def _fill(job: dict[str, Any], name: str, loaded: StudyConfig, template: Path) -> None:
+    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study,
+    and a cluster that the study would refuse."""
     job["metadata"]["name"] = name
     job["spec"]["entrypoint"] = ENTRYPOINT
     cluster = job["spec"]["rayClusterSpec"]
+    if cluster.get("authOptions", {}).get("mode") != "token" and not loaded.insecure:
+        raise UserError(
+            f"{template}: its Ray cluster asks nobody for a token; copy `authOptions: {{mode:"
+            " token}` of conf/cluster/rayjob.yaml, or say insecure=true where only you reach it"
+        )
     groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
     for pod in (group["template"]["spec"] for group in groups):
-        _check_storage(pod, storage, template)
+        _check_storage(pod, loaded.storage, template)
         found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
         if not found:
             raise UserError(
                 f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
                 " volumes and init container of conf/cluster/rayjob.yaml"
             )
-        found[0]["configMap"] = {"name": name}
+        for volume in found:
+            volume["configMap"] = {"name": name}
 
 
 def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:

@@ -4,6 +4,7 @@ programs of Slurm and Kubernetes."""
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import subprocess
 from pathlib import Path
@@ -104,6 +105,27 @@ def test_a_tunnel_that_is_cut_ends_the_following_alone(error: Exception) -> None
     assert lines == ["a line"]
 
 
+def test_a_printed_command_brings_what_was_set_for_the_launch_alone(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(programs, "ray", 'echo "$RAY_AUTH_MODE|$RAY_AUTH_TOKEN_PATH|$*"')
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    words = ("http://127.0.0.1:8265", "tiny-1", "logs", "--follow")
+    assert ray_jobs.command(*words) == shlex.join(
+        ["ray", "job", *words[2:], "--address", *words[:2]]
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/a folder/token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "correct-horse")
+    printed = ray_jobs.command(*words)
+    assert "correct-horse" not in printed
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name)
+    pasted = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
+    assert pasted.stdout.startswith("token|/a folder/token|job logs --follow --address")
+
+
 @pytest.fixture
 def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words that launch to Kubernetes in a namespace of a team's."""
@@ -141,7 +163,7 @@ def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
     kubectl(programs, ["x|Failed|FAILED||", "x|Initializing|||"], unauthorized)
     assert main(launched) == 1
     calls = (programs / "calls").read_text().splitlines()
-    assert [call.split()[0] for call in calls] == ["get", "delete", "apply", "get", "get"]
+    assert [call.split()[0] for call in calls] == ["get", "delete", "get", "apply", "get", "get"]
     assert all("--namespace team-a" in call for call in calls if not call.startswith("apply"))
     told = capsys.readouterr()
     assert "--namespace team-a" in next(line for line in told.out.splitlines() if "Stop:" in line)
