@@ -24,11 +24,11 @@ export RAY_AUTH_TOKEN_PATH=$package/token-$run
 
 # Time, in seconds since the start, at which the job is queued again at the latest. A study that has
 # not begun has nothing to write; one whose process is gone ends by itself.
-latest=
+latest= folder=
 on_notice() {
     [ -z "$latest" ] || return 0
     latest=$SECONDS
-    if [ -s "${folder:-}/driver" ]; then
+    if [ -s "$folder/driver" ]; then
         latest=$((SECONDS + 105))
         kill -USR1 "$(<"$folder/driver")" 2>/dev/null || true
     fi
