@@ -10,6 +10,7 @@ import signal
 import stat
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +319,8 @@ def test_a_notice_interrupts_a_study_and_its_job_is_queued_again_in_time(
     (tmp_path / "package" / "start.sh").write_text(driver or "")
     assert "+ 105))" in SCRIPT.read_text()
     (tmp_path / "slurm.sh").write_text(SCRIPT.read_text().replace("+ 105))", "+ 5))"))
-    job = subprocess.Popen(["bash", "slurm.sh", tmp_path / "package"], env=os.environ | JOB)
+    words = ["bash", "slurm.sh", tmp_path / "package"]
+    job = subprocess.Popen(words, env=os.environ | JOB, start_new_session=True)
     began = time.monotonic()
     while not (tmp_path / "begun").exists():
         assert job.poll() is None
@@ -334,6 +336,8 @@ def test_a_notice_interrupts_a_study_and_its_job_is_queued_again_in_time(
             f"requeue {os.getpid()}\n" if again else ""
         )
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
         for folder in Path("/tmp").glob(f"ray-{os.getpid()}-*"):
             shutil.rmtree(folder)
 
