@@ -319,7 +319,7 @@ def test_a_notice_interrupts_a_study_and_its_job_is_queued_again_in_time(
     (tmp_path / "package" / "start.sh").write_text(driver or "")
     assert "+ 105))" in SCRIPT.read_text()
     (tmp_path / "slurm.sh").write_text(SCRIPT.read_text().replace("+ 105))", "+ 5))"))
-    words = ["bash", "slurm.sh", tmp_path / "package"]
+    words = ["bash", "slurm.sh", str(tmp_path / "package")]
     job = subprocess.Popen(words, env=os.environ | JOB, start_new_session=True)
     began = time.monotonic()
     while not (tmp_path / "begun").exists():
