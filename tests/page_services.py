@@ -96,8 +96,12 @@ def _postgres(request: pytest.FixtureRequest, folder: Path) -> Service:
 def _ray(request: pytest.FixtureRequest, folder: Path) -> Service:
     address, variables = request.getfixturevalue("head")
     return Service(
-        variables={name: text for name, text in variables.items() if name.startswith("RAY_")},
-        stands_for={"http://HEAD:8265": address, "/shared/": f"{folder}/shared/"},
+        variables={
+            name: text
+            for name, text in variables.items()
+            if name.startswith("RAY_") and name != "RAY_AUTH_MODE"  # the page says it
+        },
+        stands_for={"--to ray": f"--to ray --address {address}", "/shared/": f"{folder}/shared/"},
         storage=folder / "shared" / "studies",
     )
 

@@ -167,6 +167,8 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
     name, where = objects[0]["metadata"]["name"], kuberay.namespace_words(objects)
     running = kuberay.remove_ended(name, where)
     kuberay.set_entrypoint(objects, running, _launched(options))
+    if kuberay.has_package(objects[0], where):
+        del objects[0]
     path.write_text(yaml.safe_dump_all(objects, sort_keys=False))
     print(kuberay.apply(path))
     print(f"Submitted in {time.monotonic() - began:.1f} s")

@@ -47,6 +47,17 @@ KEY = re.compile(
 )
 """Private keys in PEM form, and the secrets of object stores as tools, programs, notebooks and
 images of containers write them."""
+TOKEN = re.compile(
+    rb"\s*(?=[^0-9\s]*[0-9])(?=[^a-z\s]*[a-z])[a-z0-9+/_-]{32,}={0,2}\s*", re.IGNORECASE
+)
+"""Whole content of a file with a token or a key alone, in hexadecimal digits or base64: Ray's
+``auth_token``, the secrets of Docker Compose."""
+LONGEST_TOKEN = 1024
+"""Most bytes of such a file."""
+SECRETS = re.compile(r"(password|passwd|token|secret|(access|api)_?key)$", re.IGNORECASE)
+"""Ends of the names of variables whose values are secret."""
+SHORTEST_SECRET = 8
+"""Fewest characters of such a value that is looked for."""
 
 
 def check_user_files(study: StudyConfig) -> None:
@@ -106,12 +117,27 @@ def check_sent(name: str, path: Path, top: Path) -> None:
         )
     content = path.read_bytes()
     text = content.decode(errors="replace")
-    if KEY.search(content) or without_password(text) != text:
-        raise ValueError(
-            f"{name}: holds a password or a secret key, and would travel to the cluster; move it"
-            f" out of {top}, and give it to the nodes as a variable of their environment"
-            " (docs/howto/cluster.md)"
-        )
+    known = [each for each, value in own_secrets().items() if os.fsencode(value) in content]
+    if len(content) <= LONGEST_TOKEN and TOKEN.fullmatch(content):
+        what = "is a token or a key alone (else say on a second line what it is)"
+    elif KEY.search(content) or without_password(text) != text or known:
+        what = "holds a password or a secret key" + "".join(f", that of ${each}" for each in known)
+    else:
+        return
+    raise ValueError(
+        f"{name}: {what}, and would travel to the cluster; move it out of {top}, and give it to the"
+        " nodes as a variable of their environment (docs/howto/cluster.md)"
+    )
+
+
+def own_secrets() -> dict[str, str]:
+    """Return the variables of this process's environment whose names say that they are secret
+    (``MLFLOW_TRACKING_PASSWORD``, ``AWS_SECRET_ACCESS_KEY``), with their values."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if SECRETS.search(name) and len(value) >= SHORTEST_SECRET
+    }
 
 
 @contextmanager

@@ -36,6 +36,8 @@ from trainers.object_store import is_url, local_folder
 ARCHIVE = "package.tar.xz"
 VOLUME = "package"
 """Name of the template's volumes that hold the package."""
+CODE = "lns-study/code"
+"""Annotation of a ConfigMap with the digest of its package."""
 MANAGER = "lns-study"
 """Name under which the server notes what a launch has set."""
 MOST_BYTES = 2**20
@@ -75,7 +77,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
         jobs = [each for each in documents if each["kind"] == "RayJob"]
         if len(jobs) != 1:
             raise UserError(f"{template}: must hold one RayJob; copy conf/cluster/rayjob.yaml")
-        _fill(jobs[0], name, loaded.storage, template)
+        _fill(jobs[0], name, loaded, template)
     except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise UserError(
             f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
@@ -92,7 +94,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
     data = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": name, **place, "annotations": {"lns-study/code": package.digest}},
+        "metadata": {"name": name, **place, "annotations": {CODE: package.digest}},
         "immutable": True,
         "binaryData": {ARCHIVE: content},
     }
@@ -152,6 +154,18 @@ def set_entrypoint(objects: list[dict[str, Any]], running: str, launched: str) -
     of the one that runs, which stays as it is."""
     (job,) = (each for each in objects if each["kind"] == "RayJob")
     job["spec"]["entrypoint"] = running or f"env {VARIABLE}={launched} {ENTRYPOINT}"
+
+
+def has_package(data: dict[str, Any], namespace: list[str]) -> bool:
+    """Tell whether the ConfigMap of a launch is there with the same code; it is immutable.
+
+    Raises:
+        UserError: ``kubectl`` fails.
+    """
+    about = data["metadata"]
+    form = f"--output=jsonpath={{.metadata.annotations.{CODE}}}"
+    words = ("configmap", about["name"], *namespace, "--ignore-not-found", form)
+    return run_tool(("kubectl", "get", *words)) == str(about["annotations"][CODE])
 
 
 def apply(path: Path) -> str:
@@ -252,21 +266,28 @@ def object_name(slug: str, digest: str) -> str:
     return f"{plain[: LONGEST_NAME - DIGITS - 1].strip('-')}-{digest[:DIGITS]}"
 
 
-def _fill(job: dict[str, Any], name: str, storage: str, template: Path) -> None:
-    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study."""
+def _fill(job: dict[str, Any], name: str, loaded: StudyConfig, template: Path) -> None:
+    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study,
+    and a cluster that the study would refuse."""
     job["metadata"]["name"] = name
     job["spec"]["entrypoint"] = ENTRYPOINT
     cluster = job["spec"]["rayClusterSpec"]
+    if cluster.get("authOptions", {}).get("mode") != "token" and not loaded.insecure:
+        raise UserError(
+            f"{template}: its Ray cluster asks nobody for a token; copy `authOptions: {{mode:"
+            " token}` of conf/cluster/rayjob.yaml, or say insecure=true where only you reach it"
+        )
     groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
     for pod in (group["template"]["spec"] for group in groups):
-        _check_storage(pod, storage, template)
+        _check_storage(pod, loaded.storage, template)
         found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
         if not found:
             raise UserError(
                 f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
                 " volumes and init container of conf/cluster/rayjob.yaml"
             )
-        found[0]["configMap"] = {"name": name}
+        for volume in found:
+            volume["configMap"] = {"name": name}
 
 
 def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
@@ -292,11 +313,15 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
 
 
 def _archive(package: Package) -> bytes:
-    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time."""
+    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time,
+    without the bytecode of a job that ran there."""
 
-    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if "__pycache__" in info.name.split("/"):
+            return None
         info.uid = info.gid = info.mtime = 0
         info.uname = info.gname = ""
+        info.mode = 0o755 if info.mode & 0o100 else 0o644  # whatever the umask
         return info
 
     buffer = io.BytesIO()

@@ -13,7 +13,8 @@ data (``trial.data.root``, ``$LNS_STUDY_DATA``). Refused are what
 package, code of the study that would stay here, and a folder of more than :data:`MOST_BYTES`.
 
 The package's folder is named by all that it holds, the command included: a job that waits or runs
-keeps its own, and the same launch again finds it.
+keeps its own, and the same launch again finds it, unless something in it has changed: then it makes
+another one beside it.
 
 Format of wheels: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 """
@@ -38,10 +39,10 @@ import lns_ops
 import trainers
 from study.config import StudyConfig
 from study.config.compose import find_study
-from study.execution.user_files import check_sent, user_files
+from study.execution.user_files import check_sent, own_secrets, user_files
 from study.ledger.log import FILE
 from study.program import NAME, own_version
-from study.tracking_uri import without_password
+from study.tracking_uri import MARK, without_password
 from trainers.object_store import local_folder
 
 STAGE = ".lns-study"
@@ -105,7 +106,7 @@ def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
         loaded: the config that they make.
 
     Raises:
-        ValueError: a relative storage; a password in the words or a file; a config or code outside
+        ValueError: a relative storage; a secret in the words or a file; a config or code outside
             the current folder; a file in the place of our own; too large a folder.
     """
     _check(config, words, loaded)
@@ -117,9 +118,8 @@ def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
     # -P: no file of the folder is imported in our place
     command = ("python", "-P", "-m", "study", "run", travelling, "--job", *told, "address=auto")
     digest = _digest([*files, *modules], *command, loaded.storage)
-    stage = Path(STAGE).resolve() / f"{loaded.slug[:LONGEST_SLUG]}-{digest[:DIGITS]}"
-    if not stage.is_dir():
-        _write(stage, files, modules, command)
+    place = Path(STAGE).resolve() / f"{loaded.slug[:LONGEST_SLUG]}-{digest[:DIGITS]}"
+    stage = _write(place, files, modules, command)
     (wheel,) = stage.glob("*.whl")
     size = sum(path.stat().st_size for _, path in files) + wheel.stat().st_size
     about = {"study": loaded.name, "code": digest, "wheel": wheel.name, "bytes": size}
@@ -136,14 +136,15 @@ def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
 
 
 def _write(
-    stage: Path,
+    place: Path,
     files: list[tuple[str, Path]],
     modules: list[tuple[str, Path]],
     command: Sequence[str],
-) -> None:
-    """Write a package beside its place, then move it there: what is there is always whole."""
-    stage.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=stage.parent, prefix=".new-") as scratch:
+) -> Path:
+    """Write a package beside its place, then move it there: what is there is always whole. Return
+    where it is: in a place of its own if what is there was changed, as by a job that runs there."""
+    place.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as scratch:
         new = Path(scratch) / "package"
         (new / "folder").mkdir(parents=True)
         for name, path in files:
@@ -153,18 +154,50 @@ def _write(
         with zipfile.ZipFile(_write_wheel(new, modules)) as archive:
             archive.extractall(new / "site")
         (new / "start.sh").write_text(START.format(command=shlex.join(command)))
-        with contextlib.suppress(FileExistsError):
-            new.rename(stage)
+        stage, number = place, 1
+        while not _moved(new, stage):
+            number += 1
+            stage = place.with_name(f"{place.name}-{number}")
+        return stage
+
+
+def _moved(new: Path, stage: Path) -> bool:
+    """Move a package to its place; tell whether it, or an equal one, is there."""
+    try:
+        new.rename(stage)
+    except OSError:
+        if not stage.is_dir():
+            raise
+        with contextlib.suppress(OSError):  # a job changes it meanwhile
+            return _contents(stage) == _contents(new)
+        return False
+    return True
+
+
+def _contents(stage: Path) -> str:
+    """Return the digest of what travels of a package, names of folders and links included, without
+    bytecode."""
+    patterns = ("*.whl", "start.sh", "site/**/*", "folder/**/*")
+    found = sorted(
+        (path.relative_to(stage).as_posix() + "@" * path.is_symlink(), path)
+        for pattern in patterns
+        for path in stage.glob(pattern)
+        if "__pycache__" not in path.relative_to(stage).parts
+    )
+    return _digest([each for each in found if each[1].is_file()], *(name for name, _ in found))
 
 
 def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
     """Refuse what would not work on the cluster, or would tell it a password."""
     for word in (config, *words):
-        if without_password(word) != word:
+        shown = without_password(word)
+        for secret in own_secrets().values():
+            shown = shown.replace(secret, MARK)
+        if shown != word:
             raise ValueError(
-                f"{without_password(word)}: holds a password, which every user of the cluster could"
-                " read in the job's command; leave it out, and set the variable of its user and"
-                " password in the environment of the nodes (docs/howto/cluster.md)"
+                f"{shown}: holds a password, which every user of the cluster could read in the"
+                " job's command; leave it out, and set the variable of its user and password in the"
+                " environment of the nodes (docs/howto/cluster.md)"
             )
     if not os.path.isabs(loaded.storage) and "://" not in loaded.storage:
         raise ValueError(

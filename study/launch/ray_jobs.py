@@ -12,6 +12,7 @@ Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shlex
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from study.execution.ray_token import keep_token
 from study.launch.package import Package
 
 DASHBOARD = "http://127.0.0.1:8265"
+TOLD = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+"""Variables without which a printed command may not reach the cluster."""
 
 
 def job_request(package: Package, slug: str, launched: str = "") -> dict[str, Any]:
@@ -96,5 +99,7 @@ def _first(error: Exception) -> str:
 
 
 def command(address: str, job: str, *words: str) -> str:
-    """Return a command of Ray's on a job: ``stop``, or ``logs --follow``."""
-    return shlex.join(["ray", "job", *words, "--address", address, job])
+    """Return a command of Ray's on a job: ``stop``, or ``logs --follow``; with the variables of
+    this process that lead to the cluster and to its token, which is in none of them."""
+    told = [f"{name}={shlex.quote(os.environ[name])}" for name in TOLD if name in os.environ]
+    return " ".join([*told, shlex.join(["ray", "job", *words, "--address", address, job])])

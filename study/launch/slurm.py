@@ -60,8 +60,6 @@ def batch_command(
         f"--output={log}",
         str(template.resolve()),
         str(package.stage),
-        loaded.slug,
-        loaded.storage,
         *([launched] if launched else []),
     )
 

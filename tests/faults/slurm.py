@@ -71,7 +71,7 @@ def _launch(seconds: float, chance: random.Random, line: Line) -> Counter[str]:
     while launch.poll() is None:
         time.sleep(0.2)
         _start_now()
-        logs.add(Path(f"/tmp/ray-{_job() or 0}"))
+        logs |= set(Path("/tmp").glob(f"ray-{_job() or 0}-*"))
         if not _find(_is_driver):
             since = math.inf
         elif time.monotonic() < (since := min(since, time.monotonic())) + seconds:

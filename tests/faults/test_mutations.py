@@ -5,6 +5,7 @@ The ledger's mutations are in ``tests/study/manage/test_repair.py``.
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from study.config import StudyConfig
 from study.config.compose import load
-from study.launch.kuberay import manifest
+from study.launch.kuberay import ARCHIVE, ENTRYPOINT, _archive, manifest
 from study.launch.package import Package, pack
 from tests.study.conftest import TINY
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
@@ -173,7 +174,8 @@ def test_a_changed_template_is_refused_or_makes_a_job(
     study = load("tiny.yaml", ["storage=/studies"])
     package: Package = pack("tiny.yaml", ["storage=/studies"], study)
     tree = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
-    monkeypatch.setattr("study.launch.kuberay._archive", lambda package: b"")
+    archive = _archive(package)
+    monkeypatch.setattr("study.launch.kuberay._archive", lambda package: archive)
 
     def test(changes: list[Change]) -> None:
         Path("own.yaml").write_text(yaml.safe_dump(changed(tree, changes), allow_unicode=True))
@@ -181,10 +183,16 @@ def test_a_changed_template_is_refused_or_makes_a_job(
         if refusal:
             assert "own.yaml" in refusal
             return
-        (job,) = (each for each in found if each["kind"] == "RayJob")
+        data, job = found[0], *(each for each in found if each["kind"] == "RayJob")
+        assert base64.b64decode(data["binaryData"][ARCHIVE]) == archive
+        name = data["metadata"]["name"]
+        assert (job["metadata"]["name"], job["spec"]["entrypoint"]) == (name, ENTRYPOINT)
         spec = job["spec"]["rayClusterSpec"]
+        assert spec["authOptions"]["mode"] == "token"
         for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", [])):
             volumes = group["template"]["spec"]["volumes"]
-            assert any("configMap" in volume for volume in volumes)
+            packages = [each["configMap"] for each in volumes if each["name"] == "package"]
+            assert packages
+            assert all(each == {"name": name} for each in packages)
 
     repeated(examples, test, changes=CHANGES)

@@ -111,6 +111,11 @@ def test_what_launch_would_refuse_is_not_sent_either(code: Path) -> None:
         check_user_files(study)
     assert "hunter2" not in str(told.value)
     (code / "key.txt").rename(code / ".git" / "key.txt")
+    (code / "auth_token").write_text("0123456789abcdef" * 4)
+    with pytest.raises(ValueError, match=r"code/auth_token: is a token or a key alone") as told:
+        check_user_files(study)
+    assert "0123456789abcdef" not in str(told.value)
+    (code / "auth_token").unlink()
     check_user_files(study)
     (code / "parts" / "notes.txt").symlink_to(code / ".git" / "key.txt")
     with pytest.raises(ValueError, match=r"code/parts/notes.txt: is a link to .*, a hidden file"):

@@ -47,10 +47,11 @@ def test_the_commands_on_each_machine_may_run_twice_and_leave_a_folder_of_the_im
 
 
 def test_each_variable_and_file_of_a_start_is_known(config: dict[str, Any]) -> None:
+    named = {}
     for kind in ("head", "worker"):
         lines = " ".join(config[f"{kind}_start_ray_commands"])
-        assert set(re.findall(r"\$(\w+)", lines)) <= {"RAY_HEAD_IP"}
-        assert set(re.findall(r"~/[\w.]+", lines)) <= {"~/ray_bootstrap_config.yaml"}
+        named[kind] = re.findall(r"\$(\w+)", lines), re.findall(r"~/[\w.]+", lines)
+    assert named == {"head": ([], ["~/ray_bootstrap_config.yaml"]), "worker": (["RAY_HEAD_IP"], [])}
 
 
 @pytest.mark.slow

@@ -6,7 +6,9 @@ Not tried here: the images of others, the network and the volumes of Docker.
 
 from __future__ import annotations
 
+import base64
 import http.client
+import lzma
 import os
 import re
 import shutil
@@ -17,8 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from study.cli import main
 from study.cli.entry import parse
+from study.launch.kuberay import ARCHIVE
 from tests.study.conftest import TINY
 from tests.study.launch.machines.compose_host import FILE, Host, free_ports
 from tests.study.launch.machines.stand_in_store import PORT
@@ -43,7 +48,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     """A machine with the secrets, on which no service runs yet."""
     ports = free_ports(("postgres", 5432), ("store", 7070), ("mlflow", 5000), ("ray", 8265))
     host = Host(tmp_path, ports)
-    (tmp_path / "secrets").rmdir()
+    (tmp_path / ".secrets").rmdir()
     make_secrets(tmp_path)
     yield host
     host.close()
@@ -51,14 +56,41 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def test_the_head_of_the_file_makes_every_secret_and_keeps_others_out(host: Host) -> None:
-    made = sorted((host.folder / "secrets").iterdir())
+    made = sorted((host.folder / ".secrets").iterdir())
     named = {name for each in host.services.values() for name in each.get("secrets", [])}
     assert {path.name for path in made} == named
     assert all(re.fullmatch("[0-9a-f]{64}", path.read_text()) for path in made)
     assert len({path.read_text() for path in made}) == len(made)
     # the containers' user may be another than the one who made them
     assert {path.stat().st_mode & 0o777 for path in made} == {0o444}
-    assert (host.folder / "secrets").stat().st_mode & 0o777 == 0o700
+    assert (host.folder / ".secrets").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_launch_from_beside_the_secrets_takes_none_along(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (host.folder / "tiny.yaml").write_text(TINY)
+    shutil.copy(FILE, host.folder)
+    monkeypatch.chdir(host.folder)
+    for target in ("ray", "slurm", "kuberay"):
+        assert main(["launch", "tiny.yaml", "--to", target, "--dry-run", "storage=/studies"]) == 0
+    assert_no_secret_travels(host)
+    shutil.copytree(host.folder / ".secrets", host.folder / "secrets")
+    assert main(["launch", "tiny.yaml", "--to", "ray", "--dry-run", "storage=/studies"]) == 2
+    assert re.search("secrets/[a-z]+: is a token or a key alone", capsys.readouterr().err)
+
+
+def assert_no_secret_travels(host: Host) -> None:
+    """What was packed in the host's folder, archives included, has the study and no secret."""
+    (stage,) = (host.folder / ".lns-study").iterdir()
+    assert (stage / "folder" / "tiny.yaml").is_file()
+    written = [path.read_bytes() for path in stage.rglob("*") if path.is_file()]
+    for manifest in stage.glob("kuberay.yaml"):
+        data, _ = yaml.safe_load_all(manifest.read_text())
+        written.append(lzma.decompress(base64.b64decode(data["binaryData"][ARCHIVE])))
+    secrets = [path.read_bytes() for path in (host.folder / ".secrets").iterdir()]
+    assert len(secrets) == 5
+    assert not [secret for secret in secrets for text in written if secret in text]
 
 
 def test_the_program_takes_what_each_service_gives_it(host: Host) -> None:
@@ -98,6 +130,7 @@ def test_a_study_launched_to_the_ray_head_is_in_the_mlflow_of_the_file(
     (tmp_path / "tiny.yaml").write_text(TINY)
     launched = launch(host, f"tracking_uri={mlflow}", f"storage={tmp_path}/volumes/studies")
     assert launched.returncode == 0, launched.stdout + launched.stderr
+    assert_no_secret_travels(host)
     words = [sys.executable, "-m", "study", "status", "tiny", "--storage"]
     status = subprocess.run(
         [*words, f"{tmp_path}/volumes/studies"], env=host.environment("ray"), capture_output=True
@@ -161,7 +194,7 @@ def launch(host: Host, *overrides: str) -> subprocess.CompletedProcess[str]:
         for name, value in os.environ.items()
         if not name.startswith(("RAY_", "MLFLOW_", "AWS_"))
     }
-    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{host.folder}/secrets/ray"}
+    env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{host.folder}/.secrets/ray"}
     words = ["launch", "tiny.yaml", "--to", "ray", "--address", host.address("ray", 8265)]
     return subprocess.run(
         [sys.executable, "-m", "study", *words, *overrides],

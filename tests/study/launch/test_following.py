@@ -4,8 +4,13 @@ programs of Slurm and Kubernetes."""
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import signal
 import stat
 import subprocess
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +109,27 @@ def test_a_tunnel_that_is_cut_ends_the_following_alone(error: Exception) -> None
     assert lines == ["a line"]
 
 
+def test_a_printed_command_brings_what_was_set_for_the_launch_alone(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(programs, "ray", 'echo "$RAY_AUTH_MODE|$RAY_AUTH_TOKEN_PATH|$*"')
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    words = ("http://127.0.0.1:8265", "tiny-1", "logs", "--follow")
+    assert ray_jobs.command(*words) == shlex.join(
+        ["ray", "job", *words[2:], "--address", *words[:2]]
+    )
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/a folder/token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "correct-horse")
+    printed = ray_jobs.command(*words)
+    assert "correct-horse" not in printed
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name)
+    pasted = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
+    assert pasted.stdout.startswith("token|/a folder/token|job logs --follow --address")
+
+
 @pytest.fixture
 def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words that launch to Kubernetes in a namespace of a team's."""
@@ -141,7 +167,7 @@ def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
     kubectl(programs, ["x|Failed|FAILED||", "x|Initializing|||"], unauthorized)
     assert main(launched) == 1
     calls = (programs / "calls").read_text().splitlines()
-    assert [call.split()[0] for call in calls] == ["get", "delete", "apply", "get", "get"]
+    assert [call.split()[0] for call in calls] == ["get", "delete", "get", "apply", "get", "get"]
     assert all("--namespace team-a" in call for call in calls if not call.startswith("apply"))
     told = capsys.readouterr()
     assert "--namespace team-a" in next(line for line in told.out.splitlines() if "Stop:" in line)
@@ -252,8 +278,86 @@ def test_a_cluster_that_is_not_made_anew_is_not_waited_for_without_end(
     assert "has been Retrying for 0 minutes" in capfd.readouterr().err
 
 
+SCRIPT = Path(__file__).parents[3] / "conf" / "cluster" / "slurm.sh"
+JOB = {
+    "SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0",
+    "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1",
+}  # fmt: skip
+WAITS = "; touch begun; while :; do sleep 0.1; done"
+NOTICES = {
+    "interrupted": (f"trap 'exit 130' USR1{WAITS}", 1, True, 130),
+    "stopped or cancelled by its user": (f"trap 'exit 0' USR1{WAITS}", 1, False, 0),
+    "its last trial failed": (f"trap 'exit 1' USR1{WAITS}", 1, False, 1),
+    "killed by the notice": (WAITS[2:], 1, True, 138),
+    "hangs": (f"trap : USR1{WAITS}", 1, True, 137),
+    "two notices": (f"trap 'trap \"exit 99\" USR1; sleep 3; exit 130' USR1{WAITS}", 2, True, 130),
+    "not begun": (None, 1, True, 137),
+    "cancelled": ("touch cancelled begun; exit 143", 1, False, 143),
+    "ended by itself": ("touch begun; exit 3", 0, False, 3),
+}
+"""What a study on Slurm does, how many notices its job has, whether it is queued again, and its
+exit code."""
+
+
+@pytest.mark.parametrize("case", NOTICES)
+def test_a_notice_interrupts_a_study_and_its_job_is_queued_again_in_time(
+    programs: Path, tmp_path: Path, case: str
+) -> None:
+    driver, notices, again, code = NOTICES[case]
+    program(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
+    killed = f"kill -KILL $(cat /tmp/ray-{os.getpid()}-*/driver) 2>/dev/null || true"
+    program(
+        programs,
+        "scontrol",
+        f'case $* in requeue*) echo "$*" >>{tmp_path}/requeued; {killed};; *hostnames*) echo node;;'
+        f" *) [ ! -e {tmp_path}/cancelled ] || echo JobState=CANCELLED;; esac",
+    )
+    starts = "touch begun; exec sleep 8" if driver is None else 'shift; exec "$@"'
+    rest = f'while [ "$1" != -- ]; do shift; done; cd {tmp_path}; {starts}'
+    program(programs, "ray", f'[ "$1" = symmetric-run ] || exit 0; {rest}')
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "start.sh").write_text(driver or "")
+    assert "+ 105))" in SCRIPT.read_text()
+    (tmp_path / "slurm.sh").write_text(SCRIPT.read_text().replace("+ 105))", "+ 5))"))
+    words = ["bash", "slurm.sh", str(tmp_path / "package")]
+    job = subprocess.Popen(words, env=os.environ | JOB, start_new_session=True)
+    began = time.monotonic()
+    while not (tmp_path / "begun").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    for _ in range(notices):
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(1.5)
+    try:
+        assert job.wait(60) == code
+        assert time.monotonic() - began < 20
+        requeued = tmp_path / "requeued"
+        assert (requeued.read_text() if requeued.exists() else "") == (
+            f"requeue {os.getpid()}\n" if again else ""
+        )
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        for folder in Path("/tmp").glob(f"ray-{os.getpid()}-*"):
+            shutil.rmtree(folder)
+
+
+def test_the_end_of_a_jobs_run_leaves_the_token_of_the_next(programs: Path, tmp_path: Path) -> None:
+    """The next run may begin before the trap of the last one; who was killed had no trap."""
+    (tmp_path / "package").mkdir()
+    tokens = tmp_path / "package" / f"token-{os.getpid()}"
+    Path(f"{tokens}-2").touch()
+    program(programs, "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
+    program(programs, "scontrol", "echo node")
+    program(programs, "ray", f"[ $1 = stop ] || {{ touch {tokens}-4; ls {tokens}-* >there; }}")
+    count = {"SLURM_RESTART_COUNT": "3"}
+    words = ["bash", str(SCRIPT), str(tmp_path / "package")]
+    subprocess.run(words, env=os.environ | JOB | count, check=True)
+    assert (tmp_path / "there").read_text().split() == [f"{tokens}-3", f"{tokens}-4"]
+    assert list((tmp_path / "package").iterdir()) == [Path(f"{tokens}-4")]
+
+
 def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path: Path) -> None:
-    script = Path(__file__).parents[3] / "conf" / "cluster" / "slurm.sh"
     for name, text in (
         ("srun", 'while [[ $1 == --* ]]; do shift; done; "$@"'),
         ("scontrol", "echo node"),
@@ -263,10 +367,8 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
     ):  # fmt: skip
         program(programs, name, text)
     (tmp_path / "package").mkdir()
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_CPUS_ON_NODE": "1", "SLURM_PROCID": "0"}
-    job |= {"SLURM_JOB_NODELIST": "node", "SLURM_JOB_NUM_NODES": "1"}
-    words = ["bash", str(script), str(tmp_path / "package"), "tiny", "/studies", "1.5,20.0"]
-    subprocess.run(words, env=os.environ | job, check=True)
+    words = ["bash", str(SCRIPT), str(tmp_path / "package"), "1.5,20.0"]
+    subprocess.run(words, env=os.environ | JOB, check=True)
     assert (programs / "mode").read_text() == "700\n"
     assert (programs / "launched").read_text() == "1.5,20.0\n"
     folder = Path((programs / "folder").read_text().strip()).parent

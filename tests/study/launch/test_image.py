@@ -90,7 +90,7 @@ def test_what_is_copied_is_in_the_checkout_and_sent_to_docker() -> None:
         ".git/config",
         ".venv/bin/python",
         "studies/mine/ledger.jsonl",
-        "conf/cluster/secrets/admin",
+        "conf/cluster/.secrets/admin",
         "study/__pycache__/api.pyc",
     ],
 )

@@ -4,6 +4,7 @@ limits of Kubernetes (:mod:`tests.study.launch.machines.kubernetes_api`)."""
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -88,3 +89,24 @@ def test_a_second_launch_begins_anew_what_ended_and_takes_over_what_runs(
     (third,) = api.of_kind("RayJob")
     assert third["metadata"]["uid"] == second["metadata"]["uid"]
     assert third["spec"] == written
+
+
+def test_a_package_that_is_there_is_taken_whatever_the_umask_or_the_compressor(
+    api: KubernetesApi, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A ConfigMap is immutable; elsewhere the same code may be compressed in another way."""
+    assert main(WORDS) == 0, capfd.readouterr()
+    shutil.rmtree(".lns-study")
+    before = os.umask(0o077)
+    try:
+        Path("tiny.yaml").unlink()
+        Path("tiny.yaml").write_text(TINY)
+        assert main([*WORDS, "--dry-run"]) == 0, capfd.readouterr()
+        (written,) = Path(".lns-study").glob("*/kuberay.yaml")
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", str(written))
+        (data,) = api.of_kind("ConfigMap")
+        data["binaryData"][kuberay.ARCHIVE] = "b3RoZXI="
+        assert main(WORDS) == 0, capfd.readouterr()
+    finally:
+        os.umask(before)
+    assert [each["binaryData"] for each in api.of_kind("ConfigMap")] == [data["binaryData"]]

@@ -333,6 +333,20 @@ def test_a_template_without_the_packages_volume_is_refused(
         manifest(package, study, path)
 
 
+@pytest.mark.parametrize("said", [None, {}, {"mode": "disabled"}])
+def test_a_template_whose_cluster_asks_nobody_is_refused_unless_told(
+    package: Package, tmp_path: Path, said: dict[str, str] | None
+) -> None:
+    template = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())
+    cluster = template["spec"]["rayClusterSpec"]
+    cluster.pop("authOptions") if said is None else cluster.update(authOptions=said)
+    (path := tmp_path / "own.yaml").write_text(yaml.safe_dump(template))
+    with pytest.raises(UserError, match=r"own.yaml: its Ray cluster asks nobody for a token"):
+        manifest(package, load("tiny.yaml", ["storage=/studies"]), path)
+    told = load("tiny.yaml", ["storage=/studies", "insecure=true"])
+    assert manifest(package, told, path)[1]["spec"]["rayClusterSpec"].get("authOptions") == said
+
+
 def test_names_are_those_that_kubernetes_takes() -> None:
     for slug in ("tiny", "Über_Study.2", "x" * 200, "---", "-a-"):
         name = object_name(slug, "0123456789abcdef")
@@ -380,7 +394,7 @@ def test_the_batch_script_is_shell_without_fault() -> None:
     assert set(words) - known - {"--min-nodes"} == set()
 
 
-NAMED = re.compile(r"token|/run/secrets/\w+|secrets/\w+|~/\.ray/auth_token|FILE")
+NAMED = re.compile(r"token|/run/secrets/\w+|\.secrets/\w+|~/\.ray/auth_token|FILE")
 """Values that name a secret, or Ray's mode ``token``."""
 
 

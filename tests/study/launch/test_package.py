@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from study.cli import main
 from study.config.compose import load
 from study.errors import UserError
+from study.launch import kuberay
 from study.launch import package as packages
 from study.launch.package import Package, pack
 from study.launch.ray_jobs import job_request
@@ -24,6 +29,7 @@ from tests.study.conftest import TINY
 from tests.study.object_store import SECRET
 
 WORDS = ["storage=/studies", "tracking_uri=none"]
+HEX = "0123456789abcdef" * 2
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +133,17 @@ def test_a_file_with_a_secret_is_refused(here: Path, name: str, content: str) ->
     assert not list(here.glob(".lns-study/*"))
 
 
+@pytest.mark.parametrize("word", [HEX, HEX * 2, "q3-_kd" * 7 + "=", SECRET])
+def test_a_token_alone_is_refused_and_a_list_or_a_word_is_none(here: Path, word: str) -> None:
+    for content in (f"{word}  net.py\n", f"{word}\n{word}\n", "x" * 64, "3" * 64, "ab12"):
+        (here / "auth_token").write_text(content)
+        assert "auth_token" in names(packed())
+    (here / "auth_token").write_text(f"{word}\n")
+    with pytest.raises(ValueError, match=r"^auth_token: is a token or a key alone") as told:
+        packed()
+    assert word not in str(told.value)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_link_to_a_hidden_file_is_refused(
     here: Path, tmp_path_factory: pytest.TempPathFactory, inside: bool
@@ -222,6 +239,67 @@ def test_a_second_launch_leaves_the_first_ones_package_as_it_is(here: Path) -> N
     assert len(list(here.glob(".lns-study/*"))) == 3
 
 
+def test_a_package_that_was_changed_is_left_and_not_sent(here: Path) -> None:
+    (here / "net.py").write_text("W = 8")
+    first = packed()
+    for place in (first.folder, first.stage / "site" / "study"):
+        (place / "__pycache__").mkdir()
+        (place / "__pycache__" / "net.pyc").write_text("x")
+    assert packed().stage == first.stage
+    assert not [name for name in archived(first) if "pycache" in name]
+    (first.folder / "left_by_a_job.txt").write_text("x")
+    second = packed()
+    assert second.stage != first.stage
+    assert second.digest == first.digest
+    assert names(second) == {"tiny.yaml", "net.py"}
+    assert "folder/left_by_a_job.txt" not in archived(second)
+    assert (first.folder / "left_by_a_job.txt").exists()
+    for name in ("folder/tiny.yaml", "site/study/api.py", "start.sh", second.wheel.name):
+        latest = packed()
+        assert latest.digest == first.digest
+        (latest.stage / name).write_text("changed")
+        again = packed()
+        assert again.stage != latest.stage
+        assert (again.stage / name).read_text(errors="replace") != "changed"
+
+
+def archived(package: Package) -> list[str]:
+    """The names in the archive for Kubernetes."""
+    with tarfile.open(fileobj=io.BytesIO(kuberay._archive(package))) as archive:
+        return archive.getnames()
+
+
+def test_equal_launches_at_once_share_a_package(here: Path) -> None:
+    """Each sees no package, writes its own, and finds the other's in its place."""
+    first = packed()
+    shutil.rmtree(first.stage)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: packed(), range(4)))
+    assert {each.stage for each in made} == {first.stage}
+    assert names(first) == {"tiny.yaml"}
+    assert [path.name for path in (here / ".lns-study").iterdir()] == [first.stage.name]
+
+
+def test_the_archive_is_the_same_under_any_umask(here: Path) -> None:
+    (here / "notify.sh").write_text("true")
+    (here / "notify.sh").chmod(0o755)
+    archives = []
+    for umask in (0o022, 0o077):
+        shutil.rmtree(here / ".lns-study", ignore_errors=True)
+        before = os.umask(umask)
+        try:
+            (here / "tiny.yaml").unlink()
+            (here / "tiny.yaml").write_text(TINY)
+            archives.append(kuberay._archive(packed()))
+        finally:
+            os.umask(before)
+    assert archives[0] == archives[1]
+    with tarfile.open(fileobj=io.BytesIO(archives[0])) as archive:
+        modes = {member.name: member.mode for member in archive}
+    assert modes["folder/notify.sh"] == modes["site"] == 0o755
+    assert modes["folder/tiny.yaml"] == 0o644
+
+
 SCRIPT = """
 from study import StudyConfig
 one = StudyConfig(name="one", baseline=None)
@@ -287,12 +365,23 @@ def test_no_secret_of_the_environment_is_written(
     for variable in ("MLFLOW_TRACKING_PASSWORD", "RAY_AUTH_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(variable, secret)
     (here / ".env").write_text(secret)
+    (here / "net.py").write_text("W = 8")
     uri = "tracking_uri=https://mlflow.example.org"
     words = ["launch", "tiny.yaml", "--to", target, "--dry-run", "storage=/studies", uri]
+    assert main([*words, f"question={secret}?"]) == 2
+    (here / "notes.txt").write_text(f"the password is {secret}")
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert secret not in told.out + told.err
+    assert "question=***?: holds a password" in told.err
+    assert "notes.txt: holds a password or a secret key, that of $" in told.err
+    assert not (here / ".lns-study").exists()
+    (here / "notes.txt").unlink()
     assert main(words) == 0
     assert "Nothing was submitted." in capsys.readouterr().out
     written = [path for path in (here / ".lns-study").rglob("*") if path.is_file()]
     assert len(written) > 100
+    assert "net.py" in {path.name for path in written}
     assert not [path for path in written if secret.encode() in path.read_bytes()]
 
 

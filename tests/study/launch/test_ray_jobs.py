@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -62,8 +61,17 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
     alarm.cancel()
     printed = "".join(lines)
     assert follower.returncode == 0, printed
-    (again,) = re.findall(r"Follow it again: ray (.+)", printed)
-    followed = ray(*shlex.split(again), env=env, timeout=300)
+    (again,) = re.findall(r"Follow it again: (.+)", printed)
+    # pasted into another terminal, which has none of the launch's variables
+    bare = {name: value for name, value in env.items() if not name.startswith("RAY_")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    followed = subprocess.run(
+        ["bash", "-c", again],
+        env=bare | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert "limits.trials=1 reached" in followed.stdout, followed.stdout + followed.stderr
     (job,) = set(re.findall(r"--follow --address \S+ (\S+)", printed))
     status = ray("job", "status", "--address", address, job, env=env)

@@ -55,7 +55,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.services: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
-        for name in ("bin", "volumes", "secrets"):
+        for name in ("bin", "volumes", ".secrets"):
             (self.folder / name).mkdir()
         for name, words in PROGRAMS.items():
             program = self.folder / "bin" / name
@@ -66,7 +66,7 @@ class Host:
 
     def secret(self, name: str) -> str:
         """Return a secret, as the head of the file says how to make it."""
-        return (self.folder / "secrets" / name).read_text()
+        return (self.folder / ".secrets" / name).read_text()
 
     def address(self, service: str, port: int) -> str:
         """Return the address of a service outside of its container."""
@@ -77,7 +77,7 @@ class Host:
         for (service, port), own in self.ports.items():
             text = re.sub(rf"\b{service}:{port}\b", f"127.0.0.1:{own}", text)
             text = text.replace(f"@{service}/", f"@127.0.0.1:{own}/")
-        text = text.replace("/run/secrets/", f"{self.folder}/secrets/").replace("$$", "$")
+        text = text.replace("/run/secrets/", f"{self.folder}/.secrets/").replace("$$", "$")
         for volume in (v for each in self.services.values() for v in each.get("volumes", [])):
             name, _, place = volume.partition(":")
             text = re.sub(rf"(?<![\w/]){place}\b", f"{self.folder}/volumes/{name}", text)
