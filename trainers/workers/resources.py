@@ -130,17 +130,8 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a step is a CUDA graph, perhaps without its update.
-
-    It is for an mlp, cnn, vanilla or capsules on one GPU, and for an LSTM without dropout.
-    """
-    model, plain = config.model, config.autocast == "none" and not config.precision.simulated
-    recurrent = model.name == "lstm" and model.stateless
-    recurrent = recurrent and plain and not config.memory.activation_checkpoints
-    if not (model.feedforward or recurrent) or config.own_loop:
-        return False
-    alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
-    return alone and config.autocast != "float16"
+    """Return whether a step is a CUDA graph, perhaps without its update."""
+    return config.device == "cuda" and config.step_captured
 
 
 def packs(config: TrialConfig) -> bool:
@@ -172,8 +163,14 @@ def lanes_of(executor: str, config: TrialConfig) -> int:
 
 
 def choose_share(config: TrialConfig) -> float:
-    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none."""
-    if not captured(config):
+    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none.
+
+    It is a whole one for nets that were not measured side by side: a resnet, a densenet, a gpt, an
+    LSTM with dropout.
+    """
+    model = config.model
+    measured = model.feedforward or (model.name == "lstm" and model.stateless)
+    if not (captured(config) and measured):
         return 1.0
     layers = [weights * places for weights, places in _layers(config)]
     macs = 3.0 * config.batch_size * sum(layers) / len(layers)

@@ -8,6 +8,9 @@ import pytest
 
 from lns_ops import optim
 from trainers.config import (
+    DataConfig,
+    Layout,
+    LossConfig,
     LRSchedule,
     MemoryConfig,
     ModelConfig,
@@ -23,6 +26,7 @@ DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
 DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
+LOADED = DataConfig(name="data.py:make", num_workers=1)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,10 @@ COSINE = LRSchedule(decay="cosine")
         (replace(SMALL, workers=2), 1.0, 1),
         (replace(SMALL, memory=MemoryConfig(offload_optimizer=True)), 1.0, 1),
         (replace(SMALL, autocast="float16"), 1.0, 1),
+        (replace(SMALL, loss=LossConfig(name="loss.py:make")), 1.0, 1),
+        (replace(SMALL, layout=Layout(pairwise=True)), 1.0, 1),
+        (replace(SMALL, data=LOADED), 1.0, 1),
+        (replace(SMALL, model=ModelConfig(name="resnet")), 1.0, 1),
     ],
 )
 def test_small_trials_share_a_gpu_and_captured_ones_a_process(
