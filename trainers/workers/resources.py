@@ -38,7 +38,6 @@ four of 3,000 are not (docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
 """Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
 steps keep some 8 GB."""
-CLASSES = 10
 
 
 def choose_executor(wanted: str, lanes: int) -> str:
@@ -204,7 +203,7 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
         return
     model, known = config.model, DATA.get(config.data.name)
     shape = (known and known.shape) or DATA["mnist"].shape
-    inputs, classes = math.prod(shape), (known and known.classes) or CLASSES
+    inputs, classes = math.prod(shape), (known and known.classes) or DATA["mnist"].classes
     if model.name == "cnn":
         colours = shape[0] if len(shape) == 3 else 1
         side, channels = math.isqrt(inputs // colours), [colours, *(model.channels or CHANNELS)]
