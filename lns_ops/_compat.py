@@ -23,7 +23,7 @@ from torch.utils.data._utils import collate
 # --- torch: LNSTensor and its dispatch
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor without memory; torch's guide to subclasses calls it, nothing public does (torch
+"""Maker of tensors without memory; torch's guide to subclasses calls it, nothing public does (torch
 2.13)."""
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 """Context in which torch functions are torch's own; torch's guide to subclasses enters it, nothing
@@ -37,11 +37,11 @@ USE_COUNT = "_use_count"
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, USE_COUNT)
 """The number of those who hold a tensor, which nothing public tells (torch 2.13)."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
-"""Walk nested arguments; torch has no public ones (torch 2.13)."""
+"""Walks over nested arguments; torch has no public ones (torch 2.13)."""
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
-"""Writes a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
+"""Text of a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
 weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
-"""What :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
+"""Function that :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls without asking tensor subclasses (torch 2.13)."""
 pack_padded_sequence, pad_packed_sequence = (

@@ -425,7 +425,7 @@ class _ToFloat(torch.autograd.Function):
         promotion.refuse_transforms()
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
-        underflow.look(grad, ctx.fmt)
+        underflow.warn_of_underflow(grad, ctx.fmt)
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 

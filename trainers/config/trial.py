@@ -141,8 +141,8 @@ class ModelConfig:
         _check_factory("model", self.name, self.args, ARGUMENTS)
         if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
-                f"model.hidden={self.hidden} with model.name={self.name}: is of mlp and cnn; use"
-                " model.args for what this model takes"
+                f"model.hidden={self.hidden} with model.name={self.name}: only mlp and cnn have"
+                " it; leave it out, and use model.args for what this model takes"
             )
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
@@ -478,7 +478,7 @@ class TrialKeys:
 
     @property
     def update_captured(self) -> bool:
-        """Whether a CUDA graph of a step has its update."""
+        """Whether the CUDA graph of a step includes the optimizer's update."""
         return not self.lr_schedule.varies or self.optimizer.name not in RATE_OF_HOST
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
-LANES = 12
+TRIALS_PER_PROCESS = 12
 """Trials at once in a process where nothing else is asked for: as many as share a GPU by default.
 Two processes of six had 12 % fewer trials a second of a whole study on four H100, and 4 % more of
 one kind of net on an H200 (docs/benchmarks/studies.md)."""
@@ -77,7 +77,7 @@ class WorkerResources(NamedTuple):
         """Return what a trial takes, where the study's key ``executor`` is ``wanted``."""
         share = 1.0 if config.gpus is None else config.gpus
         gpus = share if config.device == "cuda" and config.workers == 1 else None
-        lanes = lanes_of(wanted, config)
+        lanes = trials_per_process(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
         executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
         return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
@@ -148,7 +148,7 @@ def packs(config: TrialConfig) -> bool:
     return sum(1 for _ in _layers(config)) <= MOST_LAYERS
 
 
-def lanes_of(executor: str, config: TrialConfig) -> int:
+def trials_per_process(executor: str, config: TrialConfig) -> int:
     """Return how many trials are at once in a process that trains this one.
 
     Args:
@@ -158,7 +158,7 @@ def lanes_of(executor: str, config: TrialConfig) -> int:
         return 1
     if executor == "packed":
         return MOST
-    return LANES if executor == "auto" and packs(config) else 1
+    return TRIALS_PER_PROCESS if executor == "auto" and packs(config) else 1
 
 
 def choose_share(config: TrialConfig) -> float:

@@ -19,7 +19,7 @@ from trainers.config import (
     TrialConfig,
 )
 from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
-from trainers.workers.resources import LANES, choose_share, lanes_of
+from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, trials_per_process
 
 SMALL = TrialConfig(device="cuda")
 DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
@@ -32,13 +32,13 @@ LOADED = DataConfig(name="data.py:make", num_workers=1)
 @pytest.mark.parametrize(
     ("trial", "share", "lanes"),
     [
-        (SMALL, 1 / 12, LANES),
-        (replace(SMALL, lr_schedule=COSINE), 1 / 12, LANES),
+        (SMALL, 1 / 12, TRIALS_PER_PROCESS),
+        (replace(SMALL, lr_schedule=COSINE), 1 / 12, TRIALS_PER_PROCESS),
         (replace(SMALL, lr_schedule=COSINE, optimizer=OptimizerConfig(name="madam")), 1 / 12, 1),
-        (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
+        (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, TRIALS_PER_PROCESS),
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
-        (replace(SMALL, model=DEEP), 1 / 4, LANES),
+        (replace(SMALL, model=DEEP), 1 / 4, TRIALS_PER_PROCESS),
         (replace(SMALL, model=DEEPER), 1 / 4, 1),
         (replace(SMALL, telemetry=True), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
@@ -58,7 +58,7 @@ def test_small_trials_share_a_gpu_and_captured_ones_a_process(
     trial: TrialConfig, share: float, lanes: int
 ) -> None:
     assert choose_share(trial) == share
-    assert lanes_of("auto", replace(trial, gpus=share)) == lanes
+    assert trials_per_process("auto", replace(trial, gpus=share)) == lanes
 
 
 def test_a_captured_step_varies_the_rates_of_the_optimizers_that_take_a_tensor() -> None:
