@@ -23,7 +23,7 @@ from torch.utils.data._utils import collate
 # --- torch: LNSTensor and its dispatch
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-"""Makes a tensor without memory; torch's guide to subclasses calls it, nothing public does (torch
+"""Maker of tensors without memory; torch's guide to subclasses calls it, nothing public does (torch
 2.13)."""
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 """Context in which torch functions are torch's own; torch's guide to subclasses enters it, nothing
@@ -31,15 +31,17 @@ public does (torch 2.13)."""
 no_dispatch = _mode_utils.no_dispatch
 """Context in which an operator acts on the wrapper alone, for its shape and strides; nothing public
 does (torch 2.13)."""
-use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-"""How many hold a tensor; ``torch.utils.swap_tensors`` asks a parameter for it, by which
-``nn.Module.to`` moves subclasses, and nothing public does (torch 2.13)."""
+USE_COUNT = "_use_count"
+"""The method that ``torch.utils.swap_tensors`` asks a parameter for how many hold it, by which
+``nn.Module.to`` moves subclasses; a subclass may have its own (torch 2.13)."""
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, USE_COUNT)
+"""The number of those who hold a tensor, which nothing public tells (torch 2.13)."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
-"""Walk nested arguments; torch has no public ones (torch 2.13)."""
+"""Walks over nested arguments; torch has no public ones (torch 2.13)."""
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
-"""Writes a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
+"""Text of a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
 weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
-"""What :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
+"""Function that :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls without asking tensor subclasses (torch 2.13)."""
 pack_padded_sequence, pad_packed_sequence = (
@@ -67,6 +69,11 @@ def is_exporting() -> bool:
     function says yes while ``torch.compile`` traces, too.
     """
     return torch.compiler._is_exporting_flag
+
+
+COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
+"""The namespaces of torch's operators between processes, which no public name lists (torch
+2.13)."""
 
 
 def written_arguments(operator: Any) -> list[Any]:

@@ -1,10 +1,11 @@
-"""When the package is loaded whole: with torch, and no sooner.
+"""Loads the whole package as soon as torch is loaded, and no sooner.
 
 The formats (:mod:`lns_ops.formats`) and the definition of the arithmetic (:mod:`lns_ops.spec`) are
 plain Python and NumPy. A program that only checks a format's name, as the one that watches over a
 study, need not wait 1.8 s for torch and numba, nor hold their 290 MB. All the rest is of use with
 torch alone, and must be there as soon as torch is: ``torch.load`` reads LNSTensors only after
-:mod:`lns_ops.tensor` has named them as safe, and ``torch.ops.lns`` has no operators before that.
+:mod:`lns_ops.tensor` has named them as safe, and ``torch.ops.lns_ops`` has no operators before
+that.
 
 So the first import of torch, or of any other part of this package, is followed by the import of
 all of it. Python offers no call for that but a finder on ``sys.meta_path``

@@ -2,7 +2,7 @@
 
     python scripts/bench_study.py [NAME ...] [--trials N] [--long] [--json FILE]
 
-Trials of :mod:`bench_executors` compute nothing, so that what is left is the engine's own cost:
+Trials of :mod:`bench.executors` compute nothing, so that what is left is the engine's own cost:
 plan, ledger (fsynced), processes, MLflow.
 
     slots       utilisation of 32 declared CPUs by 640 trials that sleep 2 s, from the command to
@@ -157,7 +157,7 @@ def run(
 ) -> tuple[float, View]:
     """Return the seconds of a whole study through the engine, from plan to report.
 
-    Its trials are executed by a class of :mod:`bench_executors`.
+    Its trials are executed by a class of :mod:`bench.executors`.
     """
     with tempfile.TemporaryDirectory() as storage:
         study = StudyConfig(
@@ -182,10 +182,10 @@ def run(
 
 @contextmanager
 def executed_by(executor: str | None) -> Iterator[None]:
-    """Have trials executed by a class of :mod:`bench_executors`; by their own executor for None."""
+    """Have trials executed by a class of :mod:`bench.executors`; by their own executor for None."""
     real = resources.choose_executor
     if executor is not None:
-        resources.choose_executor = lambda wanted, lanes: f"bench_executors:{executor}"
+        resources.choose_executor = lambda wanted, lanes: f"bench.executors:{executor}"
     try:
         yield
     finally:

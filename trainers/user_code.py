@@ -40,7 +40,7 @@ DIGEST_LENGTH = 12
 LENGTH = 300
 """Characters kept of what the user's code says in an error."""
 PRIVATE = "_lns_study_user_"
-"""Begins the names of modules that are loaded from files."""
+"""Prefix of the names of modules that are loaded from files."""
 SENT = "lns_study_user_files"
 """Folder on ``sys.path`` with the files that a study sent to a node of a Ray cluster."""
 INSTALLED = {"site-packages", "dist-packages"}

@@ -1,5 +1,5 @@
 """Writes the page of what a trial's keys refuse together, from the table that refuses it
-(:data:`trainers.config.compatibility.RULES`).
+(:data:`trainers.config.compatibility.RULES`, and those that are asked before it trains).
 
 Its matrices are computed: every pair of choices is a config that the rules are asked about. What
 the parts of a trial refuse by themselves is read from the code of :data:`PARTS`.
@@ -30,9 +30,9 @@ from trainers.config import (
     trial,
     wire,
 )
-from trainers.config.compatibility import RULES
 from trainers.config.validation import Rule, show
 
+RULES = (*compatibility.RULES, *compatibility.RULES_BEFORE_TRAINING)
 Choice = Mapping[str, Any]
 
 BASE = TrialConfig().to_dict() | {"workers": 4, "batch_size": 120}

@@ -130,7 +130,7 @@ class _Arguments(threading.local):
 
 
 _MOST_BYTES = 4096
-"""What CUDA takes of arguments."""
+"""Most bytes that the arguments of a kernel may have, CUDA's limit."""
 _arguments = _Arguments()
 
 

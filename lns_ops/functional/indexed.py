@@ -123,7 +123,10 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
         ValueError: ``index`` is not as long as ``x``.
     """
     if index.numel() != x.shape[0]:
-        raise ValueError(f"index of {index.numel()} for {x.shape[0]} rows: must be as many")
+        raise ValueError(
+            f"index of {index.numel()} for {x.shape[0]} rows of x: must be as many; give one index"
+            " for each row"
+        )
     ordered, order = torch.sort(index.reshape(-1), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
     flat = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)

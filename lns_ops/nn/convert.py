@@ -348,7 +348,7 @@ def _convert_to_lns(
         _check(name, layer)
     if scope == "everywhere":
         _check_ties(owners, chosen)
-    underflow.look_again()
+    underflow.start_over()
     follow(module, _convert_layers(chosen, scope))
     for part in module.modules() if scope == "matmul" else ():
         if isinstance(part, nn.TransformerEncoder):

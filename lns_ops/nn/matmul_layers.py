@@ -81,7 +81,7 @@ class _LinearMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
-        underflow.look(grad_BO, ctx.options[0])
+        underflow.warn_of_underflow(grad_BO, ctx.options[0])
         grad_x = _product(grad_BO, w.t(), *ctx.options) if ctx.needs_input_grad[0] else None
         grad_w = _product(grad_BO.t(), x.t(), *ctx.options) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None, None
@@ -159,7 +159,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
-        underflow.look(grad, ctx.options[1])
+        underflow.warn_of_underflow(grad, ctx.options[1])
         sizes: dict[str, tuple[int, ...] | None] = {"y": None}
         # operands of each result, with the incoming gradient in the place of that result
         of_a, of_b = {

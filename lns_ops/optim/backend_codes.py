@@ -94,9 +94,6 @@ class Codes(ParameterMath):
         least, most = (int(lns.order_key(code, self.fmt)) for code in (low, high))
         return lns.from_key(lns.order_key(x, self.fmt).clamp(least, most), self.fmt)
 
-    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        return self.put(name, self.blend(self.get(name), x, beta))
-
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         keep, rest = (
             torch.tensor(code, dtype=torch.int16) for code in decay_codes(beta, "beta", self.fmt)
@@ -258,8 +255,7 @@ class Decoded(Floats):
     def at_least_smallest(self, value: Tensor) -> Tensor:
         return self.scalar(value).clamp_min(_FLOAT32.tiny)
 
-    def average(self, name: str, x: Tensor, beta: float) -> Tensor:
-        return self.put(name, self.blend(self.get(name), x, beta))
+    average = ParameterMath.average
 
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         return x * beta + y * (1 - beta)

@@ -128,12 +128,12 @@ class ParameterMath(ABC):
     def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
         """Clamp ``x`` between two numbers of the host."""
 
-    @abstractmethod
     def average(self, name: str, x: Tensor, beta: float) -> Tensor:
         """Move ``state = beta state + (1 - beta) x`` and return it.
 
         In LNS it takes the beta that the format has, so that its gain is 1.
         """
+        return self.put(name, self.blend(self.get(name), x, beta))
 
     @abstractmethod
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:

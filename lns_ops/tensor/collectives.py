@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 from lns_ops.tensor.promotion import takes_floats
 from lns_ops.tensor.registry import aten, handles
 
-NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
-"""The namespaces of torch's operators between processes."""
 SHARDS = (
     "fully_shard of LNS parameters: FSDP gathers float32 parameters and adds up float32 gradients;"
     " use lns_ops.distributed_data_parallel, where every process has whole layers of 2 bytes a"

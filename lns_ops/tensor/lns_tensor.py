@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import (
+    COLLECTIVES,
     DisableTorchFunction,
     make_wrapper_subclass,
     no_dispatch,
@@ -307,7 +308,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     It takes its out-of-place form or torch's decomposition, or float32 where that is allowed.
     """
-    if func.namespace in collectives.NAMESPACES:
+    if func.namespace in COLLECTIVES:
         collectives.refuse(str(func))
     if torch.Tag.inplace_view in func.tags:
         func(args[0].codes, *args[1:], **kwargs)
@@ -424,7 +425,7 @@ class _ToFloat(torch.autograd.Function):
         promotion.refuse_transforms()
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
-        underflow.look(grad, ctx.fmt)
+        underflow.warn_of_underflow(grad, ctx.fmt)
         return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 

@@ -29,17 +29,17 @@ Not by number: of a softmax that is sure of its classes most entries are lost, a
 _left = LOOKS
 
 
-def look_again() -> None:
-    """Begin anew: a network was converted."""
+def start_over() -> None:
+    """Look at the next :data:`LOOKS` gradients: a network was converted."""
     global _left
     _left = LOOKS
 
 
-def look(grad: Tensor, fmt: LNSFormat) -> None:
+def warn_of_underflow(grad: Tensor, fmt: LNSFormat) -> None:
     """Warn, once a conversion, if much of a float32 gradient underflows in ``fmt``."""
     if not _left or fmt.smallest < torch.finfo(torch.float32).tiny or not _is_real(grad):
         return
-    _look(grad, fmt)
+    _measure(grad, fmt)
 
 
 def _is_real(grad: Tensor) -> bool:
@@ -52,7 +52,8 @@ def _is_real(grad: Tensor) -> bool:
     )
 
 
-def _look(grad: Tensor, fmt: LNSFormat) -> None:
+def _measure(grad: Tensor, fmt: LNSFormat) -> None:
+    """Warn if more than :data:`SHARE` of a gradient underflows, and look at no other one then."""
     global _left
     _left -= 1
     magnitude = grad.detach().abs().double()

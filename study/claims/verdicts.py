@@ -54,7 +54,8 @@ from trainers.user_code import LENGTH, describe_error, find_source, load_code
 
 SEARCHING = "the search has not come to its end"
 LIKE = 1e-9
-"""Relative distance of a figure from an end of its interval that is rounding."""
+"""Relative difference of two figures that is rounding: of two computations of one, or of one from
+an end of its interval."""
 
 
 def judge(state: StudyState, folder: Path) -> list[Verdict]:

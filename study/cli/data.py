@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 
+from study.cli.manage import print_table
 from study.errors import UserError, refusals
 
 
@@ -49,7 +50,6 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from study.cli.manage import print_table
     from trainers.config.data import DATA
     from trainers.data import describe_place
 

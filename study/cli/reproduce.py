@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from study.cli.manage import add_storage
+from study.cli.run import run_config
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
 from study.program import NAME, lns_study
@@ -114,8 +115,6 @@ def _load(
 
 def _run(name: str, study: StudyConfig, again: str) -> int:
     """Run a study, or what is left of it; what cannot start is told, and the others go on."""
-    from study.cli.run import run_config
-
     try:
         return run_config(study, plain=True, again=again)
     except UserError as error:

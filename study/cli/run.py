@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.cli.manage import add_storage
+from study.cli.manage import add_storage, print_table
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
 from study.text import counted, duration
@@ -278,7 +278,6 @@ SIMULATED = [
 def _simulate(options: argparse.Namespace) -> int:
     import dataclasses
 
-    from study.cli.manage import print_table
     from study.execution.simulate import recorded_errors, recorded_seconds, simulate
     from study.ledger.log import read_ledger
     from study.ledger.state import fold

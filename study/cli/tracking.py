@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from study.cli.manage import Commands, add_command
+from study.cli.manage import Commands, add_command, print_table
 from study.errors import UserError, refusals
 from study.program import lns_study
 from study.tracking.sqlite import where_damaged
@@ -68,7 +68,6 @@ def add_tracking_commands(commands: Commands) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from study.cli.manage import print_table
     from study.manage.studies import find, read
     from study.report.compare import compare, draw, lines, verdict
 

@@ -36,7 +36,7 @@ from trainers.workers.resources import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 ARGUMENTS = "trainable.args."
-"""Begins the keys of what a loop of the user's own is called with."""
+"""Prefix of the keys of what a loop of the user's own is called with."""
 
 
 def of_storage(storage: str) -> dict[str, float]:

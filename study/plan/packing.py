@@ -32,7 +32,8 @@ LOOK_AHEAD = 8
 """Number of trials behind a waiting one that may be started before it."""
 EPSILON = 1e-6
 Ends = Callable[[PlannedTrial, int, float], bool]
-"""Tells whether a trial ends early after an epoch at a time; called after its last epoch, too."""
+"""Function that says whether a trial ends early after an epoch at a time; it is called after the
+last epoch, too."""
 
 
 class Need(NamedTuple):

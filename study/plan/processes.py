@@ -12,7 +12,13 @@ from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 from study.text import counted
 from trainers.config import TrialConfig
-from trainers.workers.resources import MOST_LAYERS, SHARES, captured, choose_share, lanes_of
+from trainers.workers.resources import (
+    MOST_LAYERS,
+    SHARES,
+    captured,
+    choose_share,
+    trials_per_process,
+)
 
 FASTER = {
     1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
@@ -44,15 +50,15 @@ def _describe(executor: str, config: TrialConfig) -> str:
     if config.workers > 1:
         each = "a process and a GPU a worker" if on_gpu else "a process a worker"
         return f"a gang of {config.workers} each, {each} (trial.workers)"
-    lanes, share = lanes_of(executor, config), 1.0 if config.gpus is None else config.gpus
+    most, share = trials_per_process(executor, config), 1.0 if config.gpus is None else config.gpus
     if on_gpu:
-        lanes = min(lanes, int(1 / share + 1e-6))
-    if lanes > 1 and executor == "packed":
-        return f"up to {lanes} share one (executor=packed)"
-    if lanes > 1:
+        most = min(most, int(1 / share + 1e-6))
+    if most > 1 and executor == "packed":
+        return f"up to {most} share one (executor=packed)"
+    if most > 1:
         faster = next((text for each, text in FASTER.items() if abs(share - each) < 1e-6), "")
         return (
-            f"up to {lanes} share one, {_part(share)} a trial: small nets whose step is a CUDA"
+            f"up to {most} share one, {_part(share)} a trial: small nets whose step is a CUDA"
             f" graph{faster or ', side by side'}, with the same bits; trial.gpus=1 gives each a"
             " process and a GPU"
         )
@@ -76,12 +82,14 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         return "only small nets on a GPU share processes by themselves"
     if not captured(config):
         return "their step is no CUDA graph"
+    if not config.model.feedforward:
+        if config.model.name == "lstm":
+            return "a recurrent net keeps Python busy, for which trials in a process wait"
+        return "only nets of the kinds mlp, cnn, vanilla and capsules share processes by themselves"
     if choose_share(config) == 1:
         return f"a step's mean layer takes more than {SHARES[-1][0]:.0g} multiply-accumulates"
     if share > SHARES[-1][1]:
         return f"trial.gpus={share:g} asks for more than {_part(SHARES[-1][1])}"
-    if not config.model.feedforward:
-        return "a recurrent net keeps Python busy, for which trials in a process wait"
     if config.telemetry:
         return "telemetry measures a process's memory"
     if not config.update_captured:

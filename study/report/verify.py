@@ -33,7 +33,7 @@ import numpy as np
 from study.claims.record import FILE, read_record, record
 from study.claims.stated import statement_of
 from study.claims.verdict import ENOUGH
-from study.claims.verdicts import judge
+from study.claims.verdicts import LIKE, judge
 from study.config import StudyConfig
 from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
@@ -43,7 +43,7 @@ from study.ledger.state import fold
 from study.ledger.storage import fetch_report
 from study.manage.studies import placed
 from study.report.claims import markdown_cell
-from study.report.verify_pages import LIKE, verify_pages, verify_record
+from study.report.verify_pages import verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.results.ties import compared

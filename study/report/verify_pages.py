@@ -24,6 +24,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from study.claims.verdicts import LIKE
 from study.ledger.state import StudyState
 from study.report.html import render_html
 from study.report.interactive import Interactive, explore_data, explore_text
@@ -32,8 +33,6 @@ from study.report.tables import render_csv, render_markdown
 from study.results.summary import Summary
 from study.results.utilisation import sentences
 
-LIKE = 1e-9
-"""Relative difference of two computations of a figure that is rounding."""
 LINKED = "All runs in MLflow"
 """Text of the link of a page whose study has runs in MLflow."""
 LOCAL = f"{LINKED} (while lns-study ui runs)"

@@ -3,6 +3,7 @@ the library that changed."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import rnn
 from torch.utils.data import default_collate
 
-from lns_ops import LNSTensor, _compat, cuda, lns12
+from lns_ops import LNSTensor, _compat, convert_, cuda, lns12
 from lns_ops.cpu.compiler import object_cache
 from lns_ops.cpu.compiler.intrinsics import helper, processor, scratch
 
@@ -70,6 +71,59 @@ def test_torch_operators_can_act_on_the_wrapper_alone() -> None:
         aten.t_.default(x)
     assert (x.shape, x.codes.shape) == ((3, 2), (2, 3)), (
         "torch: no_dispatch goes to the subclass, or leaves the wrapper's shape"
+    )
+
+
+def test_torch_counts_who_holds_a_tensor() -> None:
+    x = torch.ones(2, requires_grad=True)
+    alone = _compat.use_count(x)
+    y = x * 2
+    held = _compat.use_count(x)
+    assert (alone, held) == (1, 2), "torch: _use_count does not count the graph that holds a leaf"
+    del y
+
+
+def test_torch_asks_a_parameter_that_moves_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    layer = convert_(nn.Linear(2, 2), lns12, scope="everywhere")
+    count = getattr(LNSTensor, _compat.USE_COUNT)
+    monkeypatch.setattr(LNSTensor, _compat.USE_COUNT, lambda x: asked.append(1) or count(x))
+    layer.share_memory()
+    assert len(asked) >= 2, "torch: Module.to does not ask _use_count of a parameter"
+
+
+def test_torch_says_whether_a_transform_goes_on() -> None:
+    said = []
+
+    def asks(x: Tensor) -> Tensor:
+        said.append(_compat.is_transforming())
+        return x.sum()
+
+    asks(torch.ones(2))
+    torch.func.grad(asks)(torch.ones(2))
+    torch.func.vmap(asks)(torch.ones(2, 2))
+    assert said == [False, True, True], "torch: transforms are told otherwise"
+
+
+def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
+    old, new = (torch.ones(1, requires_grad=True) for _ in range(2))
+    calls: list[str] = []
+    handle = old.register_hook(lambda grad: calls.append("gone"))
+    old.register_hook(lambda grad: calls.append("gradient"))
+    old.register_post_accumulate_grad_hook(lambda x: calls.append("accumulated"))
+    _compat.move_tensor_hooks(old, new)
+    handle.remove()
+    new.sum().backward()
+    assert calls == ["gradient", "accumulated"], "torch: gradient hooks cannot be moved"
+
+
+def test_torch_names_its_operators_between_processes() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+    importlib.import_module("torch.distributed.tensor")
+    found = {name.partition("::")[0] for name in _compat.operator_names()}
+    assert found >= _compat.COLLECTIVES, (
+        f"torch: there are no operators of {_compat.COLLECTIVES - found}, so others come between"
+        " processes unrefused"
     )
 
 

@@ -149,34 +149,12 @@ def made_up_events(
     """The ledger of a study that nobody trained; ``errors``: final test error by row, per cent."""
     plan = make_plan(study)
     began = time.time() - 1000
-    provenance = {
-        "commit": "c0ffee",
-        "dirty": False,
-        "versions": {"ray": "2.60.0"},
-        "python": "3.11",
-        "platform": "Linux",
-    }
-    data = [
-        {
-            "name": "digits",
-            "source": "made up",
-            "digest": "d" * 64,
-            "root": None,
-            "train": 10,
-            "validation": 5,
-            "test": 5,
-        }
-    ]
-    events: list[Event] = [
-        {
-            "event": "planned",
-            "time": began,
-            "ledger": "abc123",
-            **plan.to_event(),
-            "data": data,
-            "provenance": provenance,
-        }
-    ]
+    provenance = {"commit": "c0ffee", "dirty": False, "versions": {"ray": "2.60.0"},
+                  "python": "3.11", "platform": "Linux"}  # fmt: skip
+    data = {"name": "digits", "source": "made up", "digest": "d" * 64, "root": None, "train": 10,
+            "validation": 5, "test": 5}  # fmt: skip
+    planned = {"ledger": "abc123", **plan.to_event(), "data": [data], "provenance": provenance}
+    events: list[Event] = [{"event": "planned", "time": began} | planned]
     for number, trial in enumerate(plan.trials):
         start = began + 10 * number
         events.append({"event": "started", "time": start, "trial": trial.id})
@@ -187,22 +165,9 @@ def made_up_events(
                 "validation/loss": 1 / epoch,
                 "validation/error": 0.2 / epoch,
             }
-            events.append(
-                {
-                    "event": "report",
-                    "time": start + epoch,
-                    "trial": trial.id,
-                    "epoch": epoch,
-                    "metrics": metrics,
-                }
-            )
+            report = {"trial": trial.id, "epoch": epoch, "metrics": metrics}
+            events.append({"event": "report", "time": start + epoch} | report)
         error = (errors or {}).get(trial.row, 2.0) / 100 + trial.seed * 1e-4
-        events.append(
-            {
-                "event": "finished",
-                "time": start + 9,
-                "trial": trial.id,
-                "metrics": {"test/loss": 0.1, "test/error": error},
-            }
-        )
+        finished = {"trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}}
+        events.append({"event": "finished", "time": start + 9} | finished)
     return [*events, {"event": "ended", "time": began + 500, "outcome": outcome}]

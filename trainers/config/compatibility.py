@@ -442,6 +442,20 @@ RULES: tuple[Rule, ...] = (
 )
 """The rules in the order in which they are asked; the first that applies is raised."""
 
+RULES_BEFORE_TRAINING: tuple[Rule, ...] = (
+    Rule(
+        ("optimizer.name", "lr_schedule.decay", "lr_schedule.warmup_epochs", "changes"),
+        lambda c: (
+            c.optimizer.name == "rprop"
+            and (c.lr_schedule.varies or any("optimizer.lr" in change for change in c.changes))
+        ),
+        "it takes the rate in its first step alone",
+        "a constant rate without warm-up and changes, or another optimizer",
+    ),
+)
+"""The rules that :mod:`trainers.training.check` asks, not :class:`TrialConfig`: those that were
+added when trials without them had been recorded, whose studies must stay readable."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig(TrialKeys):

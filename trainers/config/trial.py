@@ -8,7 +8,7 @@ between them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Self
 
 from lns_ops.format import LNSFormat
@@ -141,8 +141,8 @@ class ModelConfig:
         _check_factory("model", self.name, self.args, ARGUMENTS)
         if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
-                f"model.hidden={self.hidden} with model.name={self.name}: is of mlp and cnn; use"
-                " model.args for what this model takes"
+                f"model.hidden={self.hidden} with model.name={self.name}: only mlp and cnn have"
+                " it; leave it out, and use model.args for what this model takes"
             )
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
@@ -457,15 +457,28 @@ class TrialKeys:
 
         The whole batch, or a replica's share of it where each replica updates by itself.
         """
-        return (
-            self.batch_size // self.layout.replicas(self.workers)
-            if self.sync.local
-            else self.batch_size
-        )
+        apart = self.layout.replicas(self.workers) if self.sync.local else 1
+        return self.batch_size // apart
+
+    @property
+    def step_captured(self) -> bool:
+        """Whether a GPU replays the trial's steps from a CUDA graph, perhaps without the update.
+
+        The user's code would run once instead of every step, so such trials are eager. So are
+        models with random numbers with activation checkpoints, whose generators a graph cannot set
+        back, and with simulated formats and autocast, which were not tried.
+        """
+        own = self.own_loop or self.model.own or self.loss.own
+        on_host = self.memory.offload_optimizer or self.autocast == "float16"
+        in_parts = self.workers > 1 or self.layout.pairwise
+        if own or on_host or in_parts or self.data.num_workers is not None:
+            return False
+        tried = self.autocast == "none" and not self.precision.simulated
+        return self.model.feedforward or (tried and not self.memory.activation_checkpoints)
 
     @property
     def update_captured(self) -> bool:
-        """Whether a CUDA graph of a step has its update."""
+        """Whether the CUDA graph of a step includes the optimizer's update."""
         return not self.lr_schedule.varies or self.optimizer.name not in RATE_OF_HOST
 
     def to_dict(self) -> dict[str, Any]:
@@ -475,25 +488,11 @@ class TrialKeys:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Return the config whose :meth:`to_dict` is ``values``."""
-        parts: dict[str, Any] = {
-            "trainable": TrainableConfig,
-            "data": DataConfig,
-            "model": ModelConfig,
-            "loss": LossConfig,
-            "precision": PrecisionConfig,
-            "optimizer": OptimizerConfig,
-        }
-        parts |= {
-            "lr_schedule": LRSchedule,
-            "layout": Layout,
-            "wire": WireConfig,
-            "sync": SyncConfig,
-            "profile": ProfileConfig,
-            "memory": MemoryConfig,
-        }
+        made = ((key.name, key.default_factory) for key in fields(cls))
+        parts: dict[str, Any] = {name: part for name, part in made if is_dataclass(part)}
         if "metrics" in values:
-            made = {name: MetricConfig(**metric) for name, metric in values["metrics"].items()}
-            values = values | {"metrics": made}
+            metrics = {name: MetricConfig(**each) for name, each in values["metrics"].items()}
+            values = values | {"metrics": metrics}
         return cls(
             **{key: parts[key](**value) if key in parts else value for key, value in values.items()}
         )

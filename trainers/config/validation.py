@@ -1,7 +1,7 @@
 """Checks of config values, for the ``__post_init__`` of the frozen dataclasses, and their values.
 
 Every error message has the value, the rule and the remedy. Every rule of one key goes through
-:func:`require`, from whose calls ``docs/_ext/generate.py`` makes the site's page of keys.
+:func:`require`, from whose calls ``docs/_ext/key_rules.py`` makes the site's page of keys.
 """
 
 from __future__ import annotations

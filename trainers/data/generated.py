@@ -25,10 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from trainers.config.data import AdditionArguments, Mnist1DArguments, SymbolArguments
-from trainers.data.split import Split
+from trainers.data.split import IGNORED, Split
 
-IGNORED = -100
-"""The target of a step at which nothing is asked for."""
 TEMPLATES = np.array(
     [
         [0, 3, 5, 6, 6, 5, 3, 0, -3, -5, -3, 0],

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIXELS, CLASSES = 784, 10
+IGNORED = -100
+"""Class of an answer that is not asked for, torch's ``ignore_index``."""
 
 
 class Examples(Protocol):

@@ -35,11 +35,9 @@ from torch import Tensor
 
 from lns_ops import LNSTensor
 from trainers.config import LossConfig
-from trainers.data.split import Dataset, Split
+from trainers.data.split import IGNORED, Dataset, Split
 from trainers.user_code import call, load_code
 
-IGNORED = -100
-"""Class of an answer that is not asked for, torch's ``ignore_index``."""
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "binary_cross_entropy": F.binary_cross_entropy_with_logits,
     "mse": F.mse_loss,

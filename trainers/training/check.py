@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainers.checkpoint.state import load_model_tensors, model_tensors
 from trainers.config import LossConfig, TrialConfig
+from trainers.config.compatibility import RULES_BEFORE_TRAINING
 from trainers.config.schedule_changes import optimizer_at
 from trainers.config.validation import fits
 from trainers.data import Dataset, DatasetInfo, Split
@@ -91,16 +92,12 @@ def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
         answers: answers of an example.
 
     Raises:
-        ValueError: a learning rate or momentum underflows, or rounds to 1, or Rprop's rate varies.
+        ValueError: a learning rate or momentum underflows, or rounds to 1, or one of
+            :data:`~trainers.config.compatibility.RULES_BEFORE_TRAINING` applies.
     """
-    new_rates = any("optimizer.lr" in change for change in config.changes)
-    if config.optimizer.name == "rprop" and (config.lr_schedule.varies or new_rates):
-        raise ValueError(
-            f"optimizer.name=rprop with lr_schedule.decay={config.lr_schedule.decay},"
-            f" lr_schedule.warmup_epochs={config.lr_schedule.warmup_epochs:g} and"
-            f" changes={config.changes}: it takes the rate in its first step alone; use a constant"
-            " rate without warm-up and changes, or another optimizer"
-        )
+    for rule in RULES_BEFORE_TRAINING:
+        if rule.when(config):
+            raise ValueError(rule.message(config))
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         options = optimizer_at(config.optimizer, config.changes, epoch)

@@ -30,7 +30,8 @@ WARM_UP_STEPS = 2
 STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
 """The training steps that making a :class:`GraphedEpochs` runs."""
 QUEUED_STEPS = 16
-"""The steps that an epoch launches before it waits for the as many before them."""
+"""Number of steps that an epoch launches before it waits for the end of those that it launched
+before them: at most twice as many are queued."""
 
 _capturing = threading.Lock()
 """The lock that a thread holds while it captures a graph.

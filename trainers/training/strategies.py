@@ -42,30 +42,15 @@ def seed_of(text: str) -> int:
 def choose_step(components: Components) -> Step:
     """Return the strategy of a trial.
 
-    Steps are captured in a CUDA graph where one worker runs them on a GPU, with nothing of the
-    user's in them, whose Python a graph would run once instead of every step.
+    On a GPU steps are captured in a CUDA graph where
+    :attr:`~trainers.config.TrialConfig.step_captured` says so.
     """
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
-    workers, config = components.workers, components.config
-    alone = workers.device.type == "cuda" and workers.world_size == 1 and components.offload is None
-    in_memory = isinstance(components.data.train, Split)
-    if alone and in_memory and components.scaler is None and _capturable(config):
+    config = components.config
+    if components.workers.device.type == "cuda" and config.step_captured:
         return GraphStep(components)
     return StatefulStep(components) if _stateful(config) else Step(components)
-
-
-def _capturable(config: TrialConfig) -> bool:
-    """Tell whether steps of a model can be captured.
-
-    What a user wrote is not, nor are gradients that are added in pairs. Of our models with random
-    numbers neither are those that compute activations again, whose generators a graph cannot set
-    back, nor simulated formats and autocast, with which they have not been tried.
-    """
-    if config.model.own or config.loss.own or config.layout.pairwise:
-        return False
-    tried = config.autocast == "none" and not config.precision.simulated
-    return config.model.feedforward or (tried and not config.memory.activation_checkpoints)
 
 
 def _stateful(config: TrialConfig) -> bool:

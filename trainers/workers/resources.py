@@ -20,7 +20,7 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
-LANES = 12
+TRIALS_PER_PROCESS = 12
 """Trials at once in a process where nothing else is asked for: as many as share a GPU by default.
 Two processes of six had 12 % fewer trials a second of a whole study on four H100, and 4 % more of
 one kind of net on an H200 (docs/benchmarks/studies.md)."""
@@ -38,7 +38,6 @@ four of 3,000 are not (docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
 """Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
 steps keep some 8 GB."""
-CLASSES = 10
 
 
 def choose_executor(wanted: str, lanes: int) -> str:
@@ -78,7 +77,7 @@ class WorkerResources(NamedTuple):
         """Return what a trial takes, where the study's key ``executor`` is ``wanted``."""
         share = 1.0 if config.gpus is None else config.gpus
         gpus = share if config.device == "cuda" and config.workers == 1 else None
-        lanes = lanes_of(wanted, config)
+        lanes = trials_per_process(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
         executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
         return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
@@ -130,17 +129,8 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a step is a CUDA graph, perhaps without its update.
-
-    It is for an mlp, cnn, vanilla or capsules on one GPU, and for an LSTM without dropout.
-    """
-    model, plain = config.model, config.autocast == "none" and not config.precision.simulated
-    recurrent = model.name == "lstm" and model.stateless
-    recurrent = recurrent and plain and not config.memory.activation_checkpoints
-    if not (model.feedforward or recurrent) or config.own_loop:
-        return False
-    alone = config.device == "cuda" and config.workers == 1 and not config.memory.offload_optimizer
-    return alone and config.autocast != "float16"
+    """Return whether a step is a CUDA graph, perhaps without its update."""
+    return config.device == "cuda" and config.step_captured
 
 
 def packs(config: TrialConfig) -> bool:
@@ -158,7 +148,7 @@ def packs(config: TrialConfig) -> bool:
     return sum(1 for _ in _layers(config)) <= MOST_LAYERS
 
 
-def lanes_of(executor: str, config: TrialConfig) -> int:
+def trials_per_process(executor: str, config: TrialConfig) -> int:
     """Return how many trials are at once in a process that trains this one.
 
     Args:
@@ -168,12 +158,18 @@ def lanes_of(executor: str, config: TrialConfig) -> int:
         return 1
     if executor == "packed":
         return MOST
-    return LANES if executor == "auto" and packs(config) else 1
+    return TRIALS_PER_PROCESS if executor == "auto" and packs(config) else 1
 
 
 def choose_share(config: TrialConfig) -> float:
-    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none."""
-    if not captured(config):
+    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none.
+
+    It is a whole one for nets that were not measured side by side: a resnet, a densenet, a gpt, an
+    LSTM with dropout.
+    """
+    model = config.model
+    measured = model.feedforward or (model.name == "lstm" and model.stateless)
+    if not (captured(config) and measured):
         return 1.0
     layers = [weights * places for weights, places in _layers(config)]
     macs = 3.0 * config.batch_size * sum(layers) / len(layers)
@@ -207,7 +203,7 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
         return
     model, known = config.model, DATA.get(config.data.name)
     shape = (known and known.shape) or DATA["mnist"].shape
-    inputs, classes = math.prod(shape), (known and known.classes) or CLASSES
+    inputs, classes = math.prod(shape), (known and known.classes) or DATA["mnist"].classes
     if model.name == "cnn":
         colours = shape[0] if len(shape) == 3 else 1
         side, channels = math.isqrt(inputs // colours), [colours, *(model.channels or CHANNELS)]

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import DisableTorchFunction, collate_functions, no_dispatch, use_count
+from lns_ops._compat import (
+    USE_COUNT,
+    DisableTorchFunction,
+    collate_functions,
+    no_dispatch,
+    use_count,
+)
 from lns_ops.tensor.integers import taken_out
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
@@ -410,4 +416,4 @@ def _uses(self: LNSTensor) -> int:
     return count
 
 
-LNSTensor._use_count = _uses  # type: ignore[attr-defined]
+setattr(LNSTensor, USE_COUNT, _uses)

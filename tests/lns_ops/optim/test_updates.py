@@ -341,53 +341,11 @@ def test_the_update_operators_are_proper_custom_operators() -> None:
     )
     root &= lns12.field_mask
     step, ops = torch.tensor(3), torch.ops.lns_ops
-    torch.library.opcheck(
-        ops.sgd_update_, (weight, grad, None, None, step, -1000, None, KEY, None, 12, 6)
-    )
-    torch.library.opcheck(
-        ops.adam_update_,
-        (
-            weight,
-            grad,
-            average,
-            root,
-            residue,
-            None,
-            step,
-            -1000,
-            0.9,
-            0.999,
-            1e-8,
-            None,
-            False,
-            None,
-            None,
-            12,
-            6,
-        ),
-    )
-    torch.library.opcheck(
-        ops.sgd_update_float32_, (weight, grad, None, None, step, 0.1, None, KEY, None, 12, 6)
-    )
-    torch.library.opcheck(
-        ops.adam_update_float32_,
-        (
-            weight,
-            grad,
-            average,
-            root,
-            residue,
-            None,
-            step,
-            0.1,
-            0.9,
-            0.999,
-            1e-8,
-            None,
-            False,
-            None,
-            None,
-            12,
-            6,
-        ),
-    )
+    moments = (average, root, residue)
+    options = (0.9, 0.999, 1e-8, None, False, None, None, 12, 6)
+    for sgd, adam, lr in (
+        (ops.sgd_update_, ops.adam_update_, -1000),
+        (ops.sgd_update_float32_, ops.adam_update_float32_, 0.1),
+    ):
+        torch.library.opcheck(sgd, (weight, grad, None, None, step, lr, None, KEY, None, 12, 6))
+        torch.library.opcheck(adam, (weight, grad, *moments, None, step, lr, *options))

@@ -132,10 +132,8 @@ def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
             [sys.executable, "-m", "study", *words],
             cwd=tmp_path,
             env=env | {"RAY_ADDRESS": env[ADDRESS]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
 
     def stop_in_trial(number: int, process: subprocess.Popen[str]) -> int:
         """Stop a study in one of its trials, which it ends; return its exit code."""

@@ -423,18 +423,23 @@ def weights(url: str) -> dict[str, str]:
     }
 
 
+def undisturbed(folder: Path, storage: Path) -> dict[str, str]:
+    """What :func:`weights` has to be, of a study that nothing disturbs."""
+    process = start(folder, str(storage))
+    output, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, output
+    return {
+        path.parent.parent.name: path.name.removeprefix("tensors-")
+        for path in (storage / NAME / "checkpoints").glob(f"*/{EPOCHS:06d}/tensors-*")
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was_away(
     url: str, line: Line, tmp_path: Path
 ) -> None:
-    undisturbed = start(tmp_path / "study", str(tmp_path / "local"))
-    output, _ = undisturbed.communicate(timeout=TIMEOUT)
-    assert undisturbed.returncode == 0, output
-    expected = {
-        path.parent.parent.name: path.name.removeprefix("tensors-")
-        for path in (tmp_path / "local" / NAME / "checkpoints").glob(f"*/{EPOCHS:06d}/tensors-*")
-    }
+    expected = undisturbed(tmp_path / "study", tmp_path / "local")
     assert len(expected) == 2
 
     first = start(tmp_path / "study", url)

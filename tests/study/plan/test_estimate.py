@@ -119,6 +119,11 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
             "one each (executor=auto), a whole GPU a trial: their step is no CUDA graph",
         ),
         (
+            ["device=cuda", "model={name: gpt, hidden: [512]}", "rows=[]"],
+            "one each (executor=auto), a whole GPU a trial: only nets of the kinds mlp, cnn,"
+            " vanilla and capsules share processes by themselves",
+        ),
+        (
             ["device=cuda", f"model.hidden={DEEP}"],
             f"up to 4 share one, 1/4 of a GPU a trial: {GRAPH} train 1.8 to 3.6 times as fast four"
             f" at a time as by turns (H100, H200), {BITS}",

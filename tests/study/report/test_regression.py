@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from study.api import run_study
+from study.api import Outcome, run_study
 from study.cli import main
 from study.config.compose import load
 from study.ledger.state import FINISHED
@@ -49,6 +49,24 @@ cpus: 2
 """
 
 
+def check_report(outcome: Outcome, shown_first: str) -> None:
+    """Its page and its pictures are of R2 and of no error."""
+    page = (outcome.report / "report.html").read_text()
+    shown = page.partition("<details>")[0].partition("<body>")[2]
+    assert "<h2>Test r2</h2>" in shown
+    assert ">test r2</th>" in shown
+    assert "best of 3, by validation/r2" in shown
+    summary = summarise(outcome.state)
+    assert answer(outcome.state, summary).startswith("Test r2 beside float32 (")
+    assert answer(outcome.state, summary) in page
+    assert shown_first in shown
+    assert 'alt="Lines: validation r2 per epoch' in shown
+    assert "test error" not in page
+    assert "validation error" not in page
+    for name in ("test_error", "error_per_epoch", "parallel", "budget"):
+        assert Image.open(io.BytesIO((outcome.report / f"{name}.png").read_bytes())).width == 1280
+
+
 @pytest.mark.slow
 def test_a_regression_is_searched_and_reported_by_its_metric(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -73,20 +91,7 @@ def test_a_regression_is_searched_and_reported_by_its_metric(
     base, other = summary.rows
     assert other.gap == pytest.approx((other.mean or 0) - (base.mean or 0))
     assert other.verdict == ("pass" if (other.gap or 0) <= -0.5 else "fail")
-
-    page = (outcome.report / "report.html").read_text()
-    shown = page.partition("<details>")[0].partition("<body>")[2]
-    assert "<h2>Test r2</h2>" in shown
-    assert ">test r2</th>" in shown
-    assert "best of 3, by validation/r2" in shown
-    assert answer(state, summary).startswith("Test r2 beside float32 (")
-    assert answer(state, summary) in page
-    assert f"{base.mean:.4g} ± " in shown
-    assert 'alt="Lines: validation r2 per epoch' in shown
-    assert "test error" not in page
-    assert "validation error" not in page
-    for name in ("test_error", "error_per_epoch", "parallel", "budget"):
-        assert Image.open(io.BytesIO((outcome.report / f"{name}.png").read_bytes())).width == 1280
+    check_report(outcome, f"{base.mean:.4g} ± ")
 
     assert outcome.tracking_error == ""
     assert is_equal(study)

@@ -17,7 +17,7 @@ from trainers.config import (
     PrecisionConfig,
     TrialConfig,
 )
-from trainers.config.compatibility import RULES
+from trainers.config.compatibility import RULES, RULES_BEFORE_TRAINING
 from trainers.config.layout import Layout
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.sync import SyncConfig
@@ -233,9 +233,10 @@ def test_the_cnn_says_what_it_needs() -> None:
 
 
 def test_every_rule_states_its_keys_with_their_values_why_and_what_to_use() -> None:
-    said = [rule.message(TrialConfig()) for rule in RULES]
+    rules = (*RULES, *RULES_BEFORE_TRAINING)
+    said = [rule.message(TrialConfig()) for rule in rules]
     assert len(set(said)) == len(said)
-    for rule, message in zip(RULES, said, strict=True):
+    for rule, message in zip(rules, said, strict=True):
         found = re.findall(r"([\w.]+)=\S", message.partition("; use ")[0])
         assert tuple(found) == rule.keys
         assert re.search(r": \w.*; use \w", message)

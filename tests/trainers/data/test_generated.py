@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
 from trainers.data import load, prepare
-from trainers.data.generated import IGNORED
+from trainers.data.split import IGNORED
 from trainers.models import make_model
 from trainers.training.trainer import Training
 

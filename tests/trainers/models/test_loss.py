@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lns_ops import LNSTensor, lns16
 from trainers.config import LossConfig
-from trainers.data.split import Dataset, Split
-from trainers.models.loss import IGNORED, Loss
+from trainers.data.split import IGNORED, Dataset, Split
+from trainers.models.loss import Loss
 
 NUMBERS = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
 

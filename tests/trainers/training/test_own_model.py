@@ -417,7 +417,7 @@ def test_only_factories_take_arguments() -> None:
         ValueError, match=r"model.args.width=3 with .*mlp: there is no such argument"
     ):
         ModelConfig(args={"width": 3})
-    with pytest.raises(ValueError, match="is of mlp and cnn"):
+    with pytest.raises(ValueError, match="only mlp and cnn have it"):
         ModelConfig(name="net.py:make", hidden=[3])
 
 

@@ -8,6 +8,9 @@ import pytest
 
 from lns_ops import optim
 from trainers.config import (
+    DataConfig,
+    Layout,
+    LossConfig,
     LRSchedule,
     MemoryConfig,
     ModelConfig,
@@ -16,25 +19,26 @@ from trainers.config import (
     TrialConfig,
 )
 from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
-from trainers.workers.resources import LANES, choose_share, lanes_of
+from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, trials_per_process
 
 SMALL = TrialConfig(device="cuda")
 DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
 DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
+LOADED = DataConfig(name="data.py:make", num_workers=1)
 
 
 @pytest.mark.parametrize(
     ("trial", "share", "lanes"),
     [
-        (SMALL, 1 / 12, LANES),
-        (replace(SMALL, lr_schedule=COSINE), 1 / 12, LANES),
+        (SMALL, 1 / 12, TRIALS_PER_PROCESS),
+        (replace(SMALL, lr_schedule=COSINE), 1 / 12, TRIALS_PER_PROCESS),
         (replace(SMALL, lr_schedule=COSINE, optimizer=OptimizerConfig(name="madam")), 1 / 12, 1),
-        (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, LANES),
+        (replace(SMALL, model=ModelConfig(hidden=[1024])), 1 / 4, TRIALS_PER_PROCESS),
         (replace(SMALL, model=ModelConfig(hidden=[8192])), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="gpt")), 1.0, 1),
-        (replace(SMALL, model=DEEP), 1 / 4, LANES),
+        (replace(SMALL, model=DEEP), 1 / 4, TRIALS_PER_PROCESS),
         (replace(SMALL, model=DEEPER), 1 / 4, 1),
         (replace(SMALL, telemetry=True), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
@@ -44,13 +48,17 @@ COSINE = LRSchedule(decay="cosine")
         (replace(SMALL, workers=2), 1.0, 1),
         (replace(SMALL, memory=MemoryConfig(offload_optimizer=True)), 1.0, 1),
         (replace(SMALL, autocast="float16"), 1.0, 1),
+        (replace(SMALL, loss=LossConfig(name="loss.py:make")), 1.0, 1),
+        (replace(SMALL, layout=Layout(pairwise=True)), 1.0, 1),
+        (replace(SMALL, data=LOADED), 1.0, 1),
+        (replace(SMALL, model=ModelConfig(name="resnet")), 1.0, 1),
     ],
 )
 def test_small_trials_share_a_gpu_and_captured_ones_a_process(
     trial: TrialConfig, share: float, lanes: int
 ) -> None:
     assert choose_share(trial) == share
-    assert lanes_of("auto", replace(trial, gpus=share)) == lanes
+    assert trials_per_process("auto", replace(trial, gpus=share)) == lanes
 
 
 def test_a_captured_step_varies_the_rates_of_the_optimizers_that_take_a_tensor() -> None:
