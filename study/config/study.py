@@ -83,7 +83,7 @@ class LimitsConfig:
 
     Attributes:
         trials: number of finished and failed trials, those of earlier runs included.
-        hours: wall time of this run.
+        hours: wall time of this run and, with ``run --job``, of those that it continues.
         gpu_hours: hours times the share of a GPU, over all trials.
         joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); known
             only with ``trial.telemetry=true``.

@@ -23,11 +23,14 @@ from botocore.exceptions import (
 from google.auth.exceptions import RefreshError
 from s3fs.errors import translate_boto_error
 
+from study.config import LimitsConfig
 from study.errors import UserError
-from study.execution.control import Wish, ask
+from study.execution.control import FILE as CONTROL
+from study.execution.control import Control, Wish, ask, clear
 from study.ledger import storage
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Ledger, make_header, open_ledger
+from study.ledger.state import StudyState
 from study.ledger.storage import PACKED, fetch_report, is_locked_remotely, study_folders
 from tests.study.ledger.test_storage import (
     EPOCHS,
@@ -329,3 +332,17 @@ def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
     assert sorted(reports) == [
         (trial, epoch) for trial in sorted(expected) for epoch in range(1, EPOCHS + 1)
     ]
+
+
+@pytest.mark.parametrize("asked", [Wish.STOP, None])
+def test_wishes_that_a_job_keeps_are_the_stores(folder: Path, asked: Wish | None) -> None:
+    """A cache may have those of an earlier run, which another machine has cleared since."""
+    with Ledger(folder):
+        if asked is not None:
+            ask(folder, wish=asked)
+        (folder / CONTROL).write_text('{"wish": "cancel"}')
+        clear(folder, keep=True)
+        control = Control(folder, StudyState(), LimitsConfig())
+        assert control.decide().wish == (asked or Wish.RUN)
+        clear(folder)
+        assert Control(folder, StudyState(), LimitsConfig()).decide().wish == Wish.RUN
