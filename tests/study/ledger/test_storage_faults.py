@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,6 +126,65 @@ def test_a_reader_at_the_end_of_a_run_misses_no_lines(
         other = local_folder(f"{url}/{NAME}")
         assert noted(other) == [1]
         assert noted(other) == [1, 2]
+
+
+def test_a_reader_that_waits_for_the_store_refuses_no_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had fetched before the driver's lines is not written over them."""
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+    (folder / FILE).unlink()
+    get_all, waits, goes_on = Store.get_all, threading.Event(), threading.Event()
+
+    def slow(self: Store, names: list[str]) -> list[bytes]:
+        found = get_all(self, names)
+        if threading.current_thread() is reader and any(
+            name.startswith("ledger") for name in names
+        ):
+            waits.set()
+            assert goes_on.wait(TIMEOUT)
+        return found
+
+    monkeypatch.setattr(Store, "get_all", slow)
+    seen: list[list[int]] = []
+    reader = threading.Thread(target=lambda: seen.append(noted(folder)))
+    reader.start()
+    assert waits.wait(TIMEOUT)
+    with Ledger(folder) as ledger:
+        note(ledger, 2)
+    goes_on.set()
+    reader.join(TIMEOUT)
+    assert seen == [[1, 2]]
+
+
+@pytest.mark.parametrize(("pids", "lives"), [("elsewhere", True), (None, True), ("here", False)])
+def test_a_writer_whose_process_id_may_be_of_elsewhere_is_not_taken_for_dead(
+    folder: Path,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pids: str | None,
+    lives: bool,
+) -> None:
+    """Of another container under the host's name, or a version that did not tell (None)."""
+    monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3 if lives else 100.0)
+    monkeypatch.setattr(storage, "SILENT_SECONDS", TIMEOUT)
+    other = {"pid": 1 << 23, "host": socket.gethostname(), "id": "x"}  # no process has this number
+    own = storage._pids()
+    first = Ledger(folder)
+    assert first._remote is not None
+    first._remote._note = other | ({"pids": own if pids == "here" else pids} if pids else {})
+    name = f"{storage.LOCKS}/{first._remote._name}"
+    Store(f"{url}/{NAME}").put(name, json.dumps(first._remote._note).encode())
+    with cache(tmp_path / "other"):
+        place = local_folder(f"{url}/{NAME}")
+        if lives:
+            with pytest.raises(ValueError, match="is running this"):
+                Ledger(place)
+        else:
+            Ledger(place).close()
+    first.close()
 
 
 @pytest.mark.parametrize("name", ["ledger/.DS_Store", "ledger/1.jsonl", "packs/x", "locks/x.json"])
