@@ -32,7 +32,7 @@ from typing import Any
 
 from trainers.config import TrialConfig
 from trainers.workers.messages import last_line
-from trainers.workers.node import Node, versions
+from trainers.workers.node import Node, differing, versions
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
@@ -368,8 +368,7 @@ class Cluster:
         except (AttributeError, TypeError):
             theirs = {"lns-study": "of a version before this check"}
         ours = self._versions
-        wrong = [f"{name} {version}" for name, version in theirs.items() if version != ours[name]]
-        if not wrong:
+        if not (wrong := differing(theirs, ours)):
             return False
         assert request.node is not None
         news = request.node not in self._refused
