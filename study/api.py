@@ -21,7 +21,7 @@ from study.claims.stated import state_claims
 from study.config import StudyConfig
 from study.errors import refusals
 from study.execution.control import Control, Decision, clear, storage_refused
-from study.execution.launched import launch_of_job
+from study.execution.launched import continued, launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
@@ -98,6 +98,7 @@ def run_study(
     only: str = ALL,
     node: Node | None = None,
     began: float | None = None,
+    job: bool = False,
 ) -> Outcome:
     """Run a study, or what is left of it.
 
@@ -109,6 +110,7 @@ def run_study(
             have not failed, ``failed`` for the failed ones.
         node: node of this machine, if it has begun to load what trials need; ended with the study.
         began: when the command began, on the clock of :func:`time.monotonic`; None for now.
+        job: whether a job controller's, which continues a run that was broken off.
 
     Raises:
         UserError: the study cannot start, and nothing was done; or its storage is full, and the
@@ -116,7 +118,7 @@ def run_study(
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     began = time.monotonic() if began is None else began
-    with _opened(study, say, node) as (plan, data, ledger, before, node):
+    with _opened(study, say, node, job) as (plan, data, ledger, before, node, spent):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
         _say_changed_code(plan, before, say)
@@ -129,7 +131,7 @@ def run_study(
                 f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
-        return _run(plan, data, ledger, before, view, say, only, node, began)
+        return _run(plan, data, ledger, before, view, say, only, node, began, spent)
 
 
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
@@ -140,7 +142,7 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
     Raises:
         UserError: the study cannot start, and nothing was done; or its storage refuses a write.
     """
-    with _opened(study, say) as (plan, data, ledger, before, _):
+    with _opened(study, say) as (plan, data, ledger, before, *_):
         if not _in_plan(plan, before) or before.plan.get("study") != plan.study.to_dict():
             try:
                 _enter_plan(plan, data, ledger, ALL)
@@ -152,10 +154,10 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _opened(
-    study: StudyConfig, say: Callable[[str], None], node: Node | None = None
-) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node]]:
-    """Check a study; provide its plan, data, ledger, state before this run, and the node that
-    checked its trials."""
+    study: StudyConfig, say: Callable[[str], None], node: Node | None = None, job: bool = False
+) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node, float]]:
+    """Check a study; provide its plan, data, ledger, state before this run, the node that checked
+    its trials, and the seconds of the runs that a job continues."""
     with refusals():
         check_storage(study.storage)
         plan = make_plan(study)
@@ -167,14 +169,16 @@ def _opened(
         with refusals():
             ledger = Ledger(plan.study.folder)
         with ledger:
-            clear(plan.study.folder)  # before what is slow: later wishes are of this run
             with refusals():
                 before = fold(ledger.history)
+                earlier = continued(before.runs, launch_of_job(LOADED)) if job else []
+                # before what is slow: later wishes are of this run
+                clear(plan.study.folder, keep=bool(earlier))
                 check_same_name(plan.study, before)
                 check_same_data(data, before)
                 check_same_ledger(ledger, before)
                 plan = adopt(plan, before)
-            yield plan, data, ledger, before, own
+            yield plan, data, ledger, before, own, sum(run.end - run.begin for run in earlier)
 
 
 def _in_plan(plan: Plan, state: StudyState) -> bool:
@@ -228,6 +232,7 @@ def _run(
     only: str,
     node: Node,
     began: float,
+    spent: float,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
@@ -242,7 +247,7 @@ def _run(
     ledger.listen(view.listen)
     view.start(state)
     edited = lambda limits: ledger.append("edited", limits=limits)  # noqa: E731
-    control = Control(folder, state, plan.study.limits, edited)
+    control = Control(folder, state, plan.study.limits, edited, spent)
     outcome = "interrupted"
     try:
         run_plan(plan, ledger, state, control, node, ids, say)

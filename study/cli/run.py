@@ -78,7 +78,8 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     run.add_argument(
         "--job",
         action="store_true",
-        help="for job controllers: exit code 0 where it would be 3, and --plain",
+        help="for job controllers: --plain, exit code 0 where it would be 3, and begun again after"
+        " a run that was killed or ended by a signal, its wishes (stop, pause) and edited limits",
     )
     run.set_defaults(command=_run)
 
@@ -206,6 +207,7 @@ def _run(options: argparse.Namespace) -> int:
             began=options.began,
             again=lns_study("run", options.config, *small, *options.overrides),
             node=node,
+            job=options.job,
         )
         return 0 if options.job and code == LEFT else code
 
@@ -218,10 +220,12 @@ def run_config(
     *,
     again: str = "",
     node: Node | None = None,
+    job: bool = False,
 ) -> int:
     """Run a study's config and print its outcome; return the exit code.
 
-    ``again`` is the command that continues it, ``began`` when this one did.
+    ``again`` is the command that continues it, ``began`` when this one did; ``job`` tells whether a
+    job controller gave it.
     """
     from rich.console import Console
 
@@ -230,9 +234,8 @@ def run_config(
     console = Console()
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
-        outcome = run_study(
-            study, make_view(console, plain), lambda line: _say(console, line), only, node, began
-        )
+        view, say = make_view(console, plain), lambda line: _say(console, line)
+        outcome = run_study(study, view, say, only, node, began, job)
     except KeyboardInterrupt:
         print(
             f"\nInterrupted. Finished epochs are kept; the same command continues: {again}",

@@ -83,7 +83,7 @@ class LimitsConfig:
 
     Attributes:
         trials: number of finished and failed trials, those of earlier runs included.
-        hours: wall time of this run.
+        hours: wall time of this run and, with ``run --job``, of those that it continues.
         gpu_hours: hours times the share of a GPU, over all trials.
         joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); known
             only with ``trial.telemetry=true``.
@@ -157,8 +157,8 @@ class StudyConfig:
             compute on the CPU. ``train``: Ray Train for every trial; it restarts a gang within the
             trial, and takes 10 to 30 s per start.
         checkpoint_every: epochs between checkpoints.
-        max_failures: number of times that a trial whose worker died is restarted from its last
-            checkpoint.
+        max_failures: number of times since its last new epoch that a trial whose process or machine
+            died is restarted from its last checkpoint.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
             killed and it is restarted like one that died. Must be longer than the longest epoch and
             the starts of the trials that share a process; None waits for ever, and says who is

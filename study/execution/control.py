@@ -10,7 +10,8 @@ job controllers cancel. Reaching a limit has the effect of *stop*. The strongest
 A wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
 the process that runs the study reads it twice a second, that of an object store every two seconds.
 So any machine that sees the storage can steer a study. Limits edited on a running study travel the
-same way and are noted in its ledger.
+same way and are noted in its ledger. A command of the user's begins without them; a job that its
+controller begins again, after a run that was killed or ended by a signal, keeps both.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Control:
         state: state of the study, kept up to date.
         limits: limits of the config.
         edited: called with limits that were edited, once each.
+        spent: seconds of earlier runs that count in ``limits.hours``.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class Control:
         state: StudyState,
         limits: LimitsConfig,
         edited: Callable[[dict[str, Any]], object] = lambda limits: None,
+        spent: float = 0.0,
     ) -> None:
         self._path, self._state, self._edited = folder / FILE, state, edited
         self._limits = limits
         self._store = open_store(place_of(folder), 0.0)
         self._fetched = -FETCH_SECONDS
-        self._began = time.monotonic()
+        self._began = time.monotonic() - spent
         self._asked = Decision()
         self._looked = -POLL_SECONDS
         self._stamp = 0
@@ -243,7 +246,7 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
     Args:
         limits: limits in force.
         state: state of the study.
-        seconds: seconds since this run of the study began.
+        seconds: seconds since this run of the study began, and of those that it continues.
     """
     ended = sum(trial.status in ENDED for trial in state.trials)
     failed = sum(trial.status == FAILED for trial in state.trials)
@@ -291,8 +294,13 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
     write_whole(path, content)
 
 
-def clear(folder: Path) -> None:
-    """Remove the wishes left by an earlier run."""
-    if (store := open_store(place_of(folder))) is not None:
+def clear(folder: Path, *, keep: bool = False) -> None:
+    """Remove the wishes and edited limits left by an earlier run.
+
+    With ``keep`` they stay; only a cache's copy of them goes, which may be an older one.
+    """
+    store = open_store(place_of(folder))
+    if store is not None and not keep:
         store.remove(FILE)
-    (folder / FILE).unlink(missing_ok=True)
+    if store is not None or not keep:
+        (folder / FILE).unlink(missing_ok=True)

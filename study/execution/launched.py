@@ -9,11 +9,13 @@ pods, the wheel's installation by Ray) is one stage, as only the cluster could t
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from study.ledger.slots import Run
+from study.ledger.slots import INTERRUPTED, Run
 
 VARIABLE = "LNS_STUDY_LAUNCHED"
 """Environment variable ``SECONDS,TIME``: seconds of packing, and the time of the submission."""
@@ -38,6 +40,23 @@ def launch_of_job(loaded: float) -> dict[str, float]:
     except ValueError:  # set by somebody else
         known = {}
     return known and {**known, "started": _start(), "loaded": loaded}
+
+
+def continued(runs: Sequence[Run], launch: dict[str, float]) -> list[Run]:
+    """Return the runs that a job begun again by its controller continues, the last first.
+
+    Those are the last runs that did not end in order: they were killed, or ended by a signal. Runs
+    before the launch are none of them: whoever launches a study anew wishes it to run.
+
+    Args:
+        runs: runs of the study, the oldest first.
+        launch: times of the launch whose job this is; {} if there was none.
+    """
+
+    def broken_off(run: Run) -> bool:
+        return run.outcome in ("", INTERRUPTED) and run.begin > launch.get("submitted", 0.0)
+
+    return list(itertools.takewhile(broken_off, reversed(runs)))
 
 
 def _start() -> float:

@@ -10,10 +10,13 @@ needs. Nodes that join get a lease within a second or so, unless their Python, t
 package or installed packages of the user's differ from the driver's: those are given back before
 they compute. A node on which our code does not start, or whose data are not the study's, is asked
 again after ever longer waits, and its reason is said once. While trials wait and nothing is free,
-one more small lease is requested on any node, which an autoscaler takes as demand. A node that Ray
-drains (a spot instance with its notice) gets no more trials, and is given back once its own left.
-So is what has been idle for :data:`IDLE_SECONDS` while no trial waited, and any demand for more: a
-long last trial keeps no other node from the autoscaler or from others.
+one more small lease is requested on any node but those that were refused, which an autoscaler takes
+as demand; each refused node that joins meanwhile doubles the wait before the next, from
+:data:`LONGEST_SECONDS` on, so that not one after the other is started in vain. (Ray's first
+autoscaler, that of ``ray up``, counts what a refused node has free, and starts none.) A node that
+Ray drains (a spot instance with its notice) gets no more trials, and is given back once its own
+left. So is what has been idle for :data:`IDLE_SECONDS` while no trial waited, and any demand for
+more: a long last trial keeps no other node from the autoscaler or from others.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 
 from trainers.config import TrialConfig
 from trainers.workers.messages import last_line
-from trainers.workers.node import Node, versions
+from trainers.workers.node import Node, differing, versions
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
@@ -41,6 +44,8 @@ LONGEST_SECONDS = 60.0
 """Longest wait before a node that cannot be used is asked again."""
 END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
+NODE_LABEL = "ray.io/node-id"
+"""Label by which Ray knows a node."""
 EPSILON = 1e-6
 Call = tuple[str, tuple[Any, ...]]
 OnEvents = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
@@ -185,6 +190,7 @@ class Cluster:
         self._on_events, self._nodes = on_events, nodes
         self._say, self._modules, self._versions = say, modules, versions(modules)
         self._refused: set[str] = set()
+        self._first: set[str] = set()
         self._draining: set[str | None] = set()
         self._gave_back = False
         self._waits: dict[str | None, tuple[float, float]] = {}
@@ -213,6 +219,7 @@ class Cluster:
         self._asked = time.monotonic()
         self._give_back_idle(waiting)
         nodes = self._nodes()
+        self._first = self._first or {node["NodeID"] for node in nodes}
         for node in nodes:
             if node["NodeID"] in self._draining or node.get("Draining"):
                 self._drain(node)
@@ -223,9 +230,7 @@ class Cluster:
             if request.node and self._asked - request.since > PATIENCE_SECONDS:
                 self._halve(request)
         pending = [r for r in unmet if r.node is None or r.since == math.inf]  # or is checked
-        # with a refused node such a request could only land there again
-        refused = any(node["Alive"] and node["NodeID"] in self._refused for node in nodes)
-        if waiting and not (pending or refused) and self._wanted()[0] > EPSILON:
+        if waiting and not pending and self._wanted()[0] > EPSILON:
             self._request(None, *self._unit)
 
     def close(self) -> None:
@@ -322,6 +327,8 @@ class Cluster:
         options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus}
         if node:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        elif self._refused:  # it could only land there again, and is to be met by another node
+            options["label_selector"] = {NODE_LABEL: f"!in({','.join(sorted(self._refused))})"}
         groups = {"calls": 1, "events": 1}  # each in order, neither waits for the other
         actor = ray.remote(concurrency_groups=groups)(Node).options(**options).remote(*self._make)
         now = time.monotonic()
@@ -361,14 +368,14 @@ class Cluster:
         except (AttributeError, TypeError):
             theirs = {"lns-study": "of a version before this check"}
         ours = self._versions
-        wrong = [f"{name} {version}" for name, version in theirs.items() if version != ours[name]]
-        if not wrong:
+        if not (wrong := differing(theirs, ours)):
             return False
         assert request.node is not None
         news = request.node not in self._refused
         self._refused.add(request.node)
         self._drop(request)
         if news:
+            self._ask_others(request.node)
             wanted = ", ".join(f"{name} {version}" for name, version in ours.items())
             self._say(
                 f"Refused: the node {host} has {', '.join(wrong)}, and this study runs on {wanted}:"
@@ -376,6 +383,19 @@ class Cluster:
                 " Ray"
             )
         return True
+
+    def _ask_others(self, refused: str) -> None:
+        """Have another node asked for than one that was just refused.
+
+        Where that one joined meanwhile, an autoscaler may have started it for us, and more of its
+        kind: the demand then waits, twice as long for each of them.
+        """
+        for request in list(self._requests):
+            if request.node is None:
+                self._drop(request)
+        if refused not in self._first:
+            wait = 2 * max(self._waits.get(None, (0.0, 0.0))[0], LONGEST_SECONDS / 2)
+            self._waits[None] = wait, time.monotonic() + wait
 
     def _follow(self, request: _Request) -> None:
         """Pass on the messages of a node from its start to its end."""

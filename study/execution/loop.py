@@ -84,6 +84,8 @@ class Loop:
         self._watch, self._looked = Watch(), 0.0
         self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
+        """Deaths of each trial since it last reported a new epoch, those of its machine included: a
+        trial may take that down, too."""
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
         self._no_room_since: float | None = None
@@ -312,10 +314,15 @@ class Loop:
         for message in messages:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
-            if message.kind == BEGAN:
-                events += began(message.trial, message.payload)
-            elif message.kind == REPORT:
-                events += self._reports.take(message.trial, message.payload)
+            if message.kind in (BEGAN, REPORT):
+                news = (
+                    began(message.trial, message.payload)
+                    if message.kind == BEGAN
+                    else self._reports.take(message.trial, message.payload)
+                )
+                if any(map(self._is_new, news)):
+                    del self._failures[message.trial]
+                events += news
             else:
                 self._watch.forget(message.trial)
                 how, text = (
@@ -337,6 +344,11 @@ class Loop:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
         self._pool.flush()
+
+    def _is_new(self, event: Event) -> bool:
+        """Tell whether an event reports a later epoch of its trial than all before."""
+        known = self._state.known[event["trial"]]
+        return event["event"] == "report" and int(event["epoch"]) > known.epoch
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
         """Return the event of a trial's end; None if it was left, or the storage has failed."""

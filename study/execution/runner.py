@@ -42,8 +42,7 @@ from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
-from trainers.user_code import names_code
-from trainers.workers.node import Node
+from trainers.workers.node import Node, is_compared
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 DATA_SETS = 4
@@ -168,12 +167,10 @@ def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
 
 
 def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], set[str]]:
-    """Return a trial for each data set that every node must have, and the SHA-256 of all of them.
-
-    Data that the user's code makes are that code's, which nodes are compared by.
-    """
+    """Return a trial for each data set that every node must have, and the SHA-256 of all of
+    them."""
     configs = [trial.config for trial in plan.trials or plan.first]
-    ours = {c.data: c for c in configs if not (c.own_loop or names_code(c.data.name))}
+    ours = {config.data: config for config in filter(is_compared, configs)}
     return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
 
 

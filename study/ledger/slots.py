@@ -82,6 +82,7 @@ class Run:
         from_command: whether the time of the command is known.
         end: time of its last event.
         over: whether the run has ended, as far as the ledger knows.
+        outcome: its outcome, as :class:`~study.ledger.state.StudyState` has it.
         launch: times of the launch whose job it is (:mod:`study.execution.launched`); without those
             before the job started, where the job has been started again.
         most: largest number of trials at a time that the config allows; None for as many as fit.
@@ -96,6 +97,7 @@ class Run:
     end: float
     from_command: bool = False
     over: bool = False
+    outcome: str = ""
     launch: dict[str, float] = field(default_factory=dict)
     most: int | None = None
     rows: dict[str, str] = field(default_factory=dict)
@@ -141,6 +143,7 @@ class Run:
         elif kind in ENDS and trial in self.running:
             self._end(trial, time, kind)
         elif kind == "ended":
+            self.outcome = event["outcome"]
             self.close()
 
     def close(self) -> None:

@@ -5,8 +5,8 @@ the store::
 
     ledger/0000000042.jsonl   lines of the ledger from number 42 on, written once
     packs/0000000001-0000000999.jsonl  the same lines, 1 to 999, once more: quick to fetch
-    locks/000003.json         the third writer: pid, host, and a beat every few seconds; at the
-                              end, the number of lines that it left
+    locks/000003.json         the third writer: pid, host, what process ids are of, and a beat every
+                              few seconds; at the end, the number of lines that it left
     checkpoints/TRIAL/EPOCH/  checkpoints, the manifest last
     control.json, report/     wishes of the user's; the report
 
@@ -139,8 +139,13 @@ def refresh(folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        answered(_pull, folder, store, lock)
+        kept = False
+        while not kept:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a driver may begin while lines are fetched
+            found = answered(_fetch, folder, store)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept = _keep(folder, lock, found)
 
 
 def where_it_lies(event: Event, folder: Path) -> Event:
@@ -222,12 +227,17 @@ class RemoteLedger:
 
     def __init__(self, folder: Path, lock: IO[str]) -> None:
         self._folder, self._store = folder, Store(place_of(folder))
-        self._note = {"pid": os.getpid(), "host": socket.gethostname(), "id": uuid.uuid4().hex}
+        self._note = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "pids": _pids(),
+            "id": uuid.uuid4().hex,
+        }
         self._lost = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="lock")
         self._name = answered(self._take)
-        answered(_pull, folder, self._store, lock)
+        _keep(folder, lock, answered(_fetch, folder, self._store))
         if not (folder / FILE).exists() and answered(self._store.names, "checkpoints"):
             self.close({})
             raise ValueError(
@@ -280,7 +290,8 @@ class RemoteLedger:
         content = self._store.get(path)
         until, said = time.monotonic() + SILENT_SECONDS, False
         while (note := json.loads(content)).get("pid") is not None:
-            if note["host"] == socket.gethostname() and not psutil.pid_exists(note["pid"]):
+            here = (note["host"], note.get("pids")) == (socket.gethostname(), _pids())
+            if here and not psutil.pid_exists(note["pid"]):
                 return
             if not said:
                 said = True
@@ -319,6 +330,18 @@ class RemoteLedger:
                 store.put(f"{LOCKS}/{self._name}", content)
 
 
+def _pids() -> str:
+    """Return what process ids are of: the boot of a machine, and a namespace there.
+
+    Containers may share the name of their host, and machines one name. Where the kernel does not
+    tell, it is nothing else's.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return uuid.uuid4().hex
+
+
 def answered(request: Callable[..., Found], *arguments: Any) -> Found:
     """Return what a request of a store finds; an error of the store becomes one for the user.
 
@@ -333,21 +356,28 @@ def answered(request: Callable[..., Found], *arguments: Any) -> Found:
         ) from None
 
 
-def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
-    """Bring the copy of a ledger up to date, and its lock's note; the caller has the lock.
+@dataclass(frozen=True)
+class _Fetched:
+    """A store's ledger: the copy before, the lines now, and how many of them a writer closed with.
 
-    A copy of another ledger is thrown away with the rest of the cache.
+    ``other`` tells whether the copy was of another ledger.
     """
+
+    have: bytes
+    content: bytes
+    other: bool
+    closed: int
+
+
+def _fetch(folder: Path, store: Store) -> _Fetched:
+    """Fetch what a copy of a ledger lacks."""
     locks = [f"{LOCKS}/{name}" for name in _sizes(store, LOCKS)]
     # before the lines, which may be more meanwhile
     notes = [json.loads(note) for note in store.get_all(locks)]
-    path = folder / FILE
     pieces = _pieces(store)
-    have = path.read_bytes() if path.exists() else b""
-    lines = have.splitlines(keepends=True)
-    if have and not (pieces and _begins(have, store)):
-        _empty(folder)
-        have, lines = b"", []
+    have = _copy(folder)
+    other = bool(have) and not (pieces and _begins(have, store))
+    lines = [] if other else have.splitlines(keepends=True)
     # the last object that the copy may have in part, and those after it
     after = max((piece.begin for piece in pieces if piece.begin <= len(lines)), default=1)
     old = b"".join(lines[: after - 1])
@@ -357,9 +387,29 @@ def _pull(folder: Path, store: Store, lock: IO[str]) -> None:
     content = b"".join([old, *store.get_all(new)])
     if old and not content.startswith(have):  # the store's first lines, then others
         content = b"".join(store.get_all([piece.name for piece in pieces]))
-    if content != have:
-        write_whole(path, content)
-    write_lock(lock, {"lines": max((note.get("lines", 0) for note in notes), default=0)})
+    closed = max((note.get("lines", 0) for note in notes), default=0)
+    return _Fetched(have, content, other, closed)
+
+
+def _keep(folder: Path, lock: IO[str], found: _Fetched) -> bool:
+    """Bring the copy of a ledger up to date, and its lock's note; the caller has the lock.
+
+    A copy of another ledger is thrown away with the rest of the cache. Returns False, and does
+    nothing, where the copy has changed since the lines were fetched.
+    """
+    if _copy(folder) != found.have:
+        return False
+    if found.other:
+        _empty(folder)
+    if found.content != (b"" if found.other else found.have):
+        write_whole(folder / FILE, found.content)
+    write_lock(lock, {"lines": found.closed})
+    return True
+
+
+def _copy(folder: Path) -> bytes:
+    path = folder / FILE
+    return path.read_bytes() if path.exists() else b""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from trainers.user_code import digest_files, digest_package
+from trainers.config import TrialConfig
+from trainers.user_code import digest_files, digest_package, names_code
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import CHECK, CHECKED, DIED, Message
 
@@ -73,6 +74,24 @@ def versions(modules: Sequence[str] = ()) -> dict[str, str]:
         "lns-study": f"code {code}",
         **{name: digest_package(name) for name in modules},
     }
+
+
+def differing(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
+    """Return what another machine has otherwise than this one, as ``NAME VERSION``.
+
+    Args:
+        theirs: its :func:`versions`, or some of them.
+        ours: those of this machine.
+    """
+    return [f"{name} {version}" for name, version in theirs.items() if version != ours[name]]
+
+
+def is_compared(config: TrialConfig) -> bool:
+    """Tell whether every machine must have the same files of a trial's data.
+
+    Data that the user's code makes are that code's, which machines are compared by.
+    """
+    return not (config.own_loop or names_code(config.data.name))
 
 
 class Node:

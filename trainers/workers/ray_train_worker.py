@@ -41,11 +41,10 @@ from trainers.checkpoint.files import load_checkpoint
 from trainers.comm import process_group
 from trainers.config import TrialConfig
 from trainers.data.descriptions import prepare
-from trainers.user_code import names_code
 from trainers.workers.executors import Context
 from trainers.workers.in_process import InProcess
 from trainers.workers.messages import DETERMINISTIC, HISTORY
-from trainers.workers.node import versions
+from trainers.workers.node import differing, is_compared, versions
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.resources import WorkerResources
 
@@ -106,7 +105,7 @@ def check_versions(wanted: dict[str, str]) -> None:
     Raises:
         ValueError: with what differs, the rule and the remedy.
     """
-    if wrong := [f"{name} {found}" for name, found in versions().items() if found != wanted[name]]:
+    if wrong := differing(versions(), wanted):
         raise ValueError(
             f"the node {os.uname().nodename} has {', '.join(wrong)}, and this trial was submitted"
             f" with {', '.join(f'{name} {version}' for name, version in wanted.items())}: it could"
@@ -115,9 +114,7 @@ def check_versions(wanted: dict[str, str]) -> None:
 
 
 def check_data(config: TrialConfig, files: Collection[str]) -> None:
-    """Refuse to train on a node whose data are not the study's.
-
-    Data that the user's code makes are that code's, which nodes have from Ray.
+    """Refuse to train on a node whose data are not the study's, where they are compared.
 
     Args:
         config: the trial.
@@ -127,7 +124,7 @@ def check_data(config: TrialConfig, files: Collection[str]) -> None:
     Raises:
         ValueError: with what differs and the remedy, or the data cannot be read.
     """
-    if not files or config.own_loop or names_code(config.data.name):
+    if not files or not is_compared(config):
         return
     info = prepare(config.data)
     if info.files not in files:

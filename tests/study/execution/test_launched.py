@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from study.execution.launched import launch_stages
+from study.execution.launched import continued, launch_stages
 from study.ledger.slots import Run, follow
 
 
@@ -33,3 +33,16 @@ def test_the_way_of_a_launched_study_to_its_plan_by_stage() -> None:
     )
     assert launch_stages(launched({})) == ""
     assert launch_stages(None) == ""
+
+
+def test_a_job_continues_the_runs_that_were_broken_off_since_it_was_launched() -> None:
+    runs: list[Run] = []
+    for time, outcome in ((10.0, ""), (20.0, "stopped"), (30.0, ""), (40.0, "interrupted")):
+        follow(runs, {"event": "planned", "time": time, "trials": []})
+        if outcome:
+            follow(runs, {"event": "ended", "time": time + 5.0, "outcome": outcome})
+    assert [run.begin for run in continued(runs, {})] == [40.0, 30.0]
+    assert [run.begin for run in continued(runs, {"submitted": 35.0})] == [40.0]
+    assert continued(runs, {"submitted": 50.0}) == []  # the user's own new launch
+    assert continued(runs[:2], {}) == []
+    assert continued([], {}) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from study.execution.leases import IDLE_SECONDS, Cluster, Lease, _Request
+from study.execution.leases import IDLE_SECONDS, NODE_LABEL, Cluster, Lease, _Request
 from study.execution.pool import Pool
 from study.execution.ray_session import AGAIN_SECONDS, OfRay
 from trainers.workers.messages import DONE, ENDED, Message
@@ -97,22 +97,58 @@ def test_where_ray_has_lost_gpus_trials_wait_for_those_that_hold_them() -> None:
     pool.close()
 
 
-def test_a_refused_node_stops_growth_only_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
-    monkeypatch.setattr(Cluster, "_request", lambda self, node, cpus, gpus: asked.append(node))
-    nodes = [{"NodeID": "a", "Alive": True, "Draining": False, "Resources": {"CPU": 1.0}}]
+class Actors:
+    """Stands where Ray and its actors do; notes the options of those that are asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.versions = self
+
+    def __call__(self, cls: type) -> Actors:
+        return self
+
+    def options(self, **options: Any) -> Actors:
+        self.asked.append(options)
+        return self
+
+    def remote(self, *arguments: Any) -> Actors:
+        return self
+
+
+def test_refused_nodes_are_not_asked_again_and_those_that_join_put_the_demand_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node of before stops no growth; an autoscaler is not made to start one wrong node after the
+    other."""
+    actors, now = Actors(), [1000.0]
+    monkeypatch.setattr("ray.remote", lambda **options: actors)
+    monkeypatch.setattr("ray.kill", lambda actor: None)  # it would start a Ray
+    monkeypatch.setattr("study.execution.leases.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(Cluster, "_follow", lambda self, request: None)
+    monkeypatch.setattr(Cluster, "_answer", lambda self, reference: {"torch": "1"})
+    old, *wrong = (f"{number:056x}" for number in range(1, 5))
+    nodes = [{"NodeID": old, "Alive": True, "Draining": False, "Resources": {"CPU": 1.0}}]
     cluster = Cluster((1.0, 0.0), (4.0, 0.0), (), lambda *what: None, lambda: nodes)
+    cluster._versions = {"torch": "2"}
 
-    def look() -> list[str | None]:
-        asked.clear()
-        cluster._asked = -math.inf  # a second has passed
+    def look(seconds: float = 1.0) -> list[dict[str, str] | None]:
+        """The labels that nodes must have which are asked for now."""
+        actors.asked.clear()
+        now[0] += seconds + 0.1
         cluster.poll(True)
-        return asked
+        return [options.get("label_selector") for options in actors.asked]
 
-    cluster._refused.add("a")
-    assert look() == []  # it could only land there again
-    nodes[0]["Alive"] = False
-    assert look() == [None]
+    def refuse(node: str) -> None:
+        first = next(each for each in cluster._requests if each.node in (node, None))
+        first.node, first.since = node, math.inf
+        assert cluster._refuses(first, node)
+
+    refuse(old)
+    assert look() == [{NODE_LABEL: f"!in({old})"}]
+    for count, (node, wait) in enumerate(zip(wrong, (60.0, 120.0, 240.0), strict=True), 2):
+        refuse(node)  # joined since
+        assert look() == look(wait - 3.0) == []
+        assert look(2.0) == [{NODE_LABEL: f"!in({','.join([old, *wrong][:count])})"}]
 
 
 def test_what_is_idle_while_no_trial_waits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

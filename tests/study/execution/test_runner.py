@@ -369,7 +369,7 @@ def test_what_cannot_work_fails_at_once_with_its_message(
 
 @pytest.mark.slow
 def test_a_trial_that_cannot_finish_is_reported_not_hidden(tiny: Tiny) -> None:
-    study = tiny("hopeless", "max_failures=1", "trial.epochs=60")
+    study = tiny("hopeless", "max_failures=0", "trial.epochs=60")
     victim: list[str] = []
 
     def kill_always(event: Event) -> None:

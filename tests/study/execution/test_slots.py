@@ -310,6 +310,23 @@ def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[Loop, StudyStat
     assert run._agenda.next() is None
 
 
+def test_losses_of_machines_count_since_a_trials_last_new_epoch(
+    course: tuple[Loop, StudyState, Ledger],
+) -> None:
+    """On spot machines a long trial is lost more often than ``max_failures``, and gets on."""
+    run, state, _ = course
+    trial = state.known[state.trials[0].id]
+    gone = Message(DIED, trial.id, "the node spot-7 is gone")
+    for epoch in range(1, 5):  # in one round, and in two
+        progress = [Message(REPORT, trial.id, metrics(epoch))]
+        run._take_in([*progress, gone] if epoch % 2 else progress)
+        run._take_in([] if epoch % 2 else [gone])
+    run._take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(5)])), gone])
+    assert (trial.restarts, trial.error) == (5, "the node spot-7 is gone")
+    run._take_in([Message(REPORT, trial.id, metrics(5)), gone])  # no epoch that was not there
+    assert (trial.status, trial.restarts) == (FAILED, 5)
+
+
 def test_a_full_storage_ends_the_study_and_fails_no_trial(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:

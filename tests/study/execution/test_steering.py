@@ -219,6 +219,56 @@ def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: 
     assert second.epoch == 0
 
 
+@pytest.mark.slow
+def test_a_job_begun_again_keeps_wishes_and_edited_limits_of_a_run_that_was_broken_off(
+    tmp_path: Path,
+) -> None:
+    """Preempted while it is stopped, it ends in order at once; whoever runs it then goes on."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    study = ("cpus=1", "rows=[{label: a}]", "baseline=null", "seeds=[0,1]", "trial.epochs=60")
+    process = started(tmp_path, *study, "--job")
+    assert process.stdout is not None
+    try:
+        assert any("epoch 3/" in line for line in process.stdout)
+        for words in (["edit", "tiny", "limits.gpu_hours=1"], ["stop", "tiny"]):
+            assert lns_study(*words, cwd=tmp_path).returncode == 0
+        process.terminate()
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    folder = tmp_path / "studies" / "tiny"
+    before = len(read_ledger(folder))
+    words = ["run", "tiny.yaml", "tracking_uri=none", *study, "--job"]
+    again = lns_study(*words, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "Ended early: asked to stop" in again.stdout
+    state, events = fold(read_ledger(folder)), read_ledger(folder)[before:]
+    assert not [event for event in events if event["event"] == "started"]
+    assert (state.outcome, (state.limits or {})["gpu_hours"]) == ("stopped", 1.0)
+    done = lns_study(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = fold(read_ledger(folder))
+    assert (state.outcome, state.limits) == ("finished", None)
+
+
+@pytest.mark.slow
+def test_hours_of_the_run_that_a_job_continues_count(tiny: Tiny) -> None:
+    def interrupt(event: Event) -> None:
+        if event["event"] == "report":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny("hours", "trial.epochs=60"), interrupt)
+    (first,) = fold(read_ledger(tiny("hours").folder)).runs
+    said: list[str] = []
+    limited = tiny("hours", "trial.epochs=60", f"limits.hours={(first.end - first.begin) / 3600}")
+    outcome = run_study(limited, view := SilentView(), said.append, job=True)
+    assert [event["event"] for event in view.events] == ["capacity", "ended"]
+    assert outcome.state.outcome == "stopped"
+    assert any(line.startswith("Ended early: limits.hours=") for line in said)
+
+
 EPOCHS = "trial.epochs=12"
 """Long enough to be stopped in time on a busy machine."""
 

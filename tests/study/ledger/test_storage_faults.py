@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +26,14 @@ from botocore.exceptions import (
 from google.auth.exceptions import RefreshError
 from s3fs.errors import translate_boto_error
 
+from study.config import LimitsConfig
 from study.errors import UserError
-from study.execution.control import Wish, ask
+from study.execution.control import FILE as CONTROL
+from study.execution.control import Control, Wish, ask, clear
 from study.ledger import storage
 from study.ledger.lines import seal
 from study.ledger.log import FILE, Ledger, make_header, open_ledger
+from study.ledger.state import StudyState
 from study.ledger.storage import PACKED, fetch_report, is_locked_remotely, study_folders
 from tests.study.ledger.test_storage import (
     EPOCHS,
@@ -120,6 +126,65 @@ def test_a_reader_at_the_end_of_a_run_misses_no_lines(
         other = local_folder(f"{url}/{NAME}")
         assert noted(other) == [1]
         assert noted(other) == [1, 2]
+
+
+def test_a_reader_that_waits_for_the_store_refuses_no_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had fetched before the driver's lines is not written over them."""
+    with Ledger(folder) as ledger:
+        note(ledger, 1)
+    (folder / FILE).unlink()
+    get_all, waits, goes_on = Store.get_all, threading.Event(), threading.Event()
+
+    def slow(self: Store, names: list[str]) -> list[bytes]:
+        found = get_all(self, names)
+        if threading.current_thread() is reader and any(
+            name.startswith("ledger") for name in names
+        ):
+            waits.set()
+            assert goes_on.wait(TIMEOUT)
+        return found
+
+    monkeypatch.setattr(Store, "get_all", slow)
+    seen: list[list[int]] = []
+    reader = threading.Thread(target=lambda: seen.append(noted(folder)))
+    reader.start()
+    assert waits.wait(TIMEOUT)
+    with Ledger(folder) as ledger:
+        note(ledger, 2)
+    goes_on.set()
+    reader.join(TIMEOUT)
+    assert seen == [[1, 2]]
+
+
+@pytest.mark.parametrize(("pids", "lives"), [("elsewhere", True), (None, True), ("here", False)])
+def test_a_writer_whose_process_id_may_be_of_elsewhere_is_not_taken_for_dead(
+    folder: Path,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pids: str | None,
+    lives: bool,
+) -> None:
+    """Of another container under the host's name, or a version that did not tell (None)."""
+    monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3 if lives else 100.0)
+    monkeypatch.setattr(storage, "SILENT_SECONDS", TIMEOUT)
+    other = {"pid": 1 << 23, "host": socket.gethostname(), "id": "x"}  # no process has this number
+    own = storage._pids()
+    first = Ledger(folder)
+    assert first._remote is not None
+    first._remote._note = other | ({"pids": own if pids == "here" else pids} if pids else {})
+    name = f"{storage.LOCKS}/{first._remote._name}"
+    Store(f"{url}/{NAME}").put(name, json.dumps(first._remote._note).encode())
+    with cache(tmp_path / "other"):
+        place = local_folder(f"{url}/{NAME}")
+        if lives:
+            with pytest.raises(ValueError, match="is running this"):
+                Ledger(place)
+        else:
+            Ledger(place).close()
+    first.close()
 
 
 @pytest.mark.parametrize("name", ["ledger/.DS_Store", "ledger/1.jsonl", "packs/x", "locks/x.json"])
@@ -329,3 +394,17 @@ def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
     assert sorted(reports) == [
         (trial, epoch) for trial in sorted(expected) for epoch in range(1, EPOCHS + 1)
     ]
+
+
+@pytest.mark.parametrize("asked", [Wish.STOP, None])
+def test_wishes_that_a_job_keeps_are_the_stores(folder: Path, asked: Wish | None) -> None:
+    """A cache may have those of an earlier run, which another machine has cleared since."""
+    with Ledger(folder):
+        if asked is not None:
+            ask(folder, wish=asked)
+        (folder / CONTROL).write_text('{"wish": "cancel"}')
+        clear(folder, keep=True)
+        control = Control(folder, StudyState(), LimitsConfig())
+        assert control.decide().wish == (asked or Wish.RUN)
+        clear(folder)
+        assert Control(folder, StudyState(), LimitsConfig()).decide().wish == Wish.RUN

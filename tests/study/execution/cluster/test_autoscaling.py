@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,15 +22,29 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
 from tests.study.ray_head import TOKEN
-from tests.study.raylets import ROOT, started
+from tests.study.raylets import ROOT, python_path, raylet, started
 from tests.study.servers import free_port
 
+HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
+"""The head's id, by which Ray's second autoscaler, KubeRay's, knows it."""
+SECOND = {
+    "RAY_enable_autoscaler_v2": "1",
+    "RAY_CLOUD_INSTANCE_ID": HEAD,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD,
+}
+PROVIDER = {
+    "type": "external",  # Ray's wheel lacks the file that its second autoscaler reads for the other
+    "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+    "launch_multiple": True,
+    "head_node_id": HEAD,
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 AWS = yaml.safe_load((ROOT / "conf" / "cluster" / "aws.yaml").read_text())
 
 
-def autoscaling(kinds: dict[str, Any], address: str) -> dict[str, Any]:
-    """Return the config of an autoscaler of these kinds of nodes."""
+def autoscaling(kinds: dict[str, Any], address: str, provider: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of an autoscaler of these kinds of nodes, with these keys of its provider
+    beside those that all have."""
     named = {"ray.head.default": kinds["head"], "workers": kinds["workers"]}
     return {
         "cluster_name": "growing",
@@ -41,6 +57,7 @@ def autoscaling(kinds: dict[str, Any], address: str) -> dict[str, Any]:
             "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
+            **provider,
         },
         "available_node_types": {
             name: {**kind, "node_config": {}, "max_workers": 2 * (name == "workers")}
@@ -62,15 +79,20 @@ def autoscaling(kinds: dict[str, Any], address: str) -> dict[str, Any]:
 
 @pytest.fixture
 def growing(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[str]:
     """The address of a cluster of the kinds of nodes of ``conf/cluster/aws.yaml``, whose workers
-    have two CPUs here."""
+    have two CPUs here; with Ray's second autoscaler if ``param`` is true."""
+    second = getattr(request, "param", False)
     kinds = AWS["available_node_types"]
     kinds["workers"]["resources"] = {"CPU": 2}
     config = tmp_path_factory.mktemp("autoscaling") / "config.yaml"
     folder, port = Path("/tmp") / f"lns-grow-{os.getpid()}", free_port()
-    config.write_text(json.dumps(autoscaling(kinds, f"127.0.0.1:{port}")))
+    config.write_text(
+        json.dumps(autoscaling(kinds, f"127.0.0.1:{port}", PROVIDER if second else {}))
+    )
     (token := config.with_name("token")).write_text(TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
@@ -82,6 +104,7 @@ def growing(
         f"--dashboard-agent-listen-port={free_port()}",
     ]  # fmt: skip
     fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    fake |= SECOND if second else {}
     done = subprocess.run(
         [sys.executable, "-m", "ray.scripts.scripts", *words],
         env=os.environ | fake,
@@ -116,5 +139,31 @@ def test_a_study_on_a_head_without_cpus_gets_its_nodes_from_the_autoscaler(
     finally:
         process.kill()
     assert process.returncode == 0, said
+    state = fold(read_ledger(tmp_path / "studies" / "tiny"))
+    assert [trial.status for trial in state.trials] == [FINISHED] * 2
+
+
+@pytest.mark.parametrize("growing", [True], indirect=True)
+def test_a_node_that_is_refused_does_not_keep_the_autoscaler_from_others(
+    growing: str, tmp_path: Path
+) -> None:
+    """An old node with another torch, as its metadata say, which is there from the beginning."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (about := tmp_path / "old" / "torch-2.0.1.dist-info").mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.1\n")
+    old = os.environ | python_path(about.parent)
+    status = [sys.executable, "-m", "ray.scripts.scripts", "status", f"--address={growing}"]
+    with raylet(SimpleNamespace(address=growing), about.parent, env=old, cpus=3):
+        deadline = time.monotonic() + 120
+        while "/3.0 CPU" not in subprocess.run(status, capture_output=True, text=True).stdout:
+            assert time.monotonic() < deadline
+        process = started(tmp_path, f"address={growing}")
+        try:
+            said, _ = process.communicate(timeout=300)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert "Refused: the node " in said
+    assert "has torch 2.0.1" in said
     state = fold(read_ledger(tmp_path / "studies" / "tiny"))
     assert [trial.status for trial in state.trials] == [FINISHED] * 2
