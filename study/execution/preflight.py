@@ -153,17 +153,19 @@ def check_elastic(plan: Plan) -> None:
 
 
 def check_packed(plan: Plan) -> None:
-    """Refuse to train a user's networks at the same time in one process.
+    """Refuse to train with a user's networks or losses at the same time in one process.
 
     Raises:
         ValueError: executor=packed is to do so.
     """
     for trial in plan.trials:
-        if plan.study.executor == "packed" and trial.config.model.own:
+        own = [part for part in ("model", "loss") if getattr(trial.config, part).own]
+        if plan.study.executor == "packed" and own:
             raise ValueError(
-                f"row {trial.row!r}: executor=packed with model.name={trial.config.model.name}: a"
-                " network of your own may draw from the process's random numbers, which trials"
-                " beside it would draw from too; use executor=auto"
+                f"row {trial.row!r}: executor=packed with {own[0]}.name="
+                f"{getattr(trial.config, own[0]).name}: code of your own may draw from the"
+                " process's random numbers, which trials beside it would draw from too; use"
+                " executor=auto"
             )
 
 

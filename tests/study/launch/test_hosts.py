@@ -37,7 +37,7 @@ tc qdisc add dev link-2 root tbf rate 20mbit burst 32kbit latency 400ms
 python -m study run study.yaml --plain {EPOCHS} tracking_uri=none address=$head \\
     storage=$PWD/studies >output 2>&1 & study=$!
 has() {{ grep -qs "$1" studies/tiny/ledger.jsonl; }}
-until has '"report"'; do sleep 0.1; kill -0 $study; done
+until has '"report".*"host": *"host-3"'; do sleep 0.1; kill -0 $study; done
 date +%s.%N >cut
 ip link set link-3 down
 sleep $CUT_SECONDS
