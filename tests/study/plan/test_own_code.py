@@ -39,6 +39,7 @@ rows:
 cpus: 2
 tracking_uri: none
 """
+LOSS = "def make():\n    return F.cross_entropy\n"
 
 
 @pytest.fixture
@@ -117,9 +118,15 @@ def test_what_a_network_sets_in_the_process_is_not_there_where_the_next_is_check
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_its_trials_do_not_share_a_process(folder: Path) -> None:
-    study = load(str(folder / "own.yaml"), [f"storage={folder}", "executor=packed"])
-    with pytest.raises(ValueError, match=r"executor=packed with model\.name=.*use executor=auto"):
+@pytest.mark.parametrize("part", ["model", "loss"])
+def test_its_trials_do_not_share_a_process(folder: Path, part: str) -> None:
+    changes = [f"storage={folder}", "executor=packed"]
+    if part == "loss":
+        (folder / "loss.py").write_text("import torch.nn.functional as F\n" + LOSS)
+        changes += ["model=mlp_128", "data=digits", f"loss.name={folder}/loss.py:make"]
+    study = load(str(folder / "own.yaml"), changes)
+    refused = rf"executor=packed with {part}\.name=.*use executor=auto"
+    with pytest.raises(ValueError, match=refused):
         preflight(make_plan(study))
 
 
