@@ -36,8 +36,9 @@ from trainers.workers.node import Node, differing, versions
 
 POLL_SECONDS = 1.0
 """Seconds between looks at the nodes, and for which a call for events waits."""
-PATIENCE_SECONDS = 3.0
-"""Seconds for which a lease waits for all that its node has before it asks for less."""
+PATIENCE_SECONDS = 10.0
+"""Seconds for which a lease waits for all that its node has before it asks for less: longer than a
+process takes to start on a busy or cold machine, which nothing tells from resources in use."""
 IDLE_SECONDS = 60.0
 """Seconds for which a lease may be idle while no trial waits, before it is given back."""
 LONGEST_SECONDS = 60.0
