@@ -42,6 +42,16 @@ def launch(
     )
 
 
+def _paste(command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a terminal that has none of the launch's variables."""
+    bare = {name: value for name, value in env.items() if not name.startswith("RAY_")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = ["bash", "-c", command]
+    return subprocess.run(
+        words, env=bare | {"PATH": path}, capture_output=True, text=True, timeout=300
+    )
+
+
 def test_a_launched_study_outlives_its_follower_and_is_continued(
     head: tuple[str, dict[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,16 +72,7 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
     printed = "".join(lines)
     assert follower.returncode == 0, printed
     (again,) = re.findall(r"Follow it again: (.+)", printed)
-    # pasted into another terminal, which has none of the launch's variables
-    bare = {name: value for name, value in env.items() if not name.startswith("RAY_")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    followed = subprocess.run(
-        ["bash", "-c", again],
-        env=bare | {"PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    followed = _paste(again, env)
     assert "limits.trials=1 reached" in followed.stdout, followed.stdout + followed.stderr
     (job,) = set(re.findall(r"--follow --address \S+ (\S+)", printed))
     status = ray("job", "status", "--address", address, job, env=env)

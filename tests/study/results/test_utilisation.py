@@ -479,7 +479,7 @@ def test_a_run_notes_when_its_command_began(
     assert run.planned - run.begin >= 1000
 
     def refuse(*arguments: object) -> None:
-        said.append(arguments[-1])
+        said.append(arguments[-2])  # before job
         raise UserError("seen")
 
     said: list[object] = []
