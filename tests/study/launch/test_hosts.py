@@ -12,7 +12,6 @@ from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY, raw_lines
 from tests.study.launch.machines.hosts import (
-    EPOCHS,
     ROOT,
     TWO_NODES,
     assert_same_results,
@@ -24,6 +23,8 @@ from tests.study.launch.machines.hosts import (
 
 __all__ = ["hosts"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+EPOCHS = "trial.epochs=200"
+"""Enough for a trial to run on when the cut comes, which follows its first report."""
 STEPS = f"""\
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
 (umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' >$RAY_AUTH_TOKEN_PATH)
