@@ -315,12 +315,9 @@ class Loop:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind in (BEGAN, REPORT):
-                news = (
-                    began(message.trial, message.payload)
-                    if message.kind == BEGAN
-                    else self._reports.take(message.trial, message.payload)
-                )
-                if any(map(self._is_new, news)):
+                take = began if message.kind == BEGAN else self._reports.take
+                news = take(message.trial, message.payload)
+                if self._failures[message.trial] and any(map(self._is_new, news)):
                     del self._failures[message.trial]
                 events += news
             else:

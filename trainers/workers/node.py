@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainers.config import TrialConfig
 from trainers.user_code import digest_files, digest_package, names_code
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import CHECK, CHECKED, DIED, Message
+
+if TYPE_CHECKING:  # a process is started before those are loaded
+    from trainers.config import TrialConfig
 
 CHECKING = 0
 """Number of the process that examines trials; the others count from 1."""
