@@ -177,22 +177,21 @@ class Analysis:
     def loss_scale(self) -> float:
         """The power of two by which to multiply the loss, so that fewest gradients underflow.
 
-        Gradients of outputs underflow least and none saturates; it is 1 if none underflows.
-
-        It is 1 if no gradient underflows.
-
-        It costs nothing in LNS: logarithms move by a whole number of octaves. Adam and others that
-        divide by the gradient's size take the same rate, SGD one that is divided by it.
+        Gradients of outputs underflow least, and none of them or of weights saturates; it is 1 if
+        none underflows. It costs nothing in LNS: logarithms move by a whole number of octaves
+        (:class:`lns_ops.LossScale`).
         """
-        met = [
-            v
-            for layer in self.layers
-            if (v := layer.gradient) is not None and not math.isnan(v.low)
-        ]
-        if self.span is None or not any(v.underflow for v in met):
+        outputs, weights = (
+            [v for v in values if v is not None and not math.isnan(v.low)]
+            for values in (
+                [layer.gradient for layer in self.layers],
+                [layer.weight_gradient for layer in self.layers],
+            )
+        )
+        if self.span is None or not any(v.underflow for v in outputs):
             return 1.0
-        wanted = self.span[0] - min(v.low for v in met)
-        room = self.span[1] - max(v.high for v in met) - _HEADROOM
+        wanted = self.span[0] - min(v.low for v in outputs)
+        room = self.span[1] - max(v.high for v in outputs + weights) - _HEADROOM
         return float(2.0 ** max(0, min(math.ceil(wanted), math.floor(room))))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

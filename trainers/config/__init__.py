@@ -16,16 +16,14 @@ from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
 from trainers.config.model import MODELS
 from trainers.config.optimizer import OptimizerConfig
-from trainers.config.profile import ProfileConfig
+from trainers.config.precision import FLOAT_FORMATS, SCOPES, PrecisionConfig
 from trainers.config.sync import SyncConfig
 from trainers.config.trial import (
     DEVICES,
     EPOCHS,
-    FLOAT_FORMATS,
-    SCOPES,
     DataConfig,
     ModelConfig,
-    PrecisionConfig,
+    ProfileConfig,
     TrainableConfig,
 )
 from trainers.config.wire import WireConfig

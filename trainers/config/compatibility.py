@@ -194,6 +194,18 @@ RULES: tuple[Rule, ...] = (
         "wire.name=native",
     ),
     Rule(
+        ("precision.loss_scale", "precision.format", "precision.gradient_format"),
+        lambda c: c.precision.gradient_scale != 1 and _scales_loss(c),
+        "float16 gradients find their own scale",
+        "precision.loss_scale=1",
+    ),
+    Rule(
+        ("layout.schedule", "precision.loss_scale"),
+        lambda c: c.layout.schedule in DEFERRING and c.precision.gradient_scale != 1,
+        "gradients of weights come later, where nothing divides them",
+        "layout.schedule=1f1b, or precision.loss_scale=1",
+    ),
+    Rule(
         ("autocast", "precision.format"),
         lambda c: c.autocast != "none" and c.precision.format != "float32",
         "autocast is for float32 parameters",

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lns_ops import LNSTensor
+from lns_ops import LNSTensor, LossScale
 from trainers.config import LossConfig
 from trainers.data.split import IGNORED, Dataset, Split
 from trainers.user_code import call, load_code
@@ -88,13 +88,15 @@ class Loss:
 
     Args:
         config: names the loss.
+        scale: power of two by which its gradient is larger; the model's parameters must divide by
+            it (:class:`lns_ops.LossScale`).
 
     Raises:
         ValueError: the user's factory cannot be loaded or called, or returns nothing callable.
     """
 
-    def __init__(self, config: LossConfig) -> None:
-        self.config = config
+    def __init__(self, config: LossConfig, scale: float = 1.0) -> None:
+        self.config, self.scale = config, LossScale(scale)
         if not config.own:
             return
         where = f"loss.name={config.name!r}"
@@ -108,6 +110,9 @@ class Loss:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss summed over the answers, a float32 scalar."""
+        return self.scale(self._summed(outputs, targets))
+
+    def _summed(self, outputs: Tensor, targets: Tensor) -> Tensor:
         config = self.config
         if config.own:
             found: Tensor = self._own(plain(outputs), targets)

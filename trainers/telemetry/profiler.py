@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from trainers.config.profile import ProfileConfig
+from trainers.config import ProfileConfig
 from trainers.telemetry.spans import Spans
 
 TABLE_ROWS = 40

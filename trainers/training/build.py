@@ -318,7 +318,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
         resolve_device(config.device) if world_size == 1 or config.device != "auto" else "cpu"
     )
     check_device(device.type)
-    loss = Loss(config.loss)
+    loss = Loss(config.loss, config.precision.gradient_scale)
     whole, data, parameters = _make_model_and_data(config)
     data = Dataset(*(split.to(device) for split in data))
     here = place(config.layout, rank, world_size, device.type)
@@ -330,6 +330,7 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     parts = (whole, config, here, first.x.cpu(), loss, device, spans)
     pipeline = _make_pipeline(*parts) if here.pp > 1 else None
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
+    loss.scale.unscale_(model)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
         set_forward_(model, config.memory, config.autocast, scaler)

@@ -13,7 +13,7 @@ import torch
 
 from lns_ops.tensor import storage_of
 from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
-from trainers.config.profile import ProfileConfig
+from trainers.config import ProfileConfig
 from trainers.telemetry import profiler as profile_module
 from trainers.training.trainer import Training
 

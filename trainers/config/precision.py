@@ -1,0 +1,147 @@
+"""The arithmetic in which a trial trains: its number format, and how it rounds and sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lns_ops.format import LNSFormat
+from lns_ops.formats import Logarithmic, NumberFormat, parse
+from lns_ops.spec.reference import ACCUMULATIONS
+from lns_ops.spec.reference_updates import ARITHMETICS
+from trainers.config.validation import one_of, require
+
+SCOPES = ("matmul", "everywhere")
+FLOAT_FORMATS = ("float32",)
+MOST_OCTAVES = 24
+"""The largest loss scale of a format that is not LNS, as a power of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """The arithmetic in which a trial trains.
+
+    Attributes:
+        format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``,
+            ``lns12``, ``lns8``, ``lns(bits,fraction_bits)``; or any other of
+            :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.nn.simulate`): values on its grid, sums
+            in float32.
+        scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere``
+            (parameters, activations, gradients and updates too). Ignored for float32; simulated
+            formats are always used everywhere.
+        kahan_sum: whether a Kahan compensation is kept for each parameter. With scope ``matmul``
+            the parameters are float32, and so are the compensations.
+        stochastic_rounding: whether an update rounds weights at random, with the exact value as the
+            expected one; not for float32 parameters. The random bits come from the trial's seed.
+        update_arithmetic: arithmetic in which LNS parameters are updated: ``lns``, or ``float32``
+            between loads and stores of codes.
+        accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
+            or ``float32``; see :mod:`lns_ops.functional.accumulation`. Ignored for other formats,
+            whose sums are float32.
+        gradient_format: format of the gradients of a simulated format; None for ``format``.
+        master_format: format of the finer copies of the weights to which a simulated format adds
+            updates; None for no copies.
+        loss_scale: power of two by which gradients are larger on their way back, so that fewer
+            underflow in a narrow format; those of parameters are divided by it as they arrive
+            (:class:`lns_ops.LossScale`). Ignored for float32.
+    """
+
+    format: str = "float32"
+    scope: str = "everywhere"
+    kahan_sum: bool = False
+    stochastic_rounding: bool = False
+    update_arithmetic: str = "lns"
+    accumulation: str = "contract"
+    gradient_format: str | None = None
+    master_format: str | None = None
+    loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("precision.scope", self.scope, SCOPES)
+        one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
+        one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
+        if self.stochastic_rounding and self.kahan_sum:
+            raise ValueError(
+                "precision.kahan_sum=true, precision.stochastic_rounding=true: both save the"
+                " part of an update that rounding would lose, so one is enough; choose one"
+            )
+        for key in ("format", "gradient_format", "master_format"):
+            self._check_format(key)
+        rounds = self.simulated or (self.lns_format is not None and self.scope == "everywhere")
+        if self.stochastic_rounding and not rounds:
+            raise ValueError(
+                f"precision.stochastic_rounding=true with precision.format={self.format},"
+                f" precision.scope={self.scope}: the parameters are float32, which rounds to"
+                " nearest; use another format with precision.scope=everywhere, or"
+                " precision.kahan_sum=true"
+            )
+        self._check_simulated()
+        self._check_loss_scale()
+
+    def _check_format(self, key: str) -> None:
+        """Refuse a name of a number format that cannot be parsed."""
+        name = getattr(self, key)
+        if name is None and key != "format":
+            return
+        try:
+            parse(name)
+        except ValueError as error:
+            raise ValueError(
+                f"precision.{key}={name!r}: {error}; use for example precision.{key}=lns12"
+            ) from None
+
+    def _check_simulated(self) -> None:
+        """Refuse simulated formats' options for other formats, and scopes for simulated formats."""
+        if not self.simulated:
+            for key in ("gradient_format", "master_format"):
+                if (value := getattr(self, key)) is not None:
+                    raise ValueError(
+                        f"precision.{key}={value} with precision.format={self.format}: the trial"
+                        " computes in that one format; leave it out, or use a simulated format"
+                        " such as bfloat16 or lns8/channel"
+                    )
+            return
+        if self.scope != "everywhere":
+            raise ValueError(
+                f"precision.scope={self.scope} with precision.format={self.format}: only LNS has"
+                " scopes; use precision.scope=everywhere, with precision.master_format=float32 if"
+                " weights are to be kept in float32"
+            )
+        if self.master_format is not None and parse(self.master_format) == self.number_format:
+            raise ValueError(
+                f"precision.master_format={self.master_format} with precision.format={self.format}:"
+                " copies of the weights in their own format keep nothing; leave it out, or use a"
+                " finer one such as bfloat16 or float32"
+            )
+
+    def _check_loss_scale(self) -> None:
+        """Refuse a scale that is no power of two, or whose inverse underflows in the format."""
+        scale, fmt = self.loss_scale, self.lns_format
+        most = 2.0**MOST_OCTAVES if fmt is None else 2.0 ** math.floor(-math.log2(fmt.smallest))
+        require(
+            f"precision.loss_scale={scale} with precision.format={self.format}",
+            1 <= scale <= most and math.log2(scale).is_integer(),
+            f"must be a power of two from 1 to {most:g}",
+            "use for example precision.loss_scale=256",
+        )
+
+    @property
+    def number_format(self) -> NumberFormat:
+        """The format, behind the interface that all formats share."""
+        return parse(self.format)
+
+    @property
+    def lns_format(self) -> LNSFormat | None:
+        """The LNS format whose arithmetic is used, or None for another format."""
+        fmt = self.number_format
+        return fmt.lns if isinstance(fmt, Logarithmic) else None
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale in use: 1 for float32."""
+        return 1.0 if self.format in FLOAT_FORMATS else self.loss_scale
+
+    @property
+    def simulated(self) -> bool:
+        """Whether values are rounded to the format's grid and computed with in float32."""
+        return self.format not in FLOAT_FORMATS and self.lns_format is None
