@@ -15,6 +15,7 @@ Source: P. Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with a cons
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -67,8 +68,8 @@ class LossScale:
         """Return ``loss``, whose value stays and whose gradient is ``factor`` times larger."""
         if self.factor == 1:
             return loss
-        scaled: Tensor = _Scaled.apply(loss, self.factor)
-        return scaled
+        apply: Callable[[Tensor, float], Tensor] = _Scaled.apply
+        return apply(loss, self.factor)
 
     def unscale_(self, module: _Module) -> _Module:
         """Divide the gradient of each parameter by ``factor`` as it arrives, from now on.

@@ -43,7 +43,7 @@ class PrecisionConfig:
             updates; None for no copies.
         loss_scale: power of two by which gradients are larger on their way back, so that fewer
             underflow in a narrow format; those of parameters are divided by it as they arrive
-            (:class:`lns_ops.LossScale`). Ignored for float32.
+            (:class:`lns_ops.LossScale`). Ignored for float32; None for 1.
     """
 
     format: str = "float32"
@@ -54,7 +54,7 @@ class PrecisionConfig:
     accumulation: str = "contract"
     gradient_format: str | None = None
     master_format: str | None = None
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         one_of("precision.scope", self.scope, SCOPES)
@@ -116,6 +116,8 @@ class PrecisionConfig:
 
     def _check_loss_scale(self) -> None:
         """Refuse a scale that is no power of two, or whose inverse underflows in the format."""
+        if self.loss_scale is None:
+            return
         scale, fmt = self.loss_scale, self.lns_format
         most = 2.0**MOST_OCTAVES if fmt is None else 2.0 ** math.floor(-math.log2(fmt.smallest))
         require(
@@ -138,8 +140,8 @@ class PrecisionConfig:
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale in use: 1 for float32."""
-        return 1.0 if self.format in FLOAT_FORMATS else self.loss_scale
+        """The loss scale in use: 1 for float32 and where none is given."""
+        return 1.0 if self.format in FLOAT_FORMATS else self.loss_scale or 1.0
 
     @property
     def simulated(self) -> bool:

@@ -71,7 +71,10 @@ def test_no_bit_changes_where_nothing_underflows(fmt: str, scope: str, octaves: 
 def test_what_would_underflow_is_kept() -> None:
     found = {}
     for factor in (1, 4096):
-        scale, model = LossScale(factor), lns_ops.convert_(nn.Linear(1, 1), "lns12", scope="everywhere")
+        scale, model = (
+            LossScale(factor),
+            lns_ops.convert_(nn.Linear(1, 1), "lns12", scope="everywhere"),
+        )
         scale.unscale_(model)
         hidden = model(lns_ops.LNSTensor.from_float(torch.full((64, 1), 16.0), lns_ops.lns12))
         # an output's gradient of 2^-20 underflows, a weight's of 64 x 16 x 2^-20 = 2^-10 does not

@@ -20,8 +20,7 @@ from study.execution.leases import EPSILON, Lease, Local
 from study.execution.pool import Pool
 from tests.trainers.nodes import SMALL, plan, reports
 from tests.trainers.telemetry.test_profiler import events
-from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
-from trainers.config import ProfileConfig
+from trainers.config import OptimizerConfig, PrecisionConfig, ProfileConfig, TrialConfig
 from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REFUSED, REPORT, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import PACKED, WorkerResources

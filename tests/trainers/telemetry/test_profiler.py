@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lns_ops.tensor import storage_of
-from trainers.config import DataConfig, ModelConfig, PrecisionConfig, TrialConfig
-from trainers.config import ProfileConfig
+from trainers.config import DataConfig, ModelConfig, PrecisionConfig, ProfileConfig, TrialConfig
 from trainers.telemetry import profiler as profile_module
 from trainers.training.trainer import Training
 

@@ -16,8 +16,7 @@ import torch
 
 from tests.trainers.nodes import SMALL, Driver, plan
 from trainers.checkpoint.files import load_checkpoint
-from trainers.config import TrialConfig
-from trainers.config import ProfileConfig
+from trainers.config import ProfileConfig, TrialConfig
 from trainers.training.trainer import Training
 from trainers.workers.messages import (
     BEGAN,
