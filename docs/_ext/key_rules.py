@@ -64,6 +64,7 @@ MARKED = {
     "trial.precision.format": _FORMAT,
     "trial.precision.gradient_format": _FORMAT,
     "trial.precision.master_format": _FORMAT,
+    "trial.precision.loss_scale": "a power of two from 1 on, whose inverse the format has",
     "trial.changes": "an epoch, later in each, before the last, and options of the optimizer",
 }
 """The keys without a rule that is asked: free ones, and those that a parser of their own reads."""

@@ -26,6 +26,7 @@ from trainers.config import (
     memory,
     model,
     optimizer,
+    precision,
     sync,
     trial,
     wire,
@@ -137,7 +138,7 @@ def section(key: str, rules: list[tuple[Rule, str]]) -> str:
     return "\n".join([f"### `{key}`", *head, *rows])
 
 
-PARTS = (data, model, trial, loss, optimizer, lr_schedule, layout, wire, sync, memory)
+PARTS = (data, model, trial, precision, loss, optimizer, lr_schedule, layout, wire, sync, memory)
 """The modules whose configs refuse keys together by themselves."""
 
 

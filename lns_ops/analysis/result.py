@@ -220,10 +220,8 @@ class Analysis:
             *("  ".join(cells).rstrip() for cells in aligned),
         ]
         if self.loss_scale > 1:
-            lines.append(
-                f"gradients underflow: multiply the loss by {self.loss_scale:g} (and divide the"
-                " rate of SGD by it)"
-            )
+            scale = f"lns_ops.LossScale({self.loss_scale:g})"
+            lines.append(f"gradients underflow: scale the loss, {scale}")
         return "\n".join(lines)
 
     def plot(self, path: str | Path | None = None) -> Any:

@@ -63,8 +63,7 @@ def _measure(grad: Tensor, fmt: LNSFormat) -> None:
         warnings.warn(
             f"gradient of shape {tuple(grad.shape)}: {100 * float(lost):.0f} % of it underflow in"
             f" {fmt}, as entries below {fmt.smallest:.2g} count as 0: sum the loss instead of"
-            " averaging it and divide the rate, or multiply the loss by a power of two (Adam needs"
-            " no other lr, SGD one that is as many times smaller); lns_ops.analyze(...).loss_scale"
-            " is one that fits",
+            " averaging it and divide the rate, or scale the loss (lns_ops.LossScale) by"
+            " lns_ops.analyze(...).loss_scale",
             stacklevel=3,
         )

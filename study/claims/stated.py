@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from study.config.claims import digest, statement
+from study.config.keys import without_folders
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.text import when
@@ -85,7 +86,9 @@ def stated(state: StudyState) -> Stated | None:
     first, now = state.stated, state.plan
     if "stated" not in first:
         return None
-    then, today = statement_of(first), statement_of(now, _code_now(now), first)
+    then, today = map(
+        without_folders, (statement_of(first), statement_of(now, _code_now(now), first))
+    )
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
         digest=first["stated"]["digest"],
@@ -111,7 +114,7 @@ def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
         file: ``StudyConfig.to_dict()`` of the file as it is now.
     """
     code = plan.get("stated", {}).get("code", {})
-    then, now = (statement(study, code) for study in (plan["study"], file))
+    then, now = (without_folders(statement(study, code)) for study in (plan["study"], file))
     keys = [key for key in DESIGN if then.get(key) != now.get(key)]
     return keys + list(_changed_claims(then.get("claims", []), now.get("claims", [])))
 

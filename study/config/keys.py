@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers.user_code import without_folder
+
 OUTSIDE = ("data.root", "gpus")
 """Trial keys that change no result.
 
@@ -41,6 +43,18 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
     if not named or not _FILE.fullmatch(value):
         return values
     return f"{name}{equals}{folder.resolve() / value}"
+
+
+def without_folders(values: Any) -> Any:
+    """Return nested values with the files of code, ``file.py:name``, named without their folders.
+
+    A study that was moved, or is continued on another machine, is the same study.
+    """
+    if isinstance(values, Mapping):
+        return {name: without_folders(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_folders(value) for value in values]
+    return without_folder(values) if isinstance(values, str) and _FILE.fullmatch(values) else values
 
 
 def spell_out(values: dict[str, Any]) -> dict[str, Any]:

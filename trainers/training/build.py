@@ -330,7 +330,6 @@ def build(config: TrialConfig, rank: int, world_size: int) -> Components:
     parts = (whole, config, here, first.x.cpu(), loss, device, spans)
     pipeline = _make_pipeline(*parts) if here.pp > 1 else None
     model = apply_precision((pipeline.own if pipeline else whole).to(device), config.precision)
-    loss.scale.unscale_(model)
     scaler = GradScaler(device.type) if config.autocast == "float16" else None
     if pipeline is None:
         set_forward_(model, config.memory, config.autocast, scaler)

@@ -88,9 +88,8 @@ def _with_alpha(
 def _unscale(func: Any, *args: Any) -> NoReturn:
     raise ValueError(
         "GradScaler with LNS gradients: looks for infinities, which LNS has not; leave it (fp16="
-        "False, mixed_precision='no') and multiply the loss by a power of two, which costs nothing"
-        " in LNS: (1024 * loss).backward(), with the same lr for Adam, one 1,024 times smaller for"
-        " SGD"
+        "False, mixed_precision='no') and scale the loss by a power of two, which costs nothing in"
+        " LNS: lns_ops.LossScale(1024)"
     )
 
 

@@ -124,3 +124,24 @@ def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
     assert load("are_gans_equal", download=False).picture == "best_of_k"
     with pytest.raises(ValueError, match="picture"):
         load("are_gans_equal", ["picture=none_such"], download=False)
+
+
+def test_a_study_whose_code_lies_elsewhere_states_the_same(tiny: Tiny, tmp_path: Path) -> None:
+    plans, studies = [], []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "net.py").write_text("def make(inputs, outputs): ...\n")
+        study = tiny("moved", FIVE, f"trial.loss.name={tmp_path / place}/net.py:make").to_dict()
+        studies.append(study)
+        plans.append({"study": study, "stated": state_claims(study)})
+    events = made_up_events(tiny("moved", FIVE))
+    first, *rest = [event for event in events if event["event"] in ("planned", "report")]
+    plans = [first | plan | {"time": time} for plan, time in zip(plans, (1.0, 9e9), strict=True)]
+    said = stated(fold([plans[0], *rest, plans[1]]))
+    assert said is not None
+    assert (said.changed, said.claims) == ([], {})
+    assert differences_of(plans[0], studies[1]) == []
+    other = plans[1] | {"study": tiny("moved", FIVE, "trial.epochs=9").to_dict()}
+    changed = stated(fold([plans[0], *rest, other]))
+    assert changed is not None
+    assert "trial" in changed.changed
