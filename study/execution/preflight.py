@@ -30,7 +30,7 @@ from trainers.data import DatasetInfo
 from trainers.training.device import check_device
 from trainers.workers.messages import DIED
 from trainers.workers.node import Node
-from trainers.workers.resources import MOST, cpus_of
+from trainers.workers.resources import MOST_TRIALS, cpus_of
 
 CONNECT_SECONDS = 5.0
 SLOW_SECONDS = 10.0
@@ -171,11 +171,11 @@ def check_packed(plan: Plan) -> None:
 
 def _check_shares(on_gpu: list[PlannedTrial]) -> None:
     for trial in on_gpu:
-        if trial.config.gpus is not None and trial.config.gpus < 1 / MOST:
+        if trial.config.gpus is not None and trial.config.gpus < 1 / MOST_TRIALS:
             raise ValueError(
                 f"row {trial.row!r}: gpus={trial.config.gpus:g} with executor=packed: at most"
-                f" {MOST} trials share a process; use trial.gpus={1 / MOST:g} or more, or"
-                " executor=auto"
+                f" {MOST_TRIALS} trials share a process; use trial.gpus={1 / MOST_TRIALS:g} or"
+                " more, or executor=auto"
             )
 
 

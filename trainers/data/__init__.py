@@ -11,15 +11,13 @@ from trainers.data.descriptions import prepare
 from trainers.data.download import DATA_VARIABLE, DownloadError, cache_folder
 from trainers.data.mnist import describe_download, download_mnist, find_mnist, read_idx
 from trainers.data.places import describe_place, fetch, resolve
-from trainers.data.split import CLASSES, PIXELS, Dataset, DatasetInfo, Examples, Split
+from trainers.data.split import Dataset, DatasetInfo, Examples, Split
 
 if TYPE_CHECKING:
     from trainers.data.datasets import load
 
 __all__ = [
-    "CLASSES",
     "DATA_VARIABLE",
-    "PIXELS",
     "Dataset",
     "DatasetInfo",
     "DownloadError",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PIXELS, CLASSES = 784, 10
+PIXELS = 784
 IGNORED = -100
 """Class of an answer that is not asked for, torch's ``ignore_index``."""
 

@@ -25,7 +25,7 @@ import torch
 from lns_ops import cuda, set_matmul_accumulation
 from trainers.config import TrialConfig
 from trainers.training.device import check_device, resolve_device
-from trainers.workers.resources import MOST, key_of
+from trainers.workers.resources import MOST_TRIALS, key_of
 
 SWITCH_SECONDS = 1e-4
 """Seconds after which a thread that computes in Python lets another one go on, which may only
@@ -76,9 +76,10 @@ class Host:
                 f"trial of {key_of(config)} (device, threads, accumulation) in a process of"
                 f" {self._key}: trials of one process share them; use another process"
             )
-        if self._device == "cuda" and self._trials >= MOST:
+        if self._device == "cuda" and self._trials >= MOST_TRIALS:
             raise ValueError(
-                f"{self._trials} trials on one GPU: at most {MOST}; use gpus={1 / MOST:g} or more"
+                f"{self._trials} trials on one GPU: at most {MOST_TRIALS}; use"
+                f" gpus={1 / MOST_TRIALS:g} or more"
             )
 
     def _stream(self) -> torch.cuda.Stream:

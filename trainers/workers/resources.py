@@ -18,7 +18,7 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.own_loop:OwnLoop",
 )
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
-MOST = 32
+MOST_TRIALS = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
 TRIALS_PER_PROCESS = 12
 """Trials at once in a process where nothing else is asked for: as many as share a GPU by default.
@@ -157,7 +157,7 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
     if config.workers > 1:
         return 1
     if executor == "packed":
-        return MOST
+        return MOST_TRIALS
     return TRIALS_PER_PROCESS if executor == "auto" and packs(config) else 1
 
 
