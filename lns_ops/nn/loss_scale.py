@@ -1,9 +1,9 @@
 """Loss scaling: gradients that are larger on their way back, and as they were where they arrive.
 
-A narrow format has a smallest magnitude, 2^-16 in lns12, and late in a training most gradients of a
-deep network's outputs are smaller. With the gradient of the loss S times larger all of them are;
-the gradient of a parameter is divided by S as it arrives. So optimizers, clipping and all-reduce
-see the gradients that they would see without, less what had underflowed.
+A narrow format has a smallest magnitude, 2^-16 in lns12, and many gradients of a deep network's
+outputs are smaller. Where the gradient of the loss is S times larger, so are they; the gradient of
+a parameter is divided by S as it arrives. So optimizers, clipping and all-reduce see the gradients
+that they would see without, and what would have underflowed on the way.
 
 S is a power of two, so that in LNS both products are exact: a logarithm moves by whole octaves. It
 is constant, as LNS has no infinities by which a scale that is too large could be found; gradients
