@@ -115,6 +115,9 @@ and nothing public tells them apart (torch 2.13)."""
 def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move a leaf's gradient hooks to another leaf; handles that remove them go on to do so.
 
+    To the same leaf where ``nn.Module.to`` has swapped a subclass: its hooks are listed then, and
+    no longer called.
+
     No public function tells which hooks a tensor has (torch 2.13).
     """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):

@@ -192,7 +192,8 @@ class Analysis:
             return 1.0
         wanted = self.span[0] - min(v.low for v in outputs)
         room = self.span[1] - max(v.high for v in outputs + weights) - _HEADROOM
-        return float(2.0 ** max(0, min(math.ceil(wanted), math.floor(room))))
+        inverse = -self.span[0]  # what LossScale divides by must not underflow
+        return float(2.0 ** max(0, min(map(math.floor, (math.ceil(wanted), room, inverse)))))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return one dict of numbers and names per layer, under the layer's name."""
@@ -220,7 +221,7 @@ class Analysis:
             *("  ".join(cells).rstrip() for cells in aligned),
         ]
         if self.loss_scale > 1:
-            scale = f"lns_ops.LossScale({self.loss_scale:g})"
+            scale = f"lns_ops.LossScale({self.loss_scale:.0f})"
             lines.append(f"gradients underflow: scale the loss, {scale}")
         return "\n".join(lines)
 

@@ -20,8 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
+from lns_ops._compat import move_tensor_hooks
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -33,7 +36,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return loss.view_as(loss)
+        return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -49,6 +52,9 @@ class LossScale:
         scale.unscale_(net)                # once
         scale(loss).backward()             # p.grad is that of loss.backward(), with less underflow
 
+    A loss whose gradient is taken without ``scale`` gets gradients of parameters that are too small
+    by the factor. In a mean over many terms they underflow where they arrive, too: sum the loss.
+
     Args:
         factor: a power of two, 1 or more.
 
@@ -57,7 +63,7 @@ class LossScale:
     """
 
     def __init__(self, factor: float) -> None:
-        if not (math.isfinite(factor) and factor >= 1 and math.log2(factor).is_integer()):
+        if not (math.isfinite(factor) and factor >= 1 and math.frexp(factor)[0] == 0.5):
             raise ValueError(
                 f"factor={factor}: must be a power of two, 1 or more, so that logarithms move by"
                 " whole octaves; use for example 256"
@@ -74,25 +80,61 @@ class LossScale:
     def unscale_(self, module: _Module) -> _Module:
         """Divide the gradient of each parameter by ``factor`` as it arrives, from now on.
 
+        Before every forward pass of ``module`` those of its parameters are found that came since:
+        of ``to``, a copy, a loaded state, or thawed.
+
         Returns:
             ``module``.
 
         Raises:
-            ValueError: ``1 / factor`` underflows in the format of a parameter.
+            ValueError: ``1 / factor`` underflows in the format of a layer, or there is another
+                factor already.
         """
         if self.factor == 1:
             return module
-        for name, parameter in module.named_parameters():
-            if isinstance(parameter, LNSTensor) and self.factor * parameter.fmt.smallest > 1:
-                raise ValueError(
-                    f"factor={self.factor:g} for the parameter {name} in {parameter.fmt}: its"
-                    " inverse underflows there, and with it every gradient; use at most"
-                    f" {2.0 ** math.floor(-math.log2(parameter.fmt.smallest)):g}"
-                )
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(self._divide)
+        for name, layer in module.named_modules():
+            self._check(name or "the module", layer)
+        self._watch(module)
+        module.register_forward_pre_hook(self._before_forward)
         return module
+
+    def _check(self, name: str, layer: nn.Module) -> None:
+        fmt = getattr(layer, "fmt", None)  # of scope matmul
+        formats = {fmt} if isinstance(fmt, LNSFormat) else set()
+        formats |= {p.fmt for p in layer.parameters(recurse=False) if isinstance(p, LNSTensor)}
+        for fmt in formats:
+            if self.factor * fmt.smallest > 1:
+                raise ValueError(
+                    f"factor={self.factor:.0f} for {name} in {fmt}: its inverse underflows there,"
+                    f" and with it every gradient; use at most {fmt.most_scale:.0f}"
+                )
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._watch(module)
+
+    def _watch(self, module: nn.Module) -> None:
+        """Have the gradients of all parameters divided, once.
+
+        Raises:
+            ValueError: they are divided by another factor.
+        """
+        for parameter in module.parameters():
+            hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
+            known = [
+                owner.factor
+                for hook in hooks
+                if isinstance(owner := getattr(hook, "__self__", None), LossScale)
+            ]
+            if known and known[0] != self.factor:
+                raise ValueError(
+                    f"factor={self.factor:.0f} for parameters whose gradients are divided by"
+                    f" {known[0]:.0f} already: use one LossScale for a module"
+                )
+            if known and isinstance(parameter, LNSTensor):
+                move_tensor_hooks(parameter, parameter)
+            if not known and parameter.requires_grad and not is_lazy(parameter):
+                parameter.register_hook(self._divide)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def _divide(self, gradient: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ class LNSFormat:
         return float(2.0 ** (self.max_log / 2**self.fraction_bits))
 
     @property
+    def most_scale(self) -> float:
+        """The largest power of two whose inverse is a value of the format."""
+        return 2.0 ** (self.max_log >> self.fraction_bits)
+
+    @property
     def smallest(self) -> float:
         """The smallest nonzero magnitude: ``2^(min_log / 2^f)``."""
         return float(2.0 ** (self.min_log / 2**self.fraction_bits))

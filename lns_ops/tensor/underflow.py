@@ -63,7 +63,7 @@ def _measure(grad: Tensor, fmt: LNSFormat) -> None:
         warnings.warn(
             f"gradient of shape {tuple(grad.shape)}: {100 * float(lost):.0f} % of it underflow in"
             f" {fmt}, as entries below {fmt.smallest:.2g} count as 0: sum the loss instead of"
-            " averaging it and divide the rate, or scale the loss (lns_ops.LossScale) by"
-            " lns_ops.analyze(...).loss_scale",
+            " averaging it and divide the rate; where a sum's underflow too, scale it by"
+            " lns_ops.LossScale(lns_ops.analyze(...).loss_scale)",
             stacklevel=3,
         )

@@ -86,9 +86,9 @@ def stated(state: StudyState) -> Stated | None:
     first, now = state.stated, state.plan
     if "stated" not in first:
         return None
-    then, today = map(
-        without_folders, (statement_of(first), statement_of(now, _code_now(now), first))
-    )
+    then, today = statement_of(first), statement_of(now, _code_now(now), first)
+    if (code := _code_of(first)) and code == _code_of(now):  # of the same content, wherever it lies
+        then, today = without_folders(then), without_folders(today)
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
         digest=first["stated"]["digest"],
@@ -96,6 +96,18 @@ def stated(state: StudyState) -> Stated | None:
         changed=sorted(key for key in keys if then.get(key) != today.get(key)),
         claims=_changed_claims(then.get("claims", []), today.get("claims", [])),
     )
+
+
+def _code_of(plan: Event) -> set[str]:
+    """Return the digests of the user's code of all trials of a ``planned`` event."""
+    found: set[str] = set()
+    values: list[Any] = [trial["config"] for trial in plan.get("trials", [])]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values.extend(value.values())
+            found.add(value.get("code", ""))
+    return found - {""}
 
 
 def _code_now(plan: Event) -> dict[str, str]:

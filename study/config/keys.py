@@ -46,15 +46,15 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
 
 
 def without_folders(values: Any) -> Any:
-    """Return nested values with the files of code, ``file.py:name``, named without their folders.
-
-    A study that was moved, or is continued on another machine, is the same study.
-    """
+    """Return nested values with located files of code, ``/folder/file.py:name``, named without
+    their folders."""
     if isinstance(values, Mapping):
         return {name: without_folders(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
         return [without_folders(value) for value in values]
-    return without_folder(values) if isinstance(values, str) and _FILE.fullmatch(values) else values
+    if isinstance(values, str) and values.startswith("/") and _FILE.fullmatch(values):
+        return without_folder(values)
+    return values
 
 
 def spell_out(values: dict[str, Any]) -> dict[str, Any]:

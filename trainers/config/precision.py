@@ -14,7 +14,7 @@ from trainers.config.validation import one_of, require
 SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
 MOST_OCTAVES = 24
-"""The largest loss scale of a format that is not LNS, as a power of two."""
+"""The largest loss scale, as a power of two: the loss and its gradient are float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +119,12 @@ class PrecisionConfig:
         if self.loss_scale is None:
             return
         scale, fmt = self.loss_scale, self.lns_format
-        most = 2.0**MOST_OCTAVES if fmt is None else 2.0 ** math.floor(-math.log2(fmt.smallest))
+        most = 2.0**MOST_OCTAVES if fmt is None else min(2.0**MOST_OCTAVES, fmt.most_scale)
         require(
             f"precision.loss_scale={scale} with precision.format={self.format}",
-            1 <= scale <= most and math.log2(scale).is_integer(),
-            f"must be a power of two from 1 to {most:g}",
-            "use for example precision.loss_scale=256",
+            1 <= scale <= most and math.frexp(scale)[0] == 0.5,
+            f"must be a power of two from 1 to {most:.0f}",
+            f"use for example precision.loss_scale={min(256, most):.0f}",
         )
 
     @property

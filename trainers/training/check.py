@@ -113,7 +113,7 @@ def _check_task(config: TrialConfig) -> int:
     Raises:
         ValueError: the data, the model, the loss or a metric do not go together.
     """
-    loss = Loss(config.loss)
+    loss = Loss(config.loss, config.precision.gradient_scale)
     data = load_data(config)
     some = data.train.head(2)
     each = loss.answers_each(some.y)

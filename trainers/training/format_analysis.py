@@ -40,8 +40,7 @@ def analysis_metrics(
             model, batch, precision.format, loss=loss, scope=scope,
             optimizer=lambda weights: make_optimizer(
                 nn.ParameterList(weights), config.optimizer, PrecisionConfig(),
-                config.update_examples * loss.answers_each(batch.y) * int(precision.gradient_scale),
-                scale=scale,
+                config.update_examples * loss.answers_each(batch.y), scale=scale
             ),
         )  # fmt: skip
     except NonFiniteError:

@@ -89,7 +89,7 @@ def _unscale(func: Any, *args: Any) -> NoReturn:
     raise ValueError(
         "GradScaler with LNS gradients: looks for infinities, which LNS has not; leave it (fp16="
         "False, mixed_precision='no') and scale the loss by a power of two, which costs nothing in"
-        " LNS: lns_ops.LossScale(1024)"
+        " LNS: lns_ops.LossScale(128)"
     )
 
 

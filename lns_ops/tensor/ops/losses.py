@@ -51,8 +51,8 @@ def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
         warnings.warn(
             f"{function.__name__}: the gradient of a mean over {terms:,} terms loses what is below"
             f" {terms * x.fmt.smallest:.2g} of a term's own to underflow in {x.fmt}: use"
-            f" reduction='sum' with lr / {terms}, or scale the loss by a power of two,"
-            " lns_ops.LossScale(1024)",
+            f" reduction='sum' with lr / {terms}, or multiply the loss by a power of two (Adam"
+            " needs no other lr, SGD one that is as many times smaller)",
             stacklevel=4,
         )
 

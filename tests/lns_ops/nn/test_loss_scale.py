@@ -85,15 +85,16 @@ def test_what_would_underflow_is_kept() -> None:
     assert found == {1: 0.0, 4096: 2.0**-10}
 
 
-@pytest.mark.parametrize("factor", [0, -2, 3, 0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("factor", [0, -2, 3, 0.5, 1024 + 2**-42, float("nan"), float("inf")])
 def test_other_factors_are_refused(factor: float) -> None:
     with pytest.raises(ValueError, match=r"must be a power of two, 1 or more.*for example 256"):
         LossScale(factor)
 
 
-def test_a_factor_whose_inverse_underflows_is_refused() -> None:
-    model = lns_ops.convert_(nn.Linear(2, 2), "lns12", scope="everywhere")
-    with pytest.raises(ValueError, match=r"the parameter weight in lns12.*use at most 32768"):
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+def test_a_factor_whose_inverse_underflows_is_refused(scope: str) -> None:
+    model = lns_ops.convert_(nn.Sequential(nn.Linear(2, 2)), "lns12", scope=scope)
+    with pytest.raises(ValueError, match=r"for 0 in lns12.*use at most 32768"):
         LossScale(65536).unscale_(model)
     assert LossScale(32768).unscale_(model) is model
 
@@ -111,16 +112,70 @@ def test_a_conversion_keeps_the_division() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_copies_are_made_without_a_warning_and_start_afresh() -> None:
-    model = LossScale(256).unscale_(net("lns16"))
+def moved(model: nn.Module) -> nn.Module:
+    return model._apply(lambda values: values.clone())  # as cuda() does
+
+
+def reloaded(model: nn.Module) -> nn.Module:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def thawed(model: nn.Module) -> nn.Module:
+    scale = LossScale(256)
+    fresh = copy.deepcopy(model).requires_grad_(False)
+    fresh._forward_pre_hooks.clear()
+    return scale.unscale_(fresh).requires_grad_(True)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    made: nn.Module = pickle.loads(pickle.dumps(model))
+    return made
+
+
+@pytest.mark.parametrize("fmt", ["float32", "lns16"])
+@pytest.mark.parametrize("change", [moved, reloaded, thawed, pickled, copy.deepcopy])
+def test_parameters_that_come_later_are_divided_too(
+    change: Callable[[nn.Module], nn.Module], fmt: str
+) -> None:
+    scale = LossScale(256)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        model = change(scale.unscale_(net(fmt)))
         torch.save(model, io.BytesIO())
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    expected = trained(net("lns16"), LossScale(1))
-    for copied in copies:  # without hooks: a scale of its own may be put on it
-        found = trained(copied, LossScale(1))
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    found, expected = trained(model, scale), scaled(net(fmt), 256)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_twice_is_once_and_another_factor_is_refused() -> None:
+    scale, model = LossScale(256), net("lns16")
+    scale.unscale_(scale.unscale_(model))
+    found, expected = trained(model, scale), scaled(net("lns16"), 256)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="are divided by 256 already: use one LossScale"):
+        LossScale(8).unscale_(model)
+
+
+def test_a_scaled_loss_may_be_changed_in_place() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = LossScale(8)(weight.sum())
+    loss /= 2
+    backward(loss)
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+def test_the_analysis_names_a_scale_that_is_taken(scope: str) -> None:
+    model = nn.Linear(2, 2)
+    x, y = torch.full((4, 2), 2.0**-6), torch.zeros(4, dtype=torch.long)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([20.0, 0.0]))  # sure of its class: gradients underflow
+    analysis = lns_ops.analyze(model, (x, y), "lns12", scope=scope)
+    assert 1 < analysis.loss_scale <= lns_ops.lns12.most_scale
+    lns_ops.convert_(model, "lns12", scope=scope)
+    LossScale(analysis.loss_scale).unscale_(model)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,21 +128,18 @@ def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
 
 
 def test_a_study_whose_code_lies_elsewhere_states_the_same(tiny: Tiny, tmp_path: Path) -> None:
-    plans, studies = [], []
-    for place in ("here", "there"):
+    def plan(place: str, source: str, time: float) -> dict[str, Any]:
         (tmp_path / place).mkdir()
-        (tmp_path / place / "net.py").write_text("def make(inputs, outputs): ...\n")
-        study = tiny("moved", FIVE, f"trial.loss.name={tmp_path / place}/net.py:make").to_dict()
-        studies.append(study)
-        plans.append({"study": study, "stated": state_claims(study)})
-    events = made_up_events(tiny("moved", FIVE))
-    first, *rest = [event for event in events if event["event"] in ("planned", "report")]
-    plans = [first | plan | {"time": time} for plan, time in zip(plans, (1.0, 9e9), strict=True)]
-    said = stated(fold([plans[0], *rest, plans[1]]))
-    assert said is not None
-    assert (said.changed, said.claims) == ([], {})
-    assert differences_of(plans[0], studies[1]) == []
-    other = plans[1] | {"study": tiny("moved", FIVE, "trial.epochs=9").to_dict()}
-    changed = stated(fold([plans[0], *rest, other]))
-    assert changed is not None
-    assert "trial" in changed.changed
+        (tmp_path / place / "net.py").write_text(f"def make(): {source}\n")
+        study = tiny("moved", FIVE, f"trial.loss.name={tmp_path / place}/net.py:make")
+        _, *rest = made_up_events(study)
+        first = made_up_events(study)[0]
+        stated = state_claims(study.to_dict())
+        return first | {"study": study.to_dict(), "stated": stated, "time": time, "rest": rest}
+
+    before = plan("here", "return 1", 1.0)
+    events = [event for event in before.pop("rest") if event["event"] == "report"]
+    for place, source, changed in (("there", "return 1", []), ("elsewhere", "return 2", ["trial"])):
+        said = stated(fold([before, *events, plan(place, source, 9e9)]))
+        assert said is not None
+        assert (said.changed, said.claims) == (changed, {})

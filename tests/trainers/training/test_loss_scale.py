@@ -32,11 +32,9 @@ BASE = TrialConfig(
     batch_size=32,
     epochs=1,
 )
-FLOAT32 = PrecisionConfig()
 PAIR = replace(BASE, workers=2)
 ALONE = {
     "alone": BASE,
-    "float32": replace(BASE, precision=FLOAT32),
     "matmul": replace(BASE, precision=PrecisionConfig(format="lns16", scope="matmul")),
     "micro-batches": replace(BASE, layout=Layout(micro_batches=4)),
     "adamw": replace(BASE, optimizer=OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.1)),
@@ -47,9 +45,8 @@ SPREAD = {
     "replicas": PAIR,
     "pairwise": replace(PAIR, layout=Layout(pairwise=True)),
     "stages": replace(PAIR, layout=Layout(pp=2, micro_batches=4)),
-    "sharded": replace(PAIR, layout=Layout(fsdp=True), precision=FLOAT32),
-    "cut": replace(PAIR, layout=Layout(tp=2), precision=FLOAT32),
     "8 bits": replace(PAIR, wire=WireConfig(name="int8")),
+    "ensemble": replace(PAIR, sync=SyncConfig(name="ensemble")),
     "averaged": replace(PAIR, sync=SyncConfig(name="local_sgd", period=2)),
 }
 
@@ -93,6 +90,7 @@ def test_what_would_underflow_trains_other_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"format": "lns8", "loss_scale": 256}, r"from 1 to 128; use .* precision.loss_scale=128"),
         ({"loss_scale": 3}, r"precision.loss_scale=3 .*must be a power of two from 1 to"),
         ({"loss_scale": 0.5}, r"precision.loss_scale=0.5 .*use for example precision.loss_scale="),
         ({"format": "lns12", "loss_scale": 65536}, r"must be a power of two from 1 to 32768"),
@@ -108,3 +106,26 @@ def test_weights_whose_gradients_wait_are_refused() -> None:
     layout = Layout(pp=2, micro_batches=4, schedule="zero_bubble")
     with pytest.raises(ValueError, match=r"layout.schedule=zero_bubble.*use layout.schedule=1f1b"):
         scaled(replace(PAIR, layout=layout), 256)
+
+
+def test_an_analysis_sees_the_gradients_of_weights_as_they_arrive() -> None:
+    trial = replace(BASE, analysis_every=1)
+    found = [Training(each).train_epoch() for each in (trial, scaled(trial, 256))]
+    names = [name for name in found[0] if "updates_lost" in name or "weight_gradient" in name]
+    assert len(names) == 6
+    assert [found[0][name] for name in names] == [found[1][name] for name in names]
+
+
+def test_a_resumed_trial_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    twelve = PrecisionConfig(format="lns12", kahan_sum=True)
+    trial = scaled(replace(BASE, precision=twelve, epochs=2), 64)
+    whole, half = Training(trial), Training(trial)
+    half.train_epoch()
+    half.save(tmp_path)
+    rest = Training(trial)
+    rest.restore(tmp_path)
+    rest.train_epoch()
+    for _ in range(2):
+        whole.train_epoch()
+    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
+    assert all(torch.equal(storage_of(a.detach()), storage_of(b.detach())) for a, b in pairs)
