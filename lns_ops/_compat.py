@@ -112,6 +112,11 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 and nothing public tells them apart (torch 2.13)."""
 
 
+def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return a leaf's gradient hooks, which no public function tells (torch 2.13)."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move a leaf's gradient hooks to another leaf; handles that remove them go on to do so.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
-from lns_ops._compat import move_tensor_hooks
+from lns_ops._compat import move_tensor_hooks, tensor_hooks
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 
@@ -120,10 +120,9 @@ class LossScale:
             ValueError: they are divided by another factor.
         """
         for parameter in module.parameters():
-            hooks = (getattr(parameter, "_backward_hooks", None) or {}).values()
             known = [
                 owner.factor
-                for hook in hooks
+                for hook in tensor_hooks(parameter)
                 if isinstance(owner := getattr(hook, "__self__", None), LossScale)
             ]
             if known and known[0] != self.factor:

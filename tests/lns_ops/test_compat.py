@@ -111,6 +111,7 @@ def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
     handle = old.register_hook(lambda grad: calls.append("gone"))
     old.register_hook(lambda grad: calls.append("gradient"))
     old.register_post_accumulate_grad_hook(lambda x: calls.append("accumulated"))
+    assert len(_compat.tensor_hooks(old)) == 2, "torch: gradient hooks are kept elsewhere"
     _compat.move_tensor_hooks(old, new)
     handle.remove()
     new.sum().backward()
