@@ -11,7 +11,7 @@ import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import placed, read
 from study.plan.candidates import by_rule
-from study.plan.identity import factories
+from study.plan.identity import code_digests
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.utilisation import remark
@@ -456,19 +456,13 @@ def _artifacts(study: StudyConfig) -> Path:
 
 def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
     """Say whose code is no longer that of the last run: its trials are others."""
-    now = _codes(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
-    for name, code in _codes(trial.config for trial in before.trials).items():
+    now = code_digests(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
+    for name, code in code_digests(trial.config for trial in before.trials).items():
         if now.get(name, code) != code:
             say(
                 f"The code of {name} has changed since the last run ({code} to {now[name]}): its"
                 " trials are trained anew, those of the code before stay in the ledger."
             )
-
-
-def _codes(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return the digest of each factory that trials name."""
-    named = (part for config in configs for part in factories(config))
-    return {part["name"]: part["code"] for part in named if part.get("code")}
 
 
 def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:

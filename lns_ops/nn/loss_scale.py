@@ -103,7 +103,7 @@ class LossScale:
         formats = {fmt} if isinstance(fmt, LNSFormat) else set()
         formats |= {p.fmt for p in layer.parameters(recurse=False) if isinstance(p, LNSTensor)}
         for fmt in formats:
-            if self.factor * fmt.smallest > 1:
+            if self.factor > fmt.most_scale:
                 raise ValueError(
                     f"factor={self.factor:.0f} for {name} in {fmt}: its inverse underflows there,"
                     f" and with it every gradient; use at most {fmt.most_scale:.0f}"

@@ -20,6 +20,7 @@ from study.config.claims import digest, statement
 from study.config.keys import without_folders
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
+from study.plan.identity import code_digests
 from study.text import when
 from trainers.user_code import find_source
 
@@ -87,7 +88,8 @@ def stated(state: StudyState) -> Stated | None:
     if "stated" not in first:
         return None
     then, today = statement_of(first), statement_of(now, _code_now(now), first)
-    if (code := _code_of(first)) and code == _code_of(now):  # of the same content, wherever it lies
+    code = _code_of_trials(first)
+    if code and code == _code_of_trials(now):  # the same, wherever its files lie
         then, today = without_folders(then), without_folders(today)
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
@@ -98,16 +100,9 @@ def stated(state: StudyState) -> Stated | None:
     )
 
 
-def _code_of(plan: Event) -> set[str]:
+def _code_of_trials(plan: Event) -> set[str]:
     """Return the digests of the user's code of all trials of a ``planned`` event."""
-    found: set[str] = set()
-    values: list[Any] = [trial["config"] for trial in plan.get("trials", [])]
-    while values:
-        value = values.pop()
-        if isinstance(value, Mapping):
-            values.extend(value.values())
-            found.add(value.get("code", ""))
-    return found - {""}
+    return set(code_digests(trial["config"] for trial in plan.get("trials", [])).values())
 
 
 def _code_now(plan: Event) -> dict[str, str]:

@@ -8,6 +8,7 @@ Four equivalences, from the finest: the same trial (:func:`trial_id`), the same 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -69,6 +70,12 @@ def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a trial's config that may name code of the user's."""
     named = [config[part] for part in NAMED if part in config]
     return [*named, *config.get("metrics", {}).values()]
+
+
+def code_digests(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Return the digest of the code of each factory that trials name."""
+    named = (part for config in configs for part in factories(config))
+    return {part["name"]: part["code"] for part in named if part.get("code")}
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
