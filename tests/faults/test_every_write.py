@@ -81,7 +81,9 @@ def test_who_dies_between_any_two_writes_costs_nothing(
     victim: str, tmp_path: Path, undisturbed: tuple[Wanted, int]
 ) -> None:
     wanted, writes = undisturbed
-    assert writes >= 8  # plan, slots, two trials, their epochs and ends, and the study's
+    # plan, slots, both trials' beginning, their epochs and ends, and the study's: events that come
+    # together are written together, so their number differs from run to run
+    assert writes >= 5
     for write in range(1, writes + 1):
         folder = tmp_path / str(write)
         folder.mkdir()
