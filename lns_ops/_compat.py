@@ -112,6 +112,9 @@ MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 and nothing public tells them apart (torch 2.13)."""
 
 
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Return a leaf's gradient hooks, which no public function tells (torch 2.13)."""
     return list((tensor._backward_hooks or {}).values())
@@ -120,15 +123,29 @@ def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
 def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move a leaf's gradient hooks to another leaf; handles that remove them go on to do so.
 
-    To the same leaf where ``nn.Module.to`` has swapped a subclass: its hooks are listed then, and
-    no longer called.
-
     No public function tells which hooks a tensor has (torch 2.13).
     """
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in _HOOKS:
         hooks = getattr(old, name)
         if hooks:
             setattr(old, name, None)
+            setattr(new, name, hooks)
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Tell whether a leaf has gradient hooks, which no public function tells (torch 2.13)."""
+    return any(getattr(tensor, name) for name in _HOOKS)
+
+
+def share_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Have a leaf's gradient hooks called for another leaf, too.
+
+    ``torch.utils.swap_tensors`` swaps what calls the hooks of two tensors and leaves their lists
+    where they are: those of ``old`` are called after it only if ``new`` had them before (torch
+    2.13).
+    """
+    for name in _HOOKS:
+        if hooks := getattr(old, name):
             setattr(new, name, hooks)
 
 

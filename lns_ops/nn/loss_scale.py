@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
-from lns_ops._compat import move_tensor_hooks, tensor_hooks
+from lns_ops._compat import tensor_hooks
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 
@@ -81,7 +81,7 @@ class LossScale:
         """Divide the gradient of each parameter by ``factor`` as it arrives, from now on.
 
         Before every forward pass of ``module`` those of its parameters are found that came since:
-        of ``to``, a copy, a loaded state, or thawed.
+        of a copy, a loaded state, or thawed.
 
         Returns:
             ``module``.
@@ -130,8 +130,6 @@ class LossScale:
                     f"factor={self.factor:.0f} for parameters whose gradients are divided by"
                     f" {known[0]:.0f} already: use one LossScale for a module"
                 )
-            if known and isinstance(parameter, LNSTensor):
-                move_tensor_hooks(parameter, parameter)
             if not known and parameter.requires_grad and not is_lazy(parameter):
                 parameter.register_hook(self._divide)
 

@@ -118,6 +118,18 @@ def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
     assert calls == ["gradient", "accumulated"], "torch: gradient hooks cannot be moved"
 
 
+def test_torch_leaves_keep_their_hooks_where_they_are_swapped() -> None:
+    kept, moved = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    calls: list[str] = []
+    kept.register_hook(lambda grad: calls.append("gradient"))
+    kept.register_post_accumulate_grad_hook(lambda x: calls.append("accumulated"))
+    assert not _compat.has_tensor_hooks(moved)
+    _compat.share_tensor_hooks(kept, moved)
+    torch.utils.swap_tensors(kept, moved)
+    kept.sum().backward()
+    assert calls == ["gradient", "accumulated"], "torch: swapped leaves call other hooks"
+
+
 def test_torch_names_its_operators_between_processes() -> None:
     importlib.import_module("torch.distributed.fsdp")
     importlib.import_module("torch.distributed.tensor")

@@ -11,6 +11,7 @@ where there are 2.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +22,9 @@ from lns_ops._compat import (
     USE_COUNT,
     DisableTorchFunction,
     collate_functions,
+    has_tensor_hooks,
     no_dispatch,
+    share_tensor_hooks,
     use_count,
 )
 from lns_ops.tensor.integers import taken_out
@@ -399,8 +402,20 @@ def storage(self: LNSTensor) -> NoReturn:
     )
 
 
+class _Moving(threading.local):
+    """The parameter with gradient hooks that is about to be moved in this thread."""
+
+    hooked: LNSTensor | None = None
+
+
+_moving = _Moving()
+
+
 def _uses(self: LNSTensor) -> int:
     """Return how many hold a parameter, of which ``nn.Module.to`` asks as it moves it.
+
+    It asks of the parameter, then of the one that has the moved values, and swaps the two: the
+    second gets the gradient hooks of the first, which nobody would call otherwise.
 
     Raises:
         ValueError: a graph holds it, and would train what the module no longer has.
@@ -413,6 +428,11 @@ def _uses(self: LNSTensor) -> int:
             " outputs and losses first (del out, loss; keep loss.item(), out.detach()), compute"
             " them under torch.no_grad(), or move the module before"
         )
+    if has_tensor_hooks(self):
+        _moving.hooked = self
+    elif _moving.hooked is not None:
+        share_tensor_hooks(_moving.hooked, self)
+        _moving.hooked = None
     return count
 
 

@@ -81,6 +81,24 @@ def test_a_module_that_a_graph_holds_is_moved_when_the_graph_is_gone(move: str) 
     assert torch.equal(model.weight.grad.codes, gradient)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_gradient_hooks_of_a_moved_module_are_called(times: int) -> None:
+    model, calls = layer(), []
+    model.weight.register_hook(lambda grad: calls.append("gone")).remove()
+    handle = model.weight.register_hook(lambda grad: calls.append("gradient"))
+    model.weight.register_hook(lambda grad: grad * 2)
+    model.weight.register_post_accumulate_grad_hook(lambda x: calls.append("accumulated"))
+    for _ in range(times):
+        model.share_memory()._apply(lambda values: values.clone())  # as cuda() does
+        model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["gradient", "accumulated"] * times
+    assert equal(model.weight.grad, torch.full((2, 2), 2.0 * times))
+    assert equal(model.bias.grad, torch.full((2,), 1.0 * times)), "hooks went to another parameter"
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls[2 * times :] == ["accumulated"]
+
+
 class Examples(Dataset[Any]):
     def __len__(self) -> int:
         return 4
