@@ -21,13 +21,12 @@ from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
 from study.plan.plan import Plan
-from study.plan.resources import local_cpus
+from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.data import DatasetInfo
-from trainers.training.device import check_device
 from trainers.workers.messages import DIED
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST_TRIALS, cpus_of
@@ -62,7 +61,7 @@ def preflight(
     check_address(plan.study.address)
     check_user_files(plan.study)
     check_sinks(plan.study)
-    data, reasons = _examine(plan, node, say)
+    data, reasons = _examine(plan, node, say, _device(plan))
     plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
@@ -84,7 +83,7 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
     if any(trial.config.own_code or trial.config.own_loop for trial in checked):
         return plan, "your own code, which a plan does not run"
     try:
-        reasons = _examine(plan, None, lambda line: None)[1]
+        reasons = _examine(plan, None, lambda line: None, "cpu")[1]
     except ValueError as error:
         return plan, f"what the data allow: {error}"
     return _without_forbidden(plan, reasons), ""
@@ -110,26 +109,21 @@ def check_cpus(plan: Plan) -> None:
 
 
 def check_gpus(plan: Plan) -> None:
-    """Refuse trials for a GPU that this machine lacks, unless a cluster runs them.
+    """Refuse trials for more GPUs than this machine has, unless a cluster runs them.
 
-    Each worker of a gang needs a GPU of its own.
+    Each worker of a gang needs a GPU of its own. Whether LNS kernels run on those that there are is
+    found out where trials are examined.
 
     Raises:
-        ValueError: there is no GPU that LNS kernels can run on, or there are too few.
+        ValueError: there are too few.
     """
     on_gpu = [trial for trial in plan.trials if trial.config.device == "cuda"]
     if plan.study.executor == "packed":
         _check_shares(on_gpu)
     if on_gpu and plan.study.address is None:
-        import torch
-
-        try:
-            check_device("cuda")
-        except ValueError as error:
-            raise ValueError(f"row {on_gpu[0].row!r}: {error}") from None
         largest = max(on_gpu, key=lambda trial: trial.config.workers)
-        have, need = torch.cuda.device_count(), largest.config.workers
-        if need > max(have, 1):
+        have, need = len(visible_gpus()), largest.config.workers
+        if need > have > 0:
             raise ValueError(
                 f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a"
                 f" GPU of its own, and this machine has {have}; use workers={have}, or address=..."
@@ -199,8 +193,15 @@ def check_address(address: str | None) -> None:
         ) from None
 
 
+def _device(plan: Plan) -> str:
+    """Return the device that this machine must have for a plan's trials."""
+    here = plan.study.address is None
+    on_gpu = any(trial.config.device == "cuda" for trial in plan.trials or plan.first)
+    return "cuda" if here and on_gpu else "cpu"
+
+
 def _examine(
-    plan: Plan, node: Node | None, say: Callable[[str], None]
+    plan: Plan, node: Node | None, say: Callable[[str], None], device: str
 ) -> tuple[list[DatasetInfo], list[str | None]]:
     """Describe the data sets of a plan's trials, and say why each trial could only fail, or None.
 
@@ -208,18 +209,21 @@ def _examine(
     its processes answers, since it has loaded what that takes; ``say`` is told if that takes long.
 
     Raises:
-        ValueError: files are missing, corrupt or too few, or end the process that loads them.
+        ValueError: the device is missing, or files are missing, corrupt or too few, or end the
+            process that loads them.
     """
     configs = [trial.config for trial in plan.trials or plan.first]
     if node is not None and configs:
-        # which may compute on a GPU
-        own = any(config.own_code or config.own_loop for config in configs)
+        # own code may compute on a GPU
+        sees_gpus = device != "cpu" or any(config.own_code or config.own_loop for config in configs)
         slow = threading.Timer(
             SLOW_SECONDS, say, [f"Checking trials and their data: {len(configs)} trials"]
         )
         slow.start()
         try:
-            message = node.examine(configs, {} if own else {"CUDA_VISIBLE_DEVICES": ""})
+            message = node.examine(
+                configs, {} if sees_gpus else {"CUDA_VISIBLE_DEVICES": ""}, device
+            )
         finally:
             slow.cancel()
         if message.kind == DIED:
@@ -234,7 +238,7 @@ def _examine(
         return data, reasons
     from trainers.workers.worker_process import examine
 
-    return examine(configs)
+    return examine(configs, device)
 
 
 def _without_forbidden(plan: Plan, reasons: list[str | None]) -> Plan:

@@ -17,7 +17,7 @@ from typing import Any
 
 from study.program import version_of
 from trainers.config.validation import memory
-from trainers.training.device import computes_on_gpus
+from trainers.training.device import gpu_models
 from trainers.user_code import without_folder
 
 HERE = Path(__file__).resolve()
@@ -47,16 +47,11 @@ def provenance() -> dict[str, Any]:
 @cache
 def hardware() -> dict[str, Any]:
     """Describe this machine: processor, usable cores, memory in bytes, names of the GPUs."""
-    gpus = []
-    if computes_on_gpus():
-        import torch
-
-        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
-        "gpus": gpus,
+        "gpus": gpu_models(),
     }
 
 

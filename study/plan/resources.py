@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from study.config import StudyConfig
+from trainers.training.device import gpu_models
 
 
 def local_cpus(study: StudyConfig) -> int:
@@ -17,6 +18,4 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]
+    return [str(index) for index in range(len(gpu_models()))]

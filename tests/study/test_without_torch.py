@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lns_ops import cuda
 from study.api import create_study
 from study.config.compose import load
 from study.program import module_command
@@ -21,6 +22,9 @@ LOADED = "import sys, study.cli.entry as entry; entry.main(); print('torch' in s
 """Runs a command as ``lns-study`` does, and prints at the end whether it has loaded torch."""
 WAITS = ("study.tracking.writer", "study.tracking.sinks")
 WORKER = "trainers.workers.fork_server"
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +58,14 @@ def test_commands_that_look_at_studies(planned: Path, words: str) -> None:
     assert done.stdout.splitlines()[-1] == "False", done.stdout
 
 
-def test_processes_of_a_running_study(storage: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_processes_of_a_running_study(device: str, storage: Path, tmp_path: Path) -> None:
     """The libraries that a process has mapped say what it has loaded, whoever imported it."""
     (tmp_path / "tiny.yaml").write_text(TINY)
-    overrides = ["name=waiting", f"storage={storage}", "alerts={finished: 'true'}"]
+    overrides = [f"name=waiting-{device}", f"storage={storage}", "alerts={finished: 'true'}"]
+    overrides.append(f"trial.device={device}")
     words = [*module_command("study"), "run", "--plain", "tiny.yaml", *overrides]
     has_torch: dict[str, set[bool]] = defaultdict(set)
     with (tmp_path / "said").open("w") as said:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 DRIVER = "libcuda.so.1"
 """The library of NVIDIA's driver, without which torch finds no GPU."""
@@ -35,6 +36,50 @@ def computes_on_gpus() -> bool:
     from lns_ops import cuda
 
     return cuda.unavailable() is None
+
+
+def gpu_models() -> list[str]:
+    """Return the models of this machine's GPUs that this process may use.
+
+    NVIDIA's NVML is asked, which neither takes the seconds in which torch is loaded nor starts
+    CUDA; torch is where there is a driver and no NVML.
+    """
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return []
+    try:
+        return _models_by_nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except NoNVMLError:
+        import torch
+
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+class NoNVMLError(Exception):
+    """NVML is not installed, or does not know what it is asked for."""
+
+
+def _models_by_nvml(visible: str | None) -> list[str]:
+    """Return the models of GPUs by their indices or UUIDs, with commas between; of all for None."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoNVMLError from error
+    try:
+        pynvml.nvmlInit()
+        if visible is None:
+            visible = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in visible.split(",")
+            if name
+        ]
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    except pynvml.NVMLError as error:
+        raise NoNVMLError from error
 
 
 def check_device(name: str) -> None:

@@ -191,12 +191,15 @@ class Node:
                 found.append(self._said.get_nowait())
         return found
 
-    def examine(self, trials: Sequence[Any], environment: dict[str, str]) -> Message:
+    def examine(
+        self, trials: Sequence[Any], environment: dict[str, str], device: str = "cpu"
+    ) -> Message:
         """Have a process of its own read trials' data and check the trials, before any other runs.
 
         Args:
             trials: their :class:`~trainers.config.TrialConfig`.
             environment: variables of the process.
+            device: a device that the process must have.
 
         Returns:
             The process's last message: ``CHECKED`` with what
@@ -204,7 +207,7 @@ class Node:
             ``DIED``.
         """
         self.start(CHECKING, environment, 1)
-        self.send(CHECKING, pickle.dumps(Message(CHECK, payload=list(trials))))
+        self.send(CHECKING, pickle.dumps(Message(CHECK, payload=(list(trials), device))))
         message = Message("")
         while message.kind not in (CHECKED, DIED):
             _, content = self._said.get()

@@ -46,6 +46,7 @@ from trainers.comm import process_group
 from trainers.config import TrialConfig
 from trainers.data import DatasetInfo, prepare
 from trainers.object_store import is_url, local_folder
+from trainers.training.device import check_device
 from trainers.training.trainer import check
 from trainers.user_loop import load_loop
 from trainers.workers.executors import Context, Executor, make_executor
@@ -123,7 +124,7 @@ class Worker:
             if message.kind == JOIN:
                 self._join(**message.payload)
             elif message.kind == CHECK:
-                self._say(CHECKED, payload=_examined(message.payload))
+                self._say(CHECKED, payload=_examined(*message.payload))
             elif self._lanes == 1:
                 self._train(message.trial, message.payload)
             else:
@@ -288,14 +289,21 @@ class Worker:
         return ""
 
 
-def examine(configs: Sequence[TrialConfig]) -> tuple[list[DatasetInfo], list[str | None]]:
+def examine(
+    configs: Sequence[TrialConfig], device: str
+) -> tuple[list[DatasetInfo], list[str | None]]:
     """Describe the data sets of trials, and say of each trial why it could only fail, or None.
 
     A loop of the user's own has its own data, which nobody else sees.
 
+    Args:
+        configs: the trials.
+        device: a device that this process must have.
+
     Raises:
-        ValueError: files are missing, corrupt or too few.
+        ValueError: the device is missing, or files are missing, corrupt or too few.
     """
+    check_device(device)
     used = dict.fromkeys(config.data for config in configs if not config.own_loop)
     data = {config: prepare(config) for config in used}
     reasons = [
@@ -304,10 +312,10 @@ def examine(configs: Sequence[TrialConfig]) -> tuple[list[DatasetInfo], list[str
     return list(data.values()), reasons
 
 
-def _examined(configs: Sequence[TrialConfig]) -> Any:
+def _examined(configs: Sequence[TrialConfig], device: str) -> Any:
     """Return what :func:`examine` returns, or the text of its error, of whatever class."""
     try:
-        return examine(configs)
+        return examine(configs, device)
     except ValueError as error:
         return str(error)
     except Exception as error:

@@ -367,6 +367,14 @@ def test_what_cannot_work_fails_at_once_with_its_message(
     assert not bad.checkpoints
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the study asks for")
+def test_a_device_that_is_missing_is_refused_before_the_study_begins(tiny: Tiny) -> None:
+    study = tiny("no-device", "trial.device=cuda")
+    with pytest.raises(UserError, match=r"^device=cuda: .*; use device=cpu"):
+        run_study(study, SilentView(), print)
+    assert not read_ledger(study.folder)
+
+
 @pytest.mark.slow
 def test_a_trial_that_cannot_finish_is_reported_not_hidden(tiny: Tiny) -> None:
     study = tiny("hopeless", "max_failures=0", "trial.epochs=60")
