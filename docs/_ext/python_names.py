@@ -63,7 +63,7 @@ def page() -> str:
         *section("`lns_ops.formats`", formats, formats.__all__),
         *section("`lns_ops.functional`", functional, functional.__all__),
         *section("`lns_ops.tensor`", tensor, HOOKS),
-        *section("`lns_ops.serialization`", serialization, ["save_file", "load_file"]),
+        *section("`lns_ops.serialization`", serialization, ["save_file", "load_file", "to_floats"]),
     ]
     parts += section("`trainers`", user_loop, LOOP)
     for module, names in STUDY.items():
