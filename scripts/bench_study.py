@@ -225,11 +225,10 @@ def slots(trials: int) -> None:
         640 * 2 / 32 / (ends[-1] - began),
         "",
     )
-    # all have ended a trial; until then a trial waited for every slot
+    # all have ended a trial, until then a trial waited for every slot
     up, waiting = ends[31], ends[640 - 32]
-    report(
-        "the same, while all slots are up and trials wait", (640 - 64) * 2 / 32 / (waiting - up), ""
-    )
+    slept = sum(max(0.0, min(end, waiting) - max(end - 2, up)) for end in ends)
+    report("the same, while all slots are up and trials wait", slept / 32 / (waiting - up), "")
     os.environ["TUNE_MAX_PENDING_TRIALS_PG"] = "32"
     ray.init(
         address="local",
