@@ -9,9 +9,11 @@ has no other names for them, and without one the import fails.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -162,6 +164,24 @@ def without_compiler(method: Any) -> Any:
     if COMPILER in sys.modules:
         return method
     return inspect.unwrap(method.__func__).__get__(method.__self__)
+
+
+@cache
+def openmp_team() -> Callable[[int, Any, int, int], None] | None:
+    """Return what has a team of OpenMP's threads call a C function; None where there is none.
+
+    Its arguments are the function's address, what it gets, the threads of the team, and 0. It is
+    what GCC compiles ``#pragma omp parallel`` to, of the library that torch has loaded (GNU's;
+    LLVM's and Intel's have it as well), and named in no header (torch 2.13).
+    """
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    found.restype = None
+    team: Callable[[int, Any, int, int], None] = found
+    return team
 
 
 # --- torch: what it says of operators, for the documentation

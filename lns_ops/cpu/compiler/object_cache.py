@@ -35,7 +35,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from ctypes import CFUNCTYPE, c_int64, c_void_p, string_at
+from ctypes import CFUNCTYPE, c_int64, c_void_p, cast, string_at
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import NoneType
@@ -47,7 +47,7 @@ import numpy as np
 from llvmlite import binding as llvm
 from numpy.typing import NDArray
 
-from lns_ops._compat import NO_REFERENCE_COUNTS
+from lns_ops._compat import NO_REFERENCE_COUNTS, openmp_team
 from lns_ops.cpu.compiler.intrinsics import ARRAY_HEADER, argument_readers, helper, processor
 
 _ENTRY = "lns_ops_entry"
@@ -193,11 +193,75 @@ def call({parameters}):
     if result < 0:
         refuse({parameters})
     return result
+
+def shared(bounds, threads, {parameters}):
+    if {unlike}:
+        refuse({parameters})
+    result = share(address, pack({words}), bounds, threads)
+    if result < 0:
+        refuse({parameters})
+    return result
+
+call.shared = shared
 """
 """The source of a caller, written out per kernel as dataclasses write ``__init__``.
 
-Loops over the arguments would cost more than many a call's work.
+Loops over the arguments would cost more than many a call's work. ``shared`` has the threads of
+OpenMP call the entry, for one range of ``bounds`` after the other in place of the last two numbers.
 """
+_SHARE = """
+target triple = "{triple}"
+target datalayout = "{layout}"
+define void @{entry}(ptr %job) {{
+start:
+  %words = alloca [{most} x i64]
+  %entry = load ptr, ptr %job
+  %at = getelementptr i64, ptr %job, i64 1
+  %given = load ptr, ptr %at
+  %count_at = getelementptr i64, ptr %job, i64 2
+  %count = load i64, ptr %count_at
+  %bounds_at = getelementptr i64, ptr %job, i64 3
+  %bounds = load ptr, ptr %bounds_at
+  %ranges_at = getelementptr i64, ptr %job, i64 4
+  %ranges = load i64, ptr %ranges_at
+  %next = getelementptr i64, ptr %job, i64 5
+  %result = getelementptr i64, ptr %job, i64 6
+  %first = sub i64 %count, 2
+  %second = sub i64 %count, 1
+  %from = getelementptr i64, ptr %words, i64 %first
+  %to = getelementptr i64, ptr %words, i64 %second
+  br label %copy
+copy:
+  %i = phi i64 [0, %start], [%after, %copy]
+  %source = getelementptr i64, ptr %given, i64 %i
+  %word = load volatile i64, ptr %source
+  %target = getelementptr i64, ptr %words, i64 %i
+  store i64 %word, ptr %target
+  %after = add i64 %i, 1
+  %more = icmp ult i64 %after, %count
+  br i1 %more, label %copy, label %take
+take:
+  %range = atomicrmw add ptr %next, i64 1 seq_cst
+  %left = icmp ult i64 %range, %ranges
+  br i1 %left, label %work, label %end
+work:
+  %low_at = getelementptr i64, ptr %bounds, i64 %range
+  %low = load i64, ptr %low_at
+  %high_at = getelementptr i64, ptr %low_at, i64 1
+  %high = load i64, ptr %high_at
+  store i64 %low, ptr %from
+  store i64 %high, ptr %to
+  %found = call i64 %entry(ptr %words)
+  %before = atomicrmw or ptr %result, i64 %found seq_cst
+  br label %take
+end:
+  ret void
+}}
+"""
+"""What each thread of a team does with a job: its words are the address of a kernel's entry, of its
+words and their number, of the bounds of ranges and the number of ranges, the next range, and the OR
+of the results."""
+MOST_WORDS = 64
 
 
 def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) -> Callable[..., int]:
@@ -218,6 +282,8 @@ def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) ->
     names: dict[str, Any] = {f"t{i}": kinds[i] for i in arrays}
     names |= {
         "entry": entry,
+        "address": cast(entry, c_void_p).value,
+        "share": share,
         "refuse": refuse,
         "pack": struct.Struct(f"{len(arrays) + len(numbers)}q").pack,
     }
@@ -320,6 +386,41 @@ def _store(name: str, content: bytes) -> None:
             temporary.replace(folder / name)
         except OSError:
             continue
+
+
+def share(address: int, words: bytes, bounds: bytes, threads: int) -> int:
+    """Have a team of OpenMP's threads call a kernel for every range; return the OR of the results.
+
+    Args:
+        address: address of the kernel's entry.
+        words: what the entry reads, the last two for the bounds of a range.
+        bounds: bounds of consecutive ranges, 64 bits each, one more than there are ranges.
+        threads: threads of the team, the caller's included.
+    """
+    job = (c_int64 * 7)(
+        address, cast(words, c_void_p).value or 0, len(words) // 8,
+        cast(bounds, c_void_p).value or 0, len(bounds) // 8 - 1, 0, 0,
+    )  # fmt: skip
+    team = openmp_team()
+    assert team is not None
+    team(_share_entry(), job, threads, 0)
+    return job[6]
+
+
+@lru_cache(maxsize=1)
+def _share_entry() -> int:
+    """Return the address of :data:`_SHARE`'s machine code."""
+    with _PROCESS.lock:
+        return _load_or_compile("share", _compile_share)
+
+
+def _compile_share() -> bytes:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    triple = llvm.get_default_triple()
+    machine = llvm.Target.from_triple(triple).create_target_machine()
+    text = _SHARE.format(triple=triple, layout=machine.target_data, entry=_ENTRY, most=MOST_WORDS)
+    return _emit(llvm.parse_assembly(text))
 
 
 def _compile(function: Callable[..., int], kinds: tuple[Any, ...]) -> bytes:

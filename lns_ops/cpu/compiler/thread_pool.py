@@ -1,4 +1,10 @@
-"""A small pool of Python threads for kernels that release the GIL.
+"""The threads among which a kernel's work is shared: those of torch, or a small pool of Python's.
+
+torch computes with the threads of OpenMP, which wait for the next call spinning: for milliseconds
+each takes a core. Threads beside them would compete with them, so kernels run on the same ones
+where torch has several (:func:`~lns_ops.cpu.compiler.object_cache.share`). In a child of ``fork``
+whose parent had such threads, and where there is no OpenMP or torch has one thread, kernels run on
+a pool of Python threads.
 
 Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort
 when two Python threads enter them at once, and do not survive ``fork``. A kernel here runs outside
@@ -17,11 +23,15 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
+from lns_ops._compat import openmp_team
 from lns_ops.cpu.compiler.object_cache import Kernel
 
 
@@ -44,6 +54,8 @@ class _Pool:
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._owner: tuple[int, int] = (0, 0)
+        self._alone = False
+        self.has_team = True
 
     def executor(self) -> ThreadPoolExecutor:
         """Return the helpers of this process.
@@ -61,18 +73,28 @@ class _Pool:
                 self._owner = owner
             return self._executor
 
+    def before_fork(self) -> None:
+        """Note whether all threads are Python's, so that no team of OpenMP waits among them."""
+        known = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
+        try:
+            self._alone = known.issuperset(map(int, os.listdir("/proc/self/task")))
+        except OSError:
+            self._alone = False
+
     def after_fork(self) -> None:
         """Replace the lock and drop the executor in a child.
 
-        Another thread of the parent may have held the lock at the moment of the fork.
+        Another thread of the parent may have held the lock at the moment of the fork. A team that
+        the parent had is not there, and OpenMP would wait for it for ever.
         """
+        self.has_team = self.has_team and self._alone
         self._lock = threading.Lock()
         self._executor = None
 
 
 _POOL = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_POOL.after_fork)
+    os.register_at_fork(before=_POOL.before_fork, after_in_child=_POOL.after_fork)
 
 
 def get_num_threads() -> int:
@@ -121,7 +143,12 @@ def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
     code = kernel.code(args)
     if _POOL.threads == 1 or units < 2 * grain:
         return code(*args, 0, units)
-    queue = deque(_ranges(units, max(1, grain), _POOL.threads))
+    ranges = _ranges(units, max(1, grain), _POOL.threads)
+    team = min(_POOL.threads, torch.get_num_threads())
+    if team > 1 and _POOL.has_team and openmp_team() and (shared := getattr(code, "shared", None)):
+        bounds = array("q", [0, *(stop for _, stop in ranges)]).tobytes()
+        return int(shared(bounds, team, *args, 0, 0))
+    queue = deque(ranges)
 
     def work() -> int:
         result = 0
