@@ -120,8 +120,8 @@ def _matmul_simd(x_MK: Codes, y_KN: Codes, fmt: LNSFormat, plan: gemm.WordLayout
         gemm.pack_y, panels, 1 + 8 * GRAIN // (K * avx512.PANEL), y, K, N, mask, plan.y_top,
         plan.unit_shift, packed,
     )  # fmt: skip
-    # So many multiply-accumulates take a few times as long as to wake a thread.
-    grain = 1 + 16 * GRAIN // (avx512.ROWS_AT_ONCE * min(N, avx512.PANEL) * K)
+    # So many multiply-accumulates take a few times as long as to share them.
+    grain = 1 + 4 * GRAIN // (avx512.ROWS_AT_ONCE * min(N, avx512.PANEL) * K)
     run(
         plan.kernel, panels * -(-M // avx512.ROWS_AT_ONCE), grain, counts, steps, words, packed,
         plan.constants, plan.extra, plan.mapped, out.reshape(-1), M, K, N, BLOCK, plan.zone,

@@ -3,6 +3,7 @@ the library that changed."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import subprocess
 import sys
@@ -128,6 +129,16 @@ def test_torch_leaves_keep_their_hooks_where_they_are_swapped() -> None:
     torch.utils.swap_tensors(kept, moved)
     kept.sum().backward()
     assert calls == ["gradient", "accumulated"], "torch: swapped leaves call other hooks"
+
+
+def test_openmp_has_a_team_call_a_function() -> None:
+    if "gomp" not in Path("/proc/self/maps").read_text():
+        pytest.skip("torch has not loaded GNU's OpenMP here")
+    team, calls = _compat.openmp_team(), []
+    assert team is not None, "torch: its OpenMP is not found by name"
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(calls.append)
+    team(ctypes.cast(function, ctypes.c_void_p).value or 0, 5, 2, 0)
+    assert calls == [5, 5], "OpenMP: GOMP_parallel takes other arguments"
 
 
 def test_torch_names_its_operators_between_processes() -> None:

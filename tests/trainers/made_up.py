@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from lns_ops.cpu.compiler import thread_pool
 from trainers.config import TrialConfig
 from trainers.workers import process_reset
 from trainers.workers.in_process import InProcess
@@ -60,6 +61,13 @@ class Limited(InProcess):
             size = psutil.Process().memory_info().vms + (700 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (size, size))
         return super().begin(config, checkpoints)
+
+
+class Team(InProcess):
+    """An executor that tells whether kernels are shared among torch's threads in its process."""
+
+    def step(self) -> dict[str, Any]:
+        return super().step() | {"team": thread_pool._POOL.has_team}
 
 
 class Environment(InProcess):

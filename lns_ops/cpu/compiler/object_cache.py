@@ -35,7 +35,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from ctypes import CFUNCTYPE, c_int64, c_void_p, cast, string_at
+from ctypes import CFUNCTYPE, c_char_p, c_int64, c_void_p, cast, string_at
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import NoneType
@@ -167,7 +167,7 @@ class Kernel:
         chosen = NoneType if absent else bool
         kinds = tuple(chosen if i == self._choice else kind for i, kind in enumerate(self._kinds))
         address = _load_or_compile(name, partial(_compile, self.function, kinds))
-        return _caller(self.name, CFUNCTYPE(c_int64, c_void_p)(address), kinds)
+        return _caller(self.name, address, kinds)
 
 
 kernel = Kernel
@@ -214,7 +214,6 @@ target triple = "{triple}"
 target datalayout = "{layout}"
 define void @{entry}(ptr %job) {{
 start:
-  %words = alloca [{most} x i64]
   %entry = load ptr, ptr %job
   %at = getelementptr i64, ptr %job, i64 1
   %given = load ptr, ptr %at
@@ -226,6 +225,7 @@ start:
   %ranges = load i64, ptr %ranges_at
   %next = getelementptr i64, ptr %job, i64 5
   %result = getelementptr i64, ptr %job, i64 6
+  %words = alloca i64, i64 %count
   %first = sub i64 %count, 2
   %second = sub i64 %count, 1
   %from = getelementptr i64, ptr %words, i64 %first
@@ -261,10 +261,9 @@ end:
 """What each thread of a team does with a job: its words are the address of a kernel's entry, of its
 words and their number, of the bounds of ranges and the number of ranges, the next range, and the OR
 of the results."""
-MOST_WORDS = 64
 
 
-def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) -> Callable[..., int]:
+def _caller(name: str, address: int, kinds: tuple[Any, ...]) -> Callable[..., int]:
     """Make the function that packs arguments into the words that an entry reads.
 
     The words are the arrays' objects, then the numbers.
@@ -281,8 +280,8 @@ def _caller(name: str, entry: Callable[[bytes], int], kinds: tuple[Any, ...]) ->
 
     names: dict[str, Any] = {f"t{i}": kinds[i] for i in arrays}
     names |= {
-        "entry": entry,
-        "address": cast(entry, c_void_p).value,
+        "entry": CFUNCTYPE(c_int64, c_void_p)(address),
+        "address": address,
         "share": share,
         "refuse": refuse,
         "pack": struct.Struct(f"{len(arrays) + len(numbers)}q").pack,
@@ -398,8 +397,8 @@ def share(address: int, words: bytes, bounds: bytes, threads: int) -> int:
         threads: threads of the team, the caller's included.
     """
     job = (c_int64 * 7)(
-        address, cast(words, c_void_p).value or 0, len(words) // 8,
-        cast(bounds, c_void_p).value or 0, len(bounds) // 8 - 1, 0, 0,
+        address, cast(c_char_p(words), c_void_p).value or 0, len(words) // 8,
+        cast(c_char_p(bounds), c_void_p).value or 0, len(bounds) // 8 - 1, 0, 0,
     )  # fmt: skip
     team = openmp_team()
     assert team is not None
@@ -419,7 +418,7 @@ def _compile_share() -> bytes:
     llvm.initialize_native_asmprinter()
     triple = llvm.get_default_triple()
     machine = llvm.Target.from_triple(triple).create_target_machine()
-    text = _SHARE.format(triple=triple, layout=machine.target_data, entry=_ENTRY, most=MOST_WORDS)
+    text = _SHARE.format(triple=triple, layout=machine.target_data, entry=_ENTRY)
     return _emit(llvm.parse_assembly(text))
 
 

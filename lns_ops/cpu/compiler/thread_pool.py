@@ -105,7 +105,7 @@ def get_num_threads() -> int:
 def set_num_threads(threads: int) -> None:
     """Use ``threads`` threads, the caller's included, from the next call on.
 
-    torch's own count is untouched.
+    Where torch has several, no more of them are used than it has. Its own count is untouched.
 
     Raises:
         ValueError: ``threads`` is not a positive integer.

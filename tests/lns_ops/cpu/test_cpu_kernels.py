@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,7 +19,10 @@ from numpy.typing import NDArray
 import lns_ops
 from lns_ops import cpu
 from lns_ops import reference as ref
+from lns_ops._compat import openmp_team
 from lns_ops.cpu import kernel_choice
+from lns_ops.cpu.compiler import object_cache
+from lns_ops.cpu.kernels import elementwise as elementwise_kernels
 from lns_ops.format import MANTISSA_BITS, LNSFormat, encode_thresholds, lns12, lns16
 from tests.lns_ops.cpu.codes import (
     FORMATS,
@@ -244,6 +249,16 @@ def test_sgd_update_refuses_what_it_cannot_change() -> None:
 # ------------------------------------------------------------------------------------------- thread
 
 
+@pytest.fixture
+def torch_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("torch_threads", [1, 2, 3], indirect=True)
+@pytest.mark.usefixtures("torch_threads")
 def test_thread_count_does_not_change_results() -> None:
     rng = np.random.default_rng(11)
     x, y = random_codes(rng, lns16, 300_000), random_codes(rng, lns16, 300_000)
@@ -264,8 +279,41 @@ def test_thread_count_does_not_change_results() -> None:
         cpu.set_num_threads(0)
 
 
+@pytest.mark.parametrize(
+    ("torch_threads", "shared"), [(1, False), (2, True)], indirect=["torch_threads"]
+)
+@pytest.mark.usefixtures("torch_threads")
+def test_work_is_shared_among_the_threads_that_torch_has(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if openmp_team() is None:
+        pytest.skip("torch has no OpenMP here")
+    teams: list[int] = []
+
+    def counted(address: int, words: bytes, bounds: bytes, threads: int) -> int:
+        teams.append(threads)
+        return object_cache.share(address, words, bounds, threads)
+
+    monkeypatch.setattr(cpu.compiler.thread_pool._POOL, "threads", 2)
+    code = elementwise_kernels.mul.code((np.empty(0, np.int16), np.empty(0, np.int16)))
+    monkeypatch.setitem(code.shared.__globals__, "share", counted)  # type: ignore[attr-defined]
+    x = np.arange(300_000).astype(np.int16)
+    assert_same(cpu.mul(x, x, lns16), ref.mul(x, x, lns16))
+    assert teams == ([2] if shared else [])
+
+
+def test_a_shared_kernel_refuses_what_one_thread_refuses() -> None:
+    if openmp_team() is None:
+        pytest.skip("torch has no OpenMP here")
+    code = elementwise_kernels.mul.code((np.empty(0, np.int16), np.empty(0, np.int16)))
+    wrong = np.zeros(4, np.float32)
+    with pytest.raises(TypeError, match="needs contiguous ones"):
+        code.shared(bytes(16), 2, wrong, wrong, wrong, 0, 0, 0, 0)  # type: ignore[attr-defined]
+
+
 FORK_SCRIPT = """
-import os, numpy as np, torch
+import os, sys, numpy as np, torch
+torch.set_num_threads(int(sys.argv[1]))
 import lns_ops
 from lns_ops import cpu
 from lns_ops.format import lns16
@@ -283,8 +331,10 @@ assert torch.get_num_threads() == torch_threads
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_kernels_work_after_fork_and_leave_torch_alone() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK_SCRIPT], check=True, timeout=300)
+@pytest.mark.parametrize("torch_threads", ["1", "2"])
+def test_kernels_work_after_fork_and_leave_torch_alone(torch_threads: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK_SCRIPT, torch_threads]
+    subprocess.run(command, check=True, timeout=300)
 
 
 def test_thread_count_comes_from_the_environment() -> None:

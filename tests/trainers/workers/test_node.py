@@ -74,6 +74,16 @@ def test_one_process_trains_trial_after_trial_each_as_alone(
     ]
 
 
+def test_a_process_shares_kernels_among_the_threads_of_torch(
+    driver: Driver, key: int, tmp_path: Path
+) -> None:
+    driver.start(key)
+    said = driver.train(key, "trial", SMALL, tmp_path, f"{MADE_UP}Team")
+    assert said[-2].payload["team"] is True, (
+        "what forks processes has threads that are not Python's"
+    )
+
+
 def test_a_trial_goes_on_after_its_newest_checkpoint_and_says_what_came_before(
     driver: Driver, key: int, tmp_path: Path
 ) -> None:
