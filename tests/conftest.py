@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SKIPS = (
     # the machine's devices and processor
     "no CUDA backend", "needs a CUDA device", "GPUs, needs two", "there is a GPU", "AVX",
-    "needs fork", "simd is this kernel here", "no C\\+\\+ compiler",
+    "needs fork", "simd is this kernel here", "no C\\+\\+ compiler", "torch has no OpenMP of GNU's",
     # programs and permissions that the machine need not have
     "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed",
     "pip install 'lns-study\\[team\\]'", "torchao", "torch.s operation database needs it",

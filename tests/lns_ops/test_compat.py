@@ -133,7 +133,7 @@ def test_torch_leaves_keep_their_hooks_where_they_are_swapped() -> None:
 
 def test_openmp_has_a_team_call_a_function() -> None:
     if "gomp" not in Path("/proc/self/maps").read_text():
-        pytest.skip("torch has not loaded GNU's OpenMP here")
+        pytest.skip("torch has no OpenMP of GNU's here")
     team, calls = _compat.openmp_team(), []
     assert team is not None, "torch: its OpenMP is not found by name"
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(calls.append)

@@ -260,7 +260,7 @@ end:
 """
 """What each thread of a team does with a job: its words are the address of a kernel's entry, of its
 words and their number, of the bounds of ranges and the number of ranges, the next range, and the OR
-of the results."""
+of the results. Words are loaded as volatile, or LLVM would have memcpy copy them."""
 
 
 def _caller(name: str, address: int, kinds: tuple[Any, ...]) -> Callable[..., int]:

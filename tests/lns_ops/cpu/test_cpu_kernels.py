@@ -287,7 +287,7 @@ def test_work_is_shared_among_the_threads_that_torch_has(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if openmp_team() is None:
-        pytest.skip("torch has no OpenMP here")
+        pytest.skip("torch has no OpenMP of GNU's here")
     teams: list[int] = []
 
     def counted(address: int, words: bytes, bounds: bytes, threads: int) -> int:
@@ -304,7 +304,7 @@ def test_work_is_shared_among_the_threads_that_torch_has(
 
 def test_a_shared_kernel_refuses_what_one_thread_refuses() -> None:
     if openmp_team() is None:
-        pytest.skip("torch has no OpenMP here")
+        pytest.skip("torch has no OpenMP of GNU's here")
     code = elementwise_kernels.mul.code((np.empty(0, np.int16), np.empty(0, np.int16)))
     wrong = np.zeros(4, np.float32)
     with pytest.raises(TypeError, match="needs contiguous ones"):
