@@ -24,6 +24,8 @@ from lns_ops.spec.format import LNSFormat
 
 _WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _MOST_TAPS = 1 << 16
+_WIDEST = 1 << 12
+"""Values of a padded row, of which the kernel keeps eight bytes each on its thread's stack."""
 
 
 def _places(x: Tensor, window: Any) -> Tensor:
@@ -53,7 +55,7 @@ def _on_cpu(
 ) -> tuple[Tensor, Tensor]:
     fmt, window = cached_format(bits, fraction_bits), (kernel, stride, padding, dilation, ceil_mode)
     shape = _places(torch.empty(x.shape, device="meta"), window).shape
-    if math.prod(kernel) >= _MOST_TAPS:
+    if math.prod(kernel) >= _MOST_TAPS or x.shape[-1] + 2 * padding[1] > _WIDEST:
         return _from_floats(x, window, fmt)
     out, indices = np.empty(shape, np.int16), np.empty(shape, np.int64)
     planes = math.prod(shape[:-2])

@@ -82,3 +82,12 @@ def test_a_proper_operator_and_bad_windows() -> None:
     assert F.max_pool2d(lowest, 33, return_indices=True)[1].item() == 0
     with pytest.raises(RuntimeError, match="should be at most half"):
         F.max_pool2d(LNSTensor(codes, lns12), 2, 2, 3)
+
+
+@pytest.mark.parametrize("length", [4096, 4097, 3_000_000])
+def test_rows_longer_than_a_stack_is_deep(length: int) -> None:
+    x = LNSTensor.from_float(torch.randn(1, 1, length), lns12)
+    wanted, places = F.max_pool1d(x.to_float(), 3, 2, 1, return_indices=True)
+    values, found = F.max_pool1d(x, 3, 2, 1, return_indices=True)
+    assert torch.equal(values.to_float(), wanted)
+    assert torch.equal(found, places)
