@@ -55,7 +55,7 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         self._owner: tuple[int, int] = (0, 0)
         self._alone = False
-        self.has_team = True
+        self.has_team, self.used_team = True, False
 
     def executor(self) -> ThreadPoolExecutor:
         """Return the helpers of this process.
@@ -85,9 +85,12 @@ class _Pool:
         """Replace the lock and drop the executor in a child.
 
         Another thread of the parent may have held the lock at the moment of the fork. A team that
-        the parent had is not there, and OpenMP would wait for it for ever.
+        the parent had is not there, and OpenMP would wait for it for ever: so torch computes with
+        one thread, as in workers of its DataLoader, where kernels had a team in the parent.
         """
-        self.has_team = self.has_team and self._alone
+        if self.used_team:
+            torch.set_num_threads(1)
+        self.has_team = self.has_team and self._alone and not self.used_team
         self._lock = threading.Lock()
         self._executor = None
 
@@ -146,6 +149,7 @@ def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
     ranges = _ranges(units, max(1, grain), _POOL.threads)
     team = min(_POOL.threads, torch.get_num_threads())
     if team > 1 and _POOL.has_team and openmp_team() and (shared := getattr(code, "shared", None)):
+        _POOL.used_team = True
         bounds = array("q", [0, *(stop for _, stop in ranges)]).tobytes()
         return int(shared(bounds, team, *args, 0, 0))
     queue = deque(ranges)
