@@ -136,7 +136,7 @@ def move_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:
     """Tell whether a leaf has gradient hooks, which no public function tells (torch 2.13)."""
-    return any(getattr(tensor, name) for name in _HOOKS)
+    return any(getattr(tensor, name) is not None for name in _HOOKS)
 
 
 def share_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ def share_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     2.13).
     """
     for name in _HOOKS:
-        if hooks := getattr(old, name):
+        if (hooks := getattr(old, name)) is not None:  # empty ones may get more
             setattr(new, name, hooks)
 
 

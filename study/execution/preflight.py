@@ -21,12 +21,13 @@ from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
 from study.plan.plan import Plan
-from study.plan.resources import local_cpus, visible_gpus
+from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import OFF, check_tracking
 from trainers.data import DatasetInfo
+from trainers.training.device import gpu_models
 from trainers.workers.messages import DIED
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST_TRIALS, cpus_of
@@ -122,7 +123,7 @@ def check_gpus(plan: Plan) -> None:
         _check_shares(on_gpu)
     if on_gpu and plan.study.address is None:
         largest = max(on_gpu, key=lambda trial: trial.config.workers)
-        have, need = len(visible_gpus()), largest.config.workers
+        have, need = len(gpu_models()), largest.config.workers
         if need > have > 0:
             raise ValueError(
                 f"row {largest.row!r}: workers={need} with device=cuda: every worker computes on a"

@@ -46,6 +46,15 @@ def _default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _is_forked() -> bool:
+    """Tell whether this process was forked and has started no program since; proc(5), ``flags``."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            return bool(int(file.read().rpartition(")")[2].split()[6]) & 0x40)
+    except (OSError, ValueError, IndexError):
+        return True
+
+
 class _Pool:
     """The helper threads of one process, replaced when the process or the thread count changes."""
 
@@ -55,7 +64,7 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         self._owner: tuple[int, int] = (0, 0)
         self._alone = False
-        self.has_team, self.used_team = True, False
+        self.has_team, self.used_team = not _is_forked(), False
 
     def executor(self) -> ThreadPoolExecutor:
         """Return the helpers of this process.
@@ -75,7 +84,10 @@ class _Pool:
 
     def before_fork(self) -> None:
         """Note whether all threads are Python's, so that no team of OpenMP waits among them."""
-        known = {os.getpid(), *(thread.native_id for thread in threading.enumerate())}
+        known = {
+            os.getpid(),
+            *(t.native_id for t in threading.enumerate() if not t.name.startswith("Dummy")),
+        }
         try:
             self._alone = known.issuperset(map(int, os.listdir("/proc/self/task")))
         except OSError:
@@ -147,8 +159,13 @@ def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
     if _POOL.threads == 1 or units < 2 * grain:
         return code(*args, 0, units)
     ranges = _ranges(units, max(1, grain), _POOL.threads)
-    team = min(_POOL.threads, torch.get_num_threads())
-    if team > 1 and _POOL.has_team and openmp_team() and (shared := getattr(code, "shared", None)):
+    team = torch.get_num_threads()  # one of another size would end and begin threads
+    if (
+        1 < team <= _POOL.threads
+        and _POOL.has_team
+        and openmp_team()
+        and (shared := getattr(code, "shared", None))
+    ):
         _POOL.used_team = True
         bounds = array("q", [0, *(stop for _, stop in ranges)]).tobytes()
         return int(shared(bounds, team, *args, 0, 0))

@@ -11,7 +11,7 @@ where there are 2.
 
 from __future__ import annotations
 
-import threading
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -402,15 +402,6 @@ def storage(self: LNSTensor) -> NoReturn:
     )
 
 
-class _Moving(threading.local):
-    """The parameter with gradient hooks that is about to be moved in this thread."""
-
-    hooked: LNSTensor | None = None
-
-
-_moving = _Moving()
-
-
 def _uses(self: LNSTensor) -> int:
     """Return how many hold a parameter, of which ``nn.Module.to`` asks as it moves it.
 
@@ -428,11 +419,10 @@ def _uses(self: LNSTensor) -> int:
             " outputs and losses first (del out, loss; keep loss.item(), out.detach()), compute"
             " them under torch.no_grad(), or move the module before"
         )
-    if has_tensor_hooks(self):
-        _moving.hooked = self
-    elif _moving.hooked is not None:
-        share_tensor_hooks(_moving.hooked, self)
-        _moving.hooked = None
+    asks = sys._getframe(2).f_locals  # of torch.utils.swap_tensors(t1, t2)
+    first = asks.get("t1")
+    if isinstance(first, LNSTensor) and asks.get("t2") is self and not has_tensor_hooks(self):
+        share_tensor_hooks(first, self)
     return count
 
 
