@@ -338,6 +338,26 @@ def test_kernels_work_after_fork_and_leave_torch_alone(torch_threads: str) -> No
     subprocess.run(command, check=True, timeout=120)
 
 
+LATE_SCRIPT = """
+import os, numpy as np, torch
+torch.set_num_threads(2)
+(torch.ones(1 << 20) + 1).sum()
+pid = os.fork()
+if pid == 0:
+    from lns_ops import cpu, lns16
+    cpu.set_num_threads(2)
+    x = np.arange(300000).astype(np.int16)
+    os._exit(0 if cpu.mul(x, x, lns16).any() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_kernels_work_where_they_are_imported_after_fork() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LATE_SCRIPT]
+    subprocess.run(command, check=True, timeout=120)
+
+
 def test_thread_count_comes_from_the_environment() -> None:
     command = [sys.executable, "-c", "from lns_ops import cpu; print(cpu.get_num_threads())"]
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}

@@ -99,6 +99,25 @@ def test_the_gradient_hooks_of_a_moved_module_are_called(times: int) -> None:
     assert calls[2 * times :] == ["accumulated"]
 
 
+def test_a_hook_that_comes_after_others_were_removed_and_moved_is_called() -> None:
+    model, calls = layer(), []
+    model.weight.register_hook(lambda grad: grad).remove()
+    model.share_memory()
+    model.weight.register_hook(lambda grad: calls.append("gradient"))
+    model(torch.ones(1, 2)).sum().backward()
+    assert calls == ["gradient"]
+
+
+def test_hooks_of_a_swapped_parameter_do_not_go_to_another_module() -> None:
+    hooked, plain, other, calls = layer(), layer(), layer(), []
+    hooked.weight.register_hook(lambda grad: calls.append("another's"))
+    torch.utils.swap_tensors(plain.weight, hooked.weight)
+    for _ in range(2):
+        other.share_memory()
+    other(torch.ones(1, 2)).sum().backward()
+    assert not calls
+
+
 class Examples(Dataset[Any]):
     def __len__(self) -> int:
         return 4
