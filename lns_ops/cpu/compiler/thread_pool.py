@@ -3,8 +3,8 @@
 torch computes with the threads of OpenMP, which wait for the next call spinning: for milliseconds
 each takes a core. Threads beside them would compete with them, so kernels run on the same ones
 where torch has several (:func:`~lns_ops.cpu.compiler.object_cache.share`). In a child of ``fork``
-whose parent had such threads, and where there is no OpenMP or torch has one thread, kernels run on
-a pool of Python threads.
+whose parent had such threads or had not loaded this, and where there is no OpenMP, torch has one
+thread, or more than kernels may use, these run on a pool of Python threads.
 
 Why not numba's own ``prange``: its threading layers change the thread count that torch sees, abort
 when two Python threads enter them at once, and do not survive ``fork``. A kernel here runs outside
@@ -102,7 +102,7 @@ class _Pool:
         """
         if self.used_team:
             torch.set_num_threads(1)
-        self.has_team = self.has_team and self._alone and not self.used_team
+        self.has_team = self.has_team and self._alone
         self._lock = threading.Lock()
         self._executor = None
 

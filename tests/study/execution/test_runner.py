@@ -367,7 +367,7 @@ def test_what_cannot_work_fails_at_once_with_its_message(
     assert not bad.checkpoints
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the study asks for")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_missing_is_refused_before_the_study_begins(tiny: Tiny) -> None:
     study = tiny("no-device", "trial.device=cuda")
     with pytest.raises(UserError, match=r"^device=cuda: .*; use device=cpu"):
