@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.storage:
+        options.storage.mkdir(parents=True, exist_ok=True)
     results = {}
     for number, words in enumerate(options.studies):
         storage = Path(tempfile.mkdtemp(dir=options.storage))

@@ -42,7 +42,9 @@ def gpu_models() -> list[str]:
     """Return the models of this machine's GPUs that this process may use.
 
     NVIDIA's NVML is asked, which neither takes the seconds in which torch is loaded nor starts
-    CUDA; torch is where there is a driver and no NVML.
+    CUDA; torch is where there is a driver and no NVML, and where GPUs are of several models: CUDA
+    puts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, NVML never does (CUDA C++
+    Programming Guide, "CUDA Environment Variables").
     """
     try:
         ctypes.CDLL(DRIVER)
@@ -57,7 +59,7 @@ def gpu_models() -> list[str]:
 
 
 class NoNVMLError(Exception):
-    """NVML is not installed, or does not know what it is asked for."""
+    """NVML is not installed, or cannot say what it is asked for."""
 
 
 def _models_by_nvml(visible: str | None) -> list[str]:
@@ -68,8 +70,12 @@ def _models_by_nvml(visible: str | None) -> list[str]:
         raise NoNVMLError from error
     try:
         pynvml.nvmlInit()
+        every = range(pynvml.nvmlDeviceGetCount())
+        kinds = {pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in every}
+        if len(kinds) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            raise NoNVMLError(f"another order than CUDA's of {', '.join(map(str, kinds))}")
         if visible is None:
-            visible = ",".join(map(str, range(pynvml.nvmlDeviceGetCount())))
+            visible = ",".join(map(str, every))
         handles = [
             pynvml.nvmlDeviceGetHandleByIndex(int(name))
             if name.isdecimal()
