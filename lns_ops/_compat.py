@@ -38,6 +38,9 @@ USE_COUNT = "_use_count"
 ``nn.Module.to`` moves subclasses; a subclass may have its own (torch 2.13)."""
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, USE_COUNT)
 """The number of those who hold a tensor, which nothing public tells (torch 2.13)."""
+foreach_add_: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
+"""Addition to all tensors of a list in few launches, by which torch.optim counts steps; nothing
+public does (torch 2.13)."""
 tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
 """Walks over nested arguments; torch has no public ones (torch 2.13)."""
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str

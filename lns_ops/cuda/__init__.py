@@ -17,6 +17,7 @@ raises; nothing falls back.
 
 from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
+from lns_ops.cuda.normalization import normalize, normalize_backward
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
     check_faults,
@@ -24,7 +25,7 @@ from lns_ops.cuda.runtime import (
     kernel_info,
     unavailable,
 )
-from lns_ops.cuda.sums import normalize, normalize_backward, sum
+from lns_ops.cuda.sums import sum
 from lns_ops.cuda.updates import (
     adam_update_,
     adam_update_float32_,

@@ -36,33 +36,40 @@ _ELEMENTWISE: dict[str, str] = {
     "div": _BINARY_LAYOUT,
     "square_root": "PPqiP",
     **{
-        f"sgd{momentum}{rounding}": "PPPPPPqqiiiPPP"
+        f"sgd{momentum}{rounding}": "PiiiPPP"
         for momentum in ("", "_momentum")
         for rounding in ("", "_kahan", "_stochastic")
     },
     **{
-        f"adam{decay}{rounding}": "PPPPPPPPPPiqqiiiiPiiiiiPPP"
+        f"adam{decay}{rounding}": "PPPiiiiiPiiiiiPPP"
         for decay in ("", "_l2", "_decoupled")
         for rounding in ("", "_kahan", "_stochastic")
     },
     "sum": "PPPqqqqqqqqqqiiiiPP",
     "normalize": "PPPq" + 4 * "Pqq" + "iPP",
     "normalize_backward": "PPPq" + 3 * "Pqq" + "iPP",
+    "normalization": "PPPPPP" + "qqqqqqqqiiiii" + 2 * "Pqq" + "PiPP",
+    "normalization_backward": "PPPPPPP" + "qqqqqqqqiiiii" + "0qiPP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
     "decode": "PPqiP",
     "decode_double": "PPqiP",
+    "track": "PPPPqiffP",
 }
-_SUMS = ("sum", "normalize", "normalize_backward")
+LISTS = {"sgd": ("PPPPPqqiii", 48), "ada": ("PPPPPPPqqiii", 40)}
+"""Layout of an entry of the list of parameters that a kernel takes, and how many it has."""
 WITH_TABLE = (
-    "add", "sub", *_SUMS, *(name for name in _ELEMENTWISE if name.startswith(("sgd", "adam"))),
+    "add", "sub", "sum",
+    *(name for name in _ELEMENTWISE if name.startswith(("normaliz", "sgd", "adam"))),
 )  # fmt: skip
 COPIES = 8
+MOST_CODES = 4096
+"""Codes that a thread block of a whole normalization keeps, as in ``normalization.cu``."""
 
 
 @lru_cache(maxsize=512)
 def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) -> CudaKernel:
-    """Return the kernel ``lns_NAME`` of ``elementwise``, ``sums`` or ``updates.cu``, compiled once.
+    """Return the kernel ``lns_NAME`` of a file of ``src``, compiled once.
 
     There is one for each format and device.
     """
@@ -84,14 +91,16 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
                 8 * fine * name.endswith("stochastic")
                 + 4 * longest_decay_table(fraction_bits) * adam
             )
-    if name == "sum":  # what its threads exchange
+    if name in ("sum", "normalization", "normalization_backward"):  # what its threads exchange
         shared += THREADS * (4 if fast else 12)
-    file = "updates.cu" if updates else "sums.cu" if name in _SUMS else "elementwise.cu"
-    source = kernel_source(file)
+    if name.startswith("normalization"):
+        shared += 2 * (MOST_CODES + THREADS)
+    files = {"sgd": "updates", "ada": "updates", "sum": "sums", "nor": "normalization"}
+    source = kernel_source(f"{files.get(name[:3], 'elementwise')}.cu")
     function = compile_function(
         source, f"lns_{name}", compile_options(fmt, device, **defines), device
     )
-    return CudaKernel(function, _ELEMENTWISE[name], shared)
+    return CudaKernel(function, _ELEMENTWISE[name], shared, *LISTS.get(name[:3], ()))
 
 
 atexit.register(elementwise_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime

@@ -37,7 +37,10 @@ atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runti
 
 
 @lru_cache(maxsize=256)
-def _table(function: str, parameters: tuple[float, ...], fmt: LNSFormat, device: int) -> Tensor:
+def function_table(
+    function: str, parameters: tuple[float, ...], fmt: LNSFormat, device: int
+) -> Tensor:
+    """Return a function's code of each code, on a device, uploaded once."""
     return runtime.uploaded(table(function, parameters, fmt), device)
 
 
@@ -50,7 +53,7 @@ def lookup(
     """
     x, device = x.contiguous(), x.get_device()
     out = torch.empty_like(x)
-    results = _table(function, tuple(parameters), LNSFormat(bits, fraction_bits), device)
+    results = function_table(function, tuple(parameters), LNSFormat(bits, fraction_bits), device)
     if x.numel():
         kernel = _kernel("lookup", bits, fraction_bits, device)
         fault = runtime.fault_counts(device).data_ptr() + 4 * _DOMAIN_FAULT

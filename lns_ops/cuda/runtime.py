@@ -12,6 +12,7 @@ import ctypes
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -135,25 +136,35 @@ _arguments = _Arguments()
 
 
 class CudaKernel:
-    """A compiled kernel with the memory layout of its arguments, as ``struct`` writes it."""
+    """A compiled kernel with the memory layout of its arguments, as ``struct`` writes it.
 
-    def __init__(self, function: Any, layout: str, shared: int) -> None:
+    A kernel that takes a list as its last argument has ``most`` entries of the layout ``entry``
+    there, of which a launch gives as many as it has.
+    """
+
+    def __init__(
+        self, function: Any, layout: str, shared: int, entry: str = "", most: int = 0
+    ) -> None:
         if shared > 48 << 10:
             function.max_dynamic_shared_size_bytes = shared
         self._pointer = function.kernel.ptr
         self._function = function  # keeps the module loaded
-        arguments = struct.Struct("@" + layout)
-        self._pack, self._size = arguments.pack_into, arguments.size
+        arguments = struct.Struct("@" + layout + "0q" * bool(entry))
+        one = struct.Struct("@" + entry + "0q")
+        self._pack, self._head = arguments.pack_into, arguments.size
+        self._pack_entry, self._entry = one.pack_into, one.size
+        self._size = arguments.size + most * one.size
         self._shared = shared
         self._launch = _driver().launchKernel
         self._resident: dict[int, int] = {}
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float
-    ) -> None:
+        self, grid: tuple[int, int, int], threads: int, device: int, *arguments: float,
+        entries: Sequence[Sequence[float]] = (),
+    ) -> None:  # fmt: skip
         if current_device() != device:
             with torch.cuda.device(device):
-                self(grid, threads, device, *arguments)
+                self(grid, threads, device, *arguments, entries=entries)
             return
         own = _arguments
         if not own.ready:
@@ -162,6 +173,8 @@ class CudaKernel:
             _cupy().cuda.Device(device).use()
             own.ready = True
         self._pack(own.values, 0, *arguments)
+        for number, entry in enumerate(entries):
+            self._pack_entry(own.values, self._head + number * self._entry, *entry)
         own.size.value = self._size
         self._launch(
             self._pointer, *grid, threads, 1, 1, self._shared, current_stream(device), 0,

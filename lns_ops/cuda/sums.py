@@ -1,4 +1,4 @@
-"""Sums in the contract's order, and the elementwise part of normalizations, on NVIDIA GPUs.
+"""Sums in the contract's order on NVIDIA GPUs.
 
 A sum reads its terms where they lie: at most two strides over what is summed and two over what is
 kept, as all sums over dimensions of a contiguous tensor need that are not interleaved more than
@@ -20,7 +20,6 @@ from lns_ops.cuda.runtime import (
     THREADS,
     alignment_flag,
     device_tables,
-    grid_of,
     multiprocessor_count,
     pointer_of,
 )
@@ -31,7 +30,7 @@ _LONGEST = 1 << 32
 """Terms of two strides are numbered in 32 bits."""
 
 
-class _Plan(NamedTuple):
+class SumPlan(NamedTuple):
     """How the kernel sums tensors of one shape and strides.
 
     Attributes:
@@ -66,10 +65,10 @@ def _levels(
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def plan_of(
     shape: tuple[int, ...], strides: tuple[int, ...], about: tuple[int, ...] | None,
     dims: tuple[int, ...], device: int,
-) -> _Plan | None:  # fmt: skip
+) -> SumPlan | None:  # fmt: skip
     """Return the plan of a sum over ``dims``; None if the kernel cannot read its terms.
 
     ``about`` is the shape of what is subtracted before squaring.
@@ -88,7 +87,7 @@ def _plan(
     if len(summed) == 2:
         wide = wide and summed[-1][0] % 8 == 0
     columns = _columns(terms, pieces * sums, stride, device) if terms and sums else 1
-    return _Plan((pieces, *sizes), terms, sums, places, repeated, columns, wide)
+    return SumPlan((pieces, *sizes), terms, sums, places, repeated, columns, wide)
 
 
 def _columns(terms: int, sums: int, stride: int, device: int) -> int:
@@ -130,7 +129,7 @@ def sum(
         x, y = x.contiguous(), y.contiguous()
     device = x.get_device()
     about = y.shape if kind == "squares" and y is not None else None
-    plan = _plan(x.shape, x.stride(), about, tuple(dims), device)
+    plan = plan_of(x.shape, x.stride(), about, tuple(dims), device)
     if plan is None:
         if y is None:
             kept = [d for d in range(x.dim()) if d not in dims]
@@ -157,73 +156,3 @@ def sum(
 def _strides(levels: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     """Return the size and stride of the inner level, and the stride of the outer one or 0."""
     return *levels[-1], levels[0][1] if len(levels) == 2 else 0
-
-
-def _repeated(codes: Tensor | None, like: Tensor) -> tuple[tuple[int, int, int], Tensor | None]:
-    """Return pointer, ``div`` and ``mod`` of an operand, and what must live as long as they."""
-    if codes is None:
-        return (0, 1, 1), None
-    codes = codes.contiguous()
-    found = repetition(codes.shape, like.shape)
-    if found is None:
-        codes = codes.expand(like.shape).contiguous()
-        found = 1, codes.numel()
-    return (codes.data_ptr(), *found), codes
-
-
-def normalize(
-    x: Tensor,
-    mean: Tensor | None,
-    scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    bits: int,
-    fraction_bits: int,
-) -> tuple[Tensor, Tensor]:
-    """Return ``y = (x - mean) scale`` and ``y weight + bias``; the latter empty without either."""
-    x, affine = x.contiguous(), weight is not None or bias is not None
-    y = torch.empty_like(x)
-    out = torch.empty_like(x) if affine else x.new_empty(0)
-    if x.numel():
-        operands = [_repeated(codes, x) for codes in (mean, scale, weight, bias)]
-        _launch("normalize", x, (x, y, out if affine else None), operands, bits, fraction_bits)
-    return y, out
-
-
-def normalize_backward(
-    grad: Tensor,
-    y: Tensor,
-    mean: Tensor | None,
-    along: Tensor,
-    scale: Tensor,
-    bits: int,
-    fraction_bits: int,
-) -> Tensor:
-    """Return ``((grad - mean) - y along) scale``."""
-    grad, y = grad.contiguous(), y.contiguous()
-    out = torch.empty_like(grad)
-    if grad.numel():
-        operands = [_repeated(codes, grad) for codes in (mean, along, scale)]
-        _launch("normalize_backward", grad, (grad, y, out), operands, bits, fraction_bits)
-    return out
-
-
-def _launch(
-    name: str,
-    x: Tensor,
-    arrays: Sequence[Tensor | None],
-    operands: Sequence[tuple[tuple[int, int, int], Tensor | None]],
-    bits: int,
-    fraction_bits: int,
-) -> None:
-    device = x.get_device()
-    tables, kernel = (
-        device_tables(fraction_bits, device),
-        elementwise_kernel(name, bits, fraction_bits, device),
-    )
-    pointers = [pointer_of(array) for array in arrays]
-    kernel(
-        grid_of(x.numel(), device, kernel=kernel), THREADS, device, *pointers, x.numel(),
-        *(value for triple, _ in operands for value in triple), alignment_flag(*pointers),
-        tables.signed.data_ptr(), tables.gauss.data_ptr(),
-    )  # fmt: skip

@@ -6,12 +6,17 @@ Float32 operations stand between loads and stores of codes.
 from __future__ import annotations
 
 import atexit
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from lns_ops.cuda.elementwise import WITH_TABLE, elementwise_kernel
+from lns_ops._compat import foreach_add_
+from lns_ops.cuda.elementwise import LISTS, WITH_TABLE, elementwise_kernel
 from lns_ops.cuda.runtime import (
     THREADS,
     CudaKernel,
@@ -179,6 +184,86 @@ def _rounding(key: int | None, compensation: Tensor | None) -> str:
     return "_stochastic" if key is not None else "_kahan" if compensation is not None else ""
 
 
+class _Waiting(threading.local):
+    """What a thread's updates wait in while they are to be made together.
+
+    Attributes:
+        steps: counts of steps that are to grow by 1 before.
+        updates: what is to be launched, by kernel; None where nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Tensor] = []
+        self.updates: dict[tuple[Any, ...], list[tuple[Sequence[int], Any]]] | None = None
+
+
+_waiting = _Waiting()
+
+
+@contextmanager
+def updates_together() -> Iterator[None]:
+    """Launch LNS updates of parameters as the context ends, those of a kernel together.
+
+    Until then what they write must not be read, and no two may write the same memory.
+    """
+    if _waiting.updates is not None:
+        yield
+        return
+    updates = _waiting.updates = {}
+    try:
+        yield
+    finally:
+        steps, _waiting.steps, _waiting.updates = _waiting.steps, [], None
+        if steps:
+            foreach_add_(steps, 1)
+        for kernel, waiting in updates.items():
+            _launch(kernel, waiting)
+
+
+def advance(step: Tensor) -> None:
+    """Add 1 to a count of steps that updates read on its device; with them, if these wait."""
+    if _waiting.updates is None or not step.is_cuda:
+        step.add_(1)
+    else:
+        _waiting.steps.append(step)
+
+
+def _update(kernel: tuple[Any, ...], entry: Sequence[int], used: Any) -> None:
+    """Launch the update of a parameter, or have it wait.
+
+    Args:
+        kernel: name, bits, fraction bits and device, and what all parameters share.
+        entry: addresses, number of elements and key, as the kernel's list has them.
+        used: tensors that must live until the launch.
+    """
+    if _waiting.updates is None:
+        _launch(kernel, [(entry, used)])
+    else:
+        _waiting.updates.setdefault(kernel, []).append((entry, used))
+
+
+def _launch(key: tuple[Any, ...], updates: Sequence[tuple[Sequence[int], Any]]) -> None:
+    name, bits, fraction_bits, device, *shared = key
+    kernel, tables = (
+        elementwise_kernel(name, bits, fraction_bits, device),
+        device_tables(fraction_bits, device),
+    )
+    random = name.endswith("_stochastic")
+    fine = _fine_table(fraction_bits, device) if random else None
+    most = LISTS[name[:3]][1]
+    for some in (updates[first : first + most] for first in range(0, len(updates), most)):
+        entries, blocks = [], 0
+        for (*addresses, n, number), _ in some:
+            own, _, _ = grid_of(n, device, kernel=kernel, waves=2)
+            aligned = alignment_flag(*addresses[:-1])  # the last is the step's
+            entries.append((*addresses, n, number, blocks, own, aligned))
+            blocks += own
+        kernel(
+            (blocks, 1, 1), THREADS, device, *shared, len(entries), tables.signed.data_ptr(),
+            tables.gauss.data_ptr(), pointer_of(fine), entries=entries,
+        )  # fmt: skip
+
+
 def sgd_update_(
     weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
     step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None,
@@ -191,17 +276,13 @@ def sgd_update_(
     _check_in_place(weight, grad, buffer=buffer, compensation=compensation)
     grad, device = grad.contiguous(), weight.get_device()
     if weight.numel():
-        tables = device_tables(fraction_bits, device)
-        fine = _fine_table(fraction_bits, device) if key is not None else None
         name = f"sgd{'_momentum' * (momentum is not None)}{_rounding(key, compensation)}"
-        kernel = elementwise_kernel(name, bits, fraction_bits, device)
-        arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation)
-        kernel(
-            grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, pointer_of(step), pointer_of(rate), weight.numel(), key or 0, negative_lr,
-            momentum or 0, alignment_flag(*arrays), tables.signed.data_ptr(),
-            tables.gauss.data_ptr(), pointer_of(fine),
-        )  # fmt: skip
+        arrays = _pointers(weight, grad, None if momentum is None else buffer, compensation, step)
+        _update(
+            (name, bits, fraction_bits, device, pointer_of(rate), negative_lr, momentum or 0),
+            (*arrays, weight.numel(), key or 0),
+            (grad, rate),
+        )
 
 
 def adam_update_(
@@ -219,24 +300,18 @@ def adam_update_(
     )
     grad, device, fmt = grad.contiguous(), weight.get_device(), LNSFormat(bits, fraction_bits)
     if weight.numel():
-        tables, codes, decay = (
-            device_tables(fraction_bits, device),
-            adam_codes(beta1, beta2, eps, fmt),
-            decay_table(beta2, fraction_bits),
-        )
+        codes, decay = adam_codes(beta1, beta2, eps, fmt), decay_table(beta2, fraction_bits)
         correction, eps_hat, moves = _adam_tables(beta1, beta2, eps, fmt, device)
-        fine = _fine_table(fraction_bits, device) if key is not None else None
         form = "" if weight_decay is None else "_decoupled" if decoupled else "_l2"
-        kernel = elementwise_kernel(
-            f"adam{form}{_rounding(key, compensation)}", bits, fraction_bits, device
-        )
-        arrays = _pointers(weight, grad, exp_avg, root, residue, compensation)
-        kernel(
-            grid_of(weight.numel(), device, kernel=kernel, waves=2), THREADS, device,
-            *arrays, step.data_ptr(), pointer_of(rate), correction.data_ptr(), eps_hat.data_ptr(),
-            len(codes.correction), weight.numel(), key or 0, negative_lr, codes.beta1,
-            codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(), decay.first,
-            decay.first + len(decay.table) - 1, decay.keep, decay.take,
-            alignment_flag(*arrays), tables.signed.data_ptr(), tables.gauss.data_ptr(),
-            pointer_of(fine),
+        name = f"adam{form}{_rounding(key, compensation)}"
+        arrays = _pointers(weight, grad, exp_avg, root, residue, compensation, step)
+        shared = (
+            pointer_of(rate), correction.data_ptr(), eps_hat.data_ptr(), len(codes.correction),
+            negative_lr, codes.beta1, codes.one_minus_beta1, weight_decay or 0, moves.data_ptr(),
+            decay.first, decay.first + len(decay.table) - 1, decay.keep, decay.take,
         )  # fmt: skip
+        _update(
+            (name, bits, fraction_bits, device, *shared),
+            (*arrays, weight.numel(), key or 0),
+            (grad, rate, correction, eps_hat, moves),
+        )

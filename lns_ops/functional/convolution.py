@@ -148,7 +148,8 @@ def _forward(
     groups: int, accumulation: str, bits: int, fraction_bits: int,
 ) -> Tensor:  # fmt: skip
     if accumulation == "float32":
-        shape = _forward_shape(x, weight, stride, padding, dilation, groups).shape
+        geometry = Geometry.of(x.dim() - 2, stride, padding, dilation)
+        shape = (x.shape[0], weight.shape[0], *geometry.output_size(x.shape[2:], weight.shape[2:]))
         sums = Sums("output", x, weight, shape, stride, padding, dilation, groups)
         return float32_convolution(sums, bits, fraction_bits)
     w_GOK = weight.reshape(groups, weight.shape[0] // groups, -1)

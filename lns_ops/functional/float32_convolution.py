@@ -56,11 +56,11 @@ class Sums(NamedTuple):
         aten, none = torch.ops.aten, [0] * len(self.stride)
         geometry = (self.stride, self.padding, self.dilation, False, none, self.groups)
         if self.kind == "output":
-            return aten.convolution(left, right, None, *geometry)  # type: ignore[no-any-return]
+            return aten.convolution.default(left, right, None, *geometry)  # type: ignore[no-any-return]
         wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
         operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
         mask = [place == 0, place == 1, False]
-        found = aten.convolution_backward(left, *operands, None, *geometry, mask)
+        found = aten.convolution_backward.default(left, *operands, None, *geometry, mask)
         return found[place]  # type: ignore[no-any-return]
 
 

@@ -5,12 +5,13 @@
 
 (without ``d`` and the first means where it is not centred). ``y weight + bias`` lies behind it.
 Every step rounds to the format, as the operations of :mod:`lns_ops.functional` that it is made of;
-``eps`` is at least the format's smallest magnitude. The elementwise parts are one kernel each on a
-GPU.
+``eps`` is at least the format's smallest magnitude. On a GPU all of it is one kernel where
+:mod:`lns_ops.cuda.normalization` can cut it so, else the elementwise part is one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from lns_ops import cuda
+from lns_ops.cuda import normalization as on_gpu
 from lns_ops.functional import indexed  # noqa: F401 (defines the kernels of powers)
-from lns_ops.functional.elementwise import encode_number
+from lns_ops.functional.elementwise import encode_number, number_code
 from lns_ops.functional.library import (
     FORMAT,
     OPS,
@@ -81,12 +83,21 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
     return x
 
 
+def _least(eps: float, fmt: LNSFormat) -> float:
+    return max(eps, fmt.smallest) if eps >= 0 else eps
+
+
+@lru_cache(maxsize=256)
+def _code_of(value: float, bits: int, fraction_bits: int) -> int:
+    return number_code(value, cached_format(bits, fraction_bits))
+
+
 def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
     """Return ``(variance + eps)^(-1/2)`` by ``ops``, torch's operators or the kernels of a device.
 
     ``eps`` is at least the format's smallest magnitude.
     """
-    least = encode_number(max(eps, fmt.smallest) if eps >= 0 else eps, fmt)
+    least = encode_number(_least(eps, fmt), fmt)
     name = fmt.bits, fmt.fraction_bits
     total = ops.add(variance, least, *name)
     return ops.lookup(total, "power", [-0.5], *name)  # type: ignore[no-any-return]
@@ -126,6 +137,66 @@ def _normalization_backward(
     return dx, dw, db
 
 
+def _cut(x: Tensor, dims: Sequence[int], fraction_bits: int) -> on_gpu.Cut | None:
+    """Return how a GPU's kernels take all of a normalization over ``dims``; None if they cannot."""
+    dims = tuple(sorted(dims))
+    return on_gpu.cut_of(x.shape, dims, _lengths(x.shape, dims), fraction_bits, x.get_device())
+
+
+@lru_cache(maxsize=4096)
+def _lengths(shape: torch.Size, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of terms of each of the means that are taken in turn."""
+    return tuple(math.prod(shape[d] for d in stage) for stage in _stages(dims, len(shape)))
+
+
+def _normalization_on_gpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int],
+    dims: Sequence[int], eps: float, centred: bool, bits: int, fraction_bits: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cut = _cut(x, dims, fraction_bits) if eps >= 0 else None
+    if cut is None:
+        return _normalization(x, weight, bias, shape, dims, eps, centred, bits, fraction_bits)
+    w, b = (None if p is None else p.reshape(shape) for p in (weight, bias))
+    least = _code_of(_least(eps, cached_format(bits, fraction_bits)), bits, fraction_bits)
+    return on_gpu.normalization(cut, x, w, b, least, centred, bits, fraction_bits)
+
+
+def _normalization_backward_on_gpu(
+    grad: Tensor, y: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None,
+    shape: Sequence[int], dims: Sequence[int], centred: bool, wanted: Sequence[bool], bits: int,
+    fraction_bits: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wanted = [want and p is not None for want, p in zip(wanted, (grad, weight, bias), strict=True)]
+    cut, fmt = _cut(grad, dims, fraction_bits), (bits, fraction_bits)
+    rest = (y, scale, weight, bias, shape, dims, centred)
+    if cut is None or not any(wanted):
+        return _normalization_backward(grad, *rest, wanted, *fmt)
+    given = [p for p in (weight, bias) if p is not None]
+    if all(_has_one_a_group(p.reshape(shape).shape, cut.kept) for p in given):
+        of_x, *sums = on_gpu.normalization_backward(
+            cut, grad, y, scale, weight, centred, wanted, *fmt
+        )
+        shapes = (() if p is None else p.shape for p in (weight, bias))
+        of_weight, of_bias = (
+            g.reshape(own) if want else g
+            for g, own, want in zip(sums, shapes, wanted[1:], strict=True)
+        )
+        return of_x, of_weight, of_bias
+    of_x, of_weight, of_bias = _normalization_backward(grad, *rest, [False, *wanted[1:]], *fmt)
+    if wanted[0]:
+        if weight is not None:
+            grad = kernels_of(grad).mul(grad, weight.reshape(shape), *fmt)
+        of_x, _, _ = on_gpu.normalization_backward(
+            cut, grad, y, scale, None, centred, (True, False, False), *fmt
+        )
+    return of_x, of_weight, of_bias
+
+
+def _has_one_a_group(seen: Sequence[int], kept: Sequence[int]) -> bool:
+    """Tell whether a parameter, in the shape in which it meets ``x``, has an element a group."""
+    return (1,) * (len(kept) - len(seen)) + tuple(seen) == tuple(kept)
+
+
 def _summed(
     x: Tensor, y: Tensor | None, kind: str, parameter: Tensor, shape: Sequence[int], fmt: LNSFormat
 ) -> Tensor:
@@ -136,14 +207,29 @@ def _summed(
     return reduced(kernels_of(x), x, y, dims, kind, fmt, True, False).reshape(parameter.shape)
 
 
-def _running_statistics(
-    mean: Tensor, variance: Tensor, factor: float, bits: int, fraction_bits: int
-) -> tuple[Tensor, Tensor]:
-    ops, dtype = kernels_of(mean), torch.float32
-    by = encode_number(factor, cached_format(bits, fraction_bits))
-    unbiased = ops.mul(variance, by, bits, fraction_bits)
-    first, second = (ops.decode(c, bits, fraction_bits, dtype) for c in (mean, unbiased))
-    return first.reshape(-1), second.reshape(-1)
+def _track_(
+    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, variance: Tensor,
+    unbiased: float, momentum: float, bits: int, fraction_bits: int,
+) -> None:  # fmt: skip
+    ops, fmt = kernels_of(mean), (bits, fraction_bits)
+    if variance_average is not None:
+        variance = ops.mul(variance, encode_number(unbiased, cached_format(*fmt)), *fmt)
+    for average, codes in ((mean_average, mean), (variance_average, variance)):
+        if average is not None:
+            value = ops.decode(codes, *fmt, torch.float32).reshape(average.shape)
+            average.mul_(1 - momentum).add_(value, alpha=momentum)
+
+
+def _track_on_gpu_(
+    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, variance: Tensor,
+    unbiased: float, momentum: float, bits: int, fraction_bits: int,
+) -> None:  # fmt: skip
+    averages = (mean_average, variance_average)
+    if all(a is None or (a.dtype is torch.float32 and a.is_contiguous()) for a in averages):
+        by = _code_of(unbiased, bits, fraction_bits)
+        on_gpu.track_(averages, mean, variance, by, momentum, bits, fraction_bits)
+    else:
+        _track_(*averages, mean, variance, unbiased, momentum, bits, fraction_bits)
 
 
 def _shapes(
@@ -170,7 +256,7 @@ define_operator(
     f" {FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _normalization,
     _shapes,
-    _normalization,
+    _normalization_on_gpu,
 )
 define_operator(
     "normalization_backward",
@@ -178,18 +264,17 @@ define_operator(
     f" bool centred, bool[] wanted, {FORMAT}) -> (Tensor, Tensor, Tensor)",
     _normalization_backward,
     _backward_shapes,
-    _normalization_backward,
+    _normalization_backward_on_gpu,
 )
 
 
 define_operator(
-    "running_statistics",
-    f"(Tensor mean, Tensor variance, float factor, {FORMAT}) -> (Tensor, Tensor)",
-    _running_statistics,
-    lambda *codes_and_numbers: tuple(
-        c.new_empty(c.numel(), dtype=torch.float32) for c in codes_and_numbers[:2]
-    ),
-    _running_statistics,
+    "track_",
+    "(Tensor(a!)? mean_average, Tensor(b!)? variance_average, Tensor mean, Tensor variance,"
+    f" float unbiased, float momentum, {FORMAT}) -> ()",
+    _track_,
+    lambda *arguments: None,
+    _track_on_gpu_,
 )
 
 
@@ -236,9 +321,14 @@ def normalization_backward(
     )
 
 
-def running_statistics(
-    mean: Tensor, variance: Tensor, factor: float, fmt: LNSFormat
-) -> tuple[Tensor, Tensor]:
-    """Return the values of ``mean`` and of ``variance factor``, flat float32."""
-    ops, name = OPS, (fmt.bits, fmt.fraction_bits)
-    return ops.running_statistics(mean, variance, factor, *name)  # type: ignore[no-any-return]
+def track_(
+    averages: Sequence[Tensor | None], mean: Tensor, variance: Tensor, unbiased: float,
+    momentum: float, fmt: LNSFormat,
+) -> None:  # fmt: skip
+    """Update running averages, flat floats, by the codes of a batch's mean and variance.
+
+    ``average = (1 - momentum) average + momentum value``, of the variance times ``unbiased``; one
+    of them may be absent.
+    """
+    name = fmt.bits, fmt.fraction_bits
+    OPS.track_(*averages, mean, variance, unbiased, momentum, *name)

@@ -7,8 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from lns_ops import cpu
+from lns_ops.cuda.updates import advance, updates_together
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat
+
+__all__ = [
+    "adam_update_", "adam_update_float32_", "advance", "sgd_update_", "sgd_update_float32_",
+    "updates_together",
+]  # fmt: skip
 
 
 def _define_update(name: str, schema: str) -> None:

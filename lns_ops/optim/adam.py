@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops.functional.updates import advance
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
@@ -98,6 +99,9 @@ class Adam(LNSOptimizer):
         scalar_code("weight_decay", group["weight_decay"], fmt)
         adam_codes(*group["betas"], group["eps"], fmt)
 
+    def _may_wait(self, group: dict[str, Any]) -> bool:
+        return group["arithmetic"] == "lns" and not group["amsgrad"]
+
     def _update(
         self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
     ) -> None:
@@ -109,10 +113,11 @@ class Adam(LNSOptimizer):
         names += ["root_residue"] if is_lns and key is None else []
         names += ["compensation"] if group["kahan_sum"] else []
         zeros(state, parameter, *names)
-        state["step"].add_(1)
         if not isinstance(parameter, LNSTensor):
+            state["step"].add_(1)
             _adam_float(parameter, state, group, self._decoupled)
             return
+        advance(state["step"])
         fmt, (beta1, beta2) = parameter.fmt, group["betas"]
         grad = lns.neg(gradient(parameter), fmt) if group["maximize"] else gradient(parameter)
         common: dict[str, Any] = {

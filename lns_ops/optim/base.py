@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypedDict, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, without_compiler
+from lns_ops.functional.updates import updates_together
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import ARITHMETICS
 from lns_ops.tensor import LNSTensor
@@ -237,6 +239,13 @@ class LNSOptimizer(torch.optim.Optimizer):
     ) -> None:
         raise NotImplementedError
 
+    def _may_wait(self, group: dict[str, Any]) -> bool:
+        """Return whether an LNS parameter's update is the last of what ``_update`` does for it.
+
+        Then a GPU makes those of a group in few launches.
+        """
+        return False
+
     def _negated_rate(self, group: dict[str, Any], fmt: LNSFormat) -> int | Tensor:
         """Return :func:`negated_rate` of a group, computed once a step where it is on a GPU."""
         lr = group["lr"]
@@ -261,12 +270,14 @@ class LNSOptimizer(torch.optim.Optimizer):
                 loss = closure()
         index = 0
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _refuse_strided(parameter)
-                    key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
-                    self._update(parameter, self.state[parameter], group, key)
-                index += 1
+            waits = self._may_wait(group) and not torch.compiler.is_compiling()
+            with updates_together() if waits else nullcontext():
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        _refuse_strided(parameter)
+                        key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
+                        self._update(parameter, self.state[parameter], group, key)
+                    index += 1
         self._rates = {}
         return loss
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.functional import directions
+from lns_ops.functional.updates import advance
 from lns_ops.optim.backend_codes import math_of
 from lns_ops.optim.backends import ParameterMath
 from lns_ops.optim.base import LNSOptimizer, add_float, gradient, scalar_code, state_codes, zeros
@@ -104,6 +105,9 @@ class SGD(LNSOptimizer):
                 f" without bound; use momentum <= {1 / (1 + fmt.epsilon):.3g}"
             )
 
+    def _may_wait(self, group: dict[str, Any]) -> bool:
+        return bool(group["arithmetic"] == "lns")
+
     def _update(
         self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key: int | None
     ) -> None:
@@ -122,7 +126,7 @@ class SGD(LNSOptimizer):
             return
         fmt = parameter.fmt
         if key is not None:
-            state["step"].add_(1)
+            advance(state["step"])
         common: dict[str, Any] = {"step": state["step"] if key is not None else None, "key": key}
         common |= {"compensation": state_codes(state, "compensation")}
         buffer, grad = state_codes(state, "momentum_buffer"), gradient(parameter)

@@ -84,6 +84,12 @@ def test_torch_counts_who_holds_a_tensor() -> None:
     del y
 
 
+def test_torch_adds_to_a_list_of_tensors() -> None:
+    counts = [torch.tensor(n) for n in (1, 5)]
+    _compat.foreach_add_(counts, 1)
+    assert [int(count) for count in counts] == [2, 6], "torch: _foreach_add_ adds otherwise"
+
+
 def test_torch_asks_a_parameter_that_moves_who_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     layer = convert_(nn.Linear(2, 2), lns12, scope="everywhere")

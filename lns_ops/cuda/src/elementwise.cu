@@ -199,3 +199,32 @@ extern "C" __global__ void __launch_bounds__(512)
         return code < 0 && field != 0 ? -v : v;
     });
 }
+
+// average keep + value take; the product is rounded, the rest is fused, as torch's mul and its add
+// with alpha are.
+__device__ __forceinline__ void follow(float* average, float value, float keep, float take) {
+    float kept, moved;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(kept) : "f"(*average), "f"(keep));
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(moved) : "f"(value), "f"(take), "f"(kept));
+    *average = moved;
+}
+
+// Running averages of a mean and a variance, the latter times the code `unbiased`; either may be
+// absent.
+extern "C" __global__ void __launch_bounds__(512)
+    lns_track(const short* __restrict__ mean, const short* __restrict__ variance,
+              float* __restrict__ mean_average, float* __restrict__ variance_average, i64 n,
+              int unbiased, float keep, float take, const float* __restrict__ significands) {
+    __shared__ float near[Decoder::ROOM];
+    const Decoder decoded(significands, near);
+    __syncthreads();
+    const Exact by = Exact::of(unbiased);
+    each(n, false, [&](i64 i, auto) {
+        if (mean_average) follow(mean_average + i, decoded(mean[i]), keep, take);
+        if (variance_average) {
+            const Exact x = Exact::of(variance[i]);
+            const Exact product = {x.log + by.log, x.sign ^ by.sign, x.zero || by.zero};
+            follow(variance_average + i, decoded(product.code()), keep, take);
+        }
+    });
+}

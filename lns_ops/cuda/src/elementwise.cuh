@@ -121,6 +121,11 @@ struct Count {
     __device__ constexpr operator int() const { return N; }
 };
 
+// Which of the thread blocks that share an array this one is, and of how many.
+struct Share {
+    i64 block, blocks;
+};
+
 // f(i, Count<N>) for runs of N elements from i on that cover 0 .. n - 1: N = W where memory is
 // aligned, then 1.
 template <int W = WIDE, class F>
@@ -136,9 +141,9 @@ __device__ __forceinline__ void each(i64 n, bool aligned, F f) {
 // load(i, Count<N>) and then work(i, Count<N>, what it returned) for the same runs, a run ahead: a
 // thread's next loads are on their way while it computes, so that few threads keep the memory busy.
 template <int W = WIDE, class L, class F>
-__device__ __forceinline__ void each(i64 n, bool aligned, L load, F work) {
-    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x,
-              stride = (i64)gridDim.x * blockDim.x;
+__device__ __forceinline__ void each(i64 n, bool aligned, L load, F work,
+                                     Share share = {blockIdx.x, gridDim.x}) {
+    const i64 first = share.block * blockDim.x + threadIdx.x, stride = share.blocks * blockDim.x;
     const i64 vectors = aligned ? n / W : 0;
     if (first < vectors) {
         auto now = load(first * W, Count<W>());

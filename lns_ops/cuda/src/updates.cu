@@ -1,5 +1,5 @@
 // Optimizer steps, fused: each array is read and written once, every operation in between is an LNS
-// operation.
+// operation. A launch updates as many parameters as a List holds, in thread blocks of their own.
 //
 // -D: as elementwise.cuh; FINE_LAST: last index of the table for additions that round at random;
 // ADAM_KERNELS 1: those of Adam, 0: of SGD; SHARED_TABLES 1: that table and Adam's table of decays
@@ -97,6 +97,22 @@ __device__ __forceinline__ void sgd(A& arithmetic, int rate, int decay, Codes& w
                    j, bits, fine);
 }
 
+// Parameters that are updated together, the thread blocks of each beginning behind those of the one
+// before; a kernel's arguments have at most 4,096 bytes.
+template <class P>
+struct List {
+    P entries[P::MOST];
+
+    __device__ __forceinline__ const P& mine(int count) const {
+        int low = 0;
+        for (int high = count; high - low > 1;) {
+            const int middle = (low + high) / 2;
+            (entries[middle].first <= (int)blockIdx.x ? low : high) = middle;
+        }
+        return entries[low];
+    }
+};
+
 // The code of a rate: what the device holds where there is something, or else the number.
 __device__ __forceinline__ int held(int rate, const short* at) { return at ? *at : rate; }
 
@@ -109,6 +125,18 @@ struct SgdArguments {
     const i64* step;
     int rate, decay;
     const int* fine;
+};
+
+struct SgdParameter {
+    static constexpr int MOST = 48;
+    short* weight;
+    const short* grad;
+    short *buffer, *compensation;
+    const i64* step;
+    i64 n, key;
+    int first, blocks, aligned;
+
+    __device__ __forceinline__ Share share() const { return {(int)blockIdx.x - first, blocks}; }
 };
 
 template <bool MOMENTUM, Rounding ROUNDING>
@@ -128,8 +156,8 @@ __device__ __noinline__ void sgd_exactly(i64 i, int count, SgdArguments a, Rando
 }
 
 template <bool MOMENTUM, Rounding ROUNDING>
-__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned,
-                                           const u32* packed, const int2* gauss) {
+__device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int aligned, Share share,
+                                           const int2* gauss) {
     const i64 step = ROUNDING == STOCHASTIC ? *a.step : 0;
     struct Arrays {
         Codes g, w, b, c;
@@ -158,7 +186,8 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
             put(a.weight, i, count, x.w);
             if (MOMENTUM) put(a.buffer, i, count, x.b);
             if (ROUNDING == KAHAN) put(a.compensation, i, count, x.c);
-        });
+        },
+        share);
 }
 
 #if SHARED_TABLES
@@ -175,16 +204,16 @@ __device__ __forceinline__ void sgd_update(const SgdArguments& a, i64 n, int ali
 
 #if !ADAM_KERNELS
 #define SGD(name, momentum, rounding)                                                             \
-    extern "C" __global__ void __launch_bounds__(512, 2) lns_##name(                              \
-        short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ buffer,   \
-        short* __restrict__ compensation, const i64* __restrict__ step,                           \
-        const short* __restrict__ rate_at, i64 n, i64 key, int rate, int decay, int aligned,      \
-        const u32* __restrict__ packed, const int2* __restrict__ gauss,                           \
-        const int* __restrict__ fine) {                                                           \
+    extern "C" __global__ void __launch_bounds__(512, 2)                                          \
+        lns_##name(const short* __restrict__ rate_at, int rate, int decay, int count,             \
+                   const u32* __restrict__ packed, const int2* __restrict__ gauss,                \
+                   const int* __restrict__ fine,                                                  \
+                   const __grid_constant__ List<SgdParameter> list) {                             \
         SETUP_UPDATE(rounding)                                                                    \
-        sgd_update<momentum, rounding>({weight, grad, buffer, compensation, key, step,            \
-                                        held(rate, rate_at), decay, fine},                        \
-                                       n, aligned, packed, gauss);                                \
+        const SgdParameter& p = list.mine(count);                                                 \
+        sgd_update<momentum, rounding>({p.weight, p.grad, p.buffer, p.compensation, p.key,        \
+                                        p.step, held(rate, rate_at), decay, fine},                \
+                                       p.n, p.aligned, p.share(), gauss);                         \
     }
 SGD(sgd, false, NEAREST)
 SGD(sgd_kahan, false, KAHAN)
@@ -270,6 +299,18 @@ __device__ __forceinline__ void adam(A& arithmetic, const AdamArguments& a, int 
                    compensation, j, bits, a.fine);
 }
 
+struct AdamParameter {
+    static constexpr int MOST = 40;
+    short* weight;
+    const short* grad;
+    short *average, *root, *residue, *compensation;
+    const i64* step;
+    i64 n, key;
+    int first, blocks, aligned;
+
+    __device__ __forceinline__ Share share() const { return {(int)blockIdx.x - first, blocks}; }
+};
+
 template <Rounding ROUNDING, WeightDecay DECAY>
 __device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int correction,
                                           int eps, Random random, Random root_random,
@@ -294,7 +335,7 @@ __device__ __noinline__ void adam_exactly(i64 i, int count, AdamArguments a, int
 template <Rounding ROUNDING, WeightDecay DECAY, int W>
 __device__ __forceinline__ void adam_update(const AdamArguments& a, const short* corrections,
                                             const short* eps_hats, int steps, i64 n, int aligned,
-                                            const u32* packed, const int2* gauss) {
+                                            Share share, const int2* gauss) {
     const i64 step = *a.step, now = min(step, (i64)steps) - 1;
     const int correction = corrections[now], eps = eps_hats[now];
     struct Arrays {
@@ -332,37 +373,25 @@ __device__ __forceinline__ void adam_update(const AdamArguments& a, const short*
             put(a.root, i, count, x.r);
             if (ROUNDING != STOCHASTIC) put(a.residue, i, count, x.e);
             if (ROUNDING == KAHAN) put(a.compensation, i, count, x.c);
-        });
+        },
+        share);
 }
 
 // W codes at a time, and so many thread blocks a multiprocessor, as registers allow.
 #define ADAM(name, rounding, weight_decay, W, blocks)                                             \
-    extern "C" __global__ void __launch_bounds__(512, blocks) lns_##name(                         \
-        short* __restrict__ weight, const short* __restrict__ grad, short* __restrict__ average,  \
-        short* __restrict__ root, short* __restrict__ residue, short* __restrict__ compensation,  \
-        const i64* __restrict__ step, const short* __restrict__ rate_at,                          \
-        const short* __restrict__ corrections, const short* __restrict__ eps_hats, int steps,     \
-        i64 n, i64 key, int rate, int beta,                                                       \
-        int rest, int decay, const int* __restrict__ moves, int first, int last, int keep,        \
-        int take_in, int aligned, const u32* __restrict__ packed, const int2* __restrict__ gauss, \
-        const int* __restrict__ fine) {                                                           \
+    extern "C" __global__ void __launch_bounds__(512, blocks)                                     \
+        lns_##name(const short* __restrict__ rate_at, const short* __restrict__ corrections,      \
+                   const short* __restrict__ eps_hats, int steps, int rate, int beta, int rest,   \
+                   int decay, const int* __restrict__ moves, int first, int last, int keep,       \
+                   int take_in, int count, const u32* __restrict__ packed,                        \
+                   const int2* __restrict__ gauss, const int* __restrict__ fine,                  \
+                   const __grid_constant__ List<AdamParameter> list) {                            \
         SETUP_ADAM(rounding)                                                                      \
-        adam_update<rounding, weight_decay, W>({weight,                                           \
-                                                grad,                                             \
-                                                average,                                          \
-                                                root,                                             \
-                                                residue,                                          \
-                                                compensation,                                     \
-                                                key,                                              \
-                                                step,                                             \
-                                                held(rate, rate_at),                              \
-                                                beta,                                             \
-                                                rest,                                             \
-                                                decay,                                            \
-                                                {moves, first, last, keep, take_in},              \
-                                                fine},                                            \
-                                               corrections, eps_hats, steps, n, aligned, packed,  \
-                                               gauss);                                            \
+        const AdamParameter& p = list.mine(count);                                                \
+        adam_update<rounding, weight_decay, W>(                                                   \
+            {p.weight, p.grad, p.average, p.root, p.residue, p.compensation, p.key, p.step,       \
+             held(rate, rate_at), beta, rest, decay, {moves, first, last, keep, take_in}, fine},  \
+            corrections, eps_hats, steps, p.n, p.aligned, p.share(), gauss);                      \
     }
 #define ADAMS(suffix, weight_decay)                       \
     ADAM(adam##suffix, NEAREST, weight_decay, 8, 1)       \

@@ -29,7 +29,7 @@ from lns_ops.functional.normalization import (
     inverse_root,
     normalization,
     normalization_backward,
-    running_statistics,
+    track_,
 )
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient
@@ -169,12 +169,8 @@ def _track(
 
     The batch's mean and variance are codes, the latter of so many terms.
     """
-    if all(average is None for average in running):
-        return
-    batch = running_statistics(mean, variance, terms / max(1, terms - 1), fmt)
-    for average, values in zip(running, batch, strict=True):
-        if average is not None:
-            average.mul_(1 - factor).add_(values, alpha=factor)
+    if any(average is not None for average in running):
+        track_(running, mean, variance, terms / max(1, terms - 1), factor, fmt)
 
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:

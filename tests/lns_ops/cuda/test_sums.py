@@ -109,7 +109,6 @@ def test_normalizations_with_their_statistics_and_gradients(
     x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
     scale = codes(tuple(1 if d in dims else n for d, n in enumerate(shape)), fmt, 4, 0.1)
     weight, bias = (codes((shape[1],), fmt, seed, 0.1) for seed in (5, 6))
-    assert_same_kernels("running_statistics", (scale, scale), (1.01, fmt.bits, fmt.fraction_bits))
     seen, numbers = [shape[1], *[1] * (len(shape) - 2)], (fmt.bits, fmt.fraction_bits)
     for w, b, centred in ((weight, bias, True), (None, bias, True), (None, None, False)):
         options = (seen, dims, 1e-5, centred, *numbers)
@@ -117,3 +116,23 @@ def test_normalizations_with_their_statistics_and_gradients(
         for wanted in ([True, w is not None, b is not None], [False] * 3):
             options = (seen, dims, centred, wanted, *numbers)
             assert_same_kernels("normalization_backward", (grad, y, scale, w, b), options)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_running_averages_have_the_bits_of_torchs_operations(fmt: LNSFormat) -> None:
+    mean, variance = (codes((1, 1000, 1), fmt, seed, 0.1).cuda() for seed in (1, 2))
+    unbiased = lns.mul(variance, lns.encode_number(1.01, fmt), fmt)
+    values = [lns.decode(batch, fmt).reshape(-1) for batch in (mean, unbiased)]
+    got = [torch.rand(1000, device="cuda") for _ in range(2)]
+    wanted = [average.clone() for average in got]
+    for given in ((0, 1), (0,), (1,)):
+        some, same = (
+            [averages[i] if i in given else None for i in (0, 1)] for averages in (got, wanted)
+        )
+        numbers = (1.01, 0.1, fmt.bits, fmt.fraction_bits)
+        kernels_of(mean).track_(*some, mean, variance, *numbers)
+        for average, value in zip(same, values, strict=True):
+            if average is not None:
+                average.mul_(1 - 0.1).add_(value, alpha=0.1)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours, theirs)

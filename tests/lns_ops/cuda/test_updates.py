@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +189,34 @@ def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> 
                 graph.replay()
         ended.append(weight.codes.cpu())
     assert torch.equal(*ended)
+
+
+@pytest.mark.parametrize("fmt", ["lns12", "lns16"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize(
+    "options", [{"kahan_sum": True}, {"stochastic_rounding": True}, {}], ids=str
+)
+def test_parameters_that_are_updated_together_have_the_bits_of_a_cpu(
+    rounding: str, name: str, fmt: str
+) -> None:
+    sizes = [(1,), (7,), (33, 5), (8, 64), (300, 40)] * 21  # more than a launch takes
+    options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    options |= {} if rounding == "nearest" else {rounding: True}
+
+    def trained(device: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        parameters = []
+        for size in sizes:
+            value = torch.randn(size, generator=generator)
+            x = lns_ops.LNSTensor.from_float(value, fmt).to(device)
+            parameters.append(x.requires_grad_())
+        optimizer = getattr(lns_ops.optim, name)(parameters, lr=0.03, **options)
+        for _ in range(3):
+            for x in parameters:
+                value = torch.randn(x.shape, generator=generator)
+                x.grad = lns_ops.LNSTensor.from_float(value, fmt).to(device)
+            optimizer.step()
+        return [x.codes.cpu() for x in parameters]
+
+    for got, wanted in zip(trained("cuda"), trained("cpu"), strict=True):
+        assert torch.equal(got, wanted)

@@ -81,4 +81,6 @@ def test_the_operators_pass_torchs_check() -> None:
         saved = (x, y, mean, *affine)
         check(ops.normalization_backward.default, (*saved, dims, centred, wanted, *fmt))
         check(ops.normalization_backward.default, (*saved, dims, centred, [False] * 3, *fmt))
-    check(ops.running_statistics.default, (mean, mean, 1.5, *fmt))
+    average = torch.rand(mean.numel())
+    check(ops.track_.default, (average, average.clone(), mean, mean, 1.5, 0.1, *fmt))
+    check(ops.track_.default, (None, average, mean, mean, 1.5, 0.1, *fmt))
