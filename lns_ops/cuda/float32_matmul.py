@@ -77,7 +77,7 @@ atexit.register(float32_kernel.cache_clear)  # before CuPy goes; see lns_ops.cud
 def _mantissas(fraction_bits: int, bits: int, device: int) -> Tensor:
     """Return ``round((2^(j / 2^f) - 1) 2^bits)`` for j in 0 .. 2^f - 1, int16."""
     scaled = np.rint(np.ldexp(decode_significands(fraction_bits), bits)) - (1 << bits)
-    return torch.from_numpy(scaled.astype(np.int16)).to(torch.device("cuda", device))
+    return runtime.uploaded(scaled.astype(np.int16), device)
 
 
 def operand_type(fraction_bits: int) -> str:

@@ -271,7 +271,7 @@ _FAULTS_OF_STREAMS: dict[tuple[int, int], Tensor] = {}
 
 @lru_cache(maxsize=16)
 def _faults_of_device(device: int) -> Tensor:
-    return torch.zeros(len(_FAULTS), dtype=torch.int32, device=torch.device("cuda", device))
+    return uploaded(np.zeros(len(_FAULTS), np.int32), device)
 
 
 def fault_counts(device: int) -> Tensor:
@@ -299,8 +299,20 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 
 
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
-    """Return a copy of a host table on a device."""
-    return torch.from_numpy(np.array(table)).to(torch.device("cuda", device))
+    """Return a copy of a host table on a device, to be kept.
+
+    A thread of its own makes it: ``torch.compile(mode="reduce-overhead")`` gives what the calling
+    thread allocates memory that it uses again, and refuses what outlives the step.
+    """
+    host, made = torch.from_numpy(np.array(table)), list[Tensor]()
+    thread = threading.Thread(
+        target=lambda: made.append(host.to(torch.device("cuda", device))), name="lns_ops-table"
+    )
+    thread.start()
+    thread.join()
+    if not made:
+        raise RuntimeError(f"a table of {host.nbytes} bytes could not be copied to GPU {device}")
+    return made[0]
 
 
 @lru_cache(maxsize=64)

@@ -193,9 +193,7 @@ def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> 
 
 @pytest.mark.parametrize("fmt", ["lns12", "lns16"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-@pytest.mark.parametrize(
-    "options", [{"kahan_sum": True}, {"stochastic_rounding": True}, {}], ids=str
-)
+@pytest.mark.parametrize("rounding", ["nearest", "kahan_sum", "stochastic_rounding"])
 def test_parameters_that_are_updated_together_have_the_bits_of_a_cpu(
     rounding: str, name: str, fmt: str
 ) -> None:
