@@ -42,6 +42,7 @@ from torch import Tensor
 from lns_ops.functional.accumulation import check_accumulation
 from lns_ops.functional.float32_convolution import Sums
 from lns_ops.functional.float32_convolution import convolution as float32_convolution
+from lns_ops.functional.float32_convolution import gradients as float32_gradients
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator, kernels_of
 from lns_ops.functional.reductions import product, reduced
 from lns_ops.spec.format import LNSFormat
@@ -341,6 +342,15 @@ define_operator(
     _weight_gradient,
 )
 
+define_operator(
+    "convolution_gradients_float32",
+    "(Tensor grad, Tensor x, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
+    f" SymInt groups, {FORMAT}) -> (Tensor, Tensor)",
+    float32_gradients,
+    lambda grad, x, weight, *rest: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    float32_gradients,
+)
+
 
 def _checked(x: Tensor, weight: Tensor, geometry: Geometry, outputs: bool) -> None:
     wanted = weight.shape[0] if outputs else weight.shape[1] * geometry.groups
@@ -434,4 +444,20 @@ def weight_gradient(
         check_accumulation(accumulation),
         fmt.bits,
         fmt.fraction_bits,
+    )
+
+
+def gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, fmt: LNSFormat, *,
+    accumulation: str = "contract",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return :func:`input_gradient` and :func:`weight_gradient` of one convolution."""
+    if accumulation == "float32":
+        _checked(grad, weight, geometry, outputs=True)
+        return OPS.convolution_gradients_float32(  # type: ignore[no-any-return]
+            grad, x, weight, *geometry, fmt.bits, fmt.fraction_bits
+        )
+    return (
+        input_gradient(grad, weight, x.shape[2:], geometry, fmt, accumulation=accumulation),
+        weight_gradient(grad, x, weight.shape[2:], geometry, fmt, accumulation=accumulation),
     )

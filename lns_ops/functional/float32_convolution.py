@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,12 +118,22 @@ def _sizes(sums: Sums) -> list[int]:
 def convolution_cuda(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
     """Return the codes of the sums; two launches beside cuDNN's."""
     sums = sums._replace(left=sums.left.contiguous(), right=sums.right.contiguous())
-    device = sums.left.get_device()
-    out = torch.empty(list(sums.shape), dtype=torch.int16, device=sums.left.device)
-    kind = "tf32" if operand_type(fraction_bits) == "bf16" else operand_type(fraction_bits)
+    kind = _multiplied(fraction_bits)
     left, right = decoded_operands(sums.left, sums.right, bits, fraction_bits, kind)
     with without_autocast(left), _deterministic(kind):
         values = sums.of(left, right).contiguous()
+    return _encoded(values, sums, bits, fraction_bits)
+
+
+def _multiplied(fraction_bits: int) -> str:
+    """Return the type in which cuDNN multiplies codes."""
+    kind = operand_type(fraction_bits)
+    return "tf32" if kind == "bf16" else kind
+
+
+def _encoded(values: Tensor, sums: Sums, bits: int, fraction_bits: int) -> Tensor:
+    """Return the codes of float32 sums on a GPU, those that left float32 taken again."""
+    out, device = torch.empty_like(values, dtype=torch.int16), values.get_device()
     tables = runtime.device_tables(fraction_bits, device)
     kernel = float32_kernel("encode_convolution", bits, fraction_bits, device)
     kernel(
@@ -133,6 +143,54 @@ def convolution_cuda(sums: Sums, bits: int, fraction_bits: int) -> Tensor:
         *_sizes(sums),
     )  # fmt: skip
     return out
+
+
+def gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, bits: int, fraction_bits: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the codes of the gradients of input and weight, for which codes are decoded once.
+
+    They are the bits of :func:`convolution` of either.
+    """
+    grad, x, weight = (codes.contiguous() for codes in (grad, x, weight))
+    geometry = (stride, padding, dilation, groups)
+    of_x = Sums("input gradient", grad, weight, x.shape, *geometry)
+    of_weight = Sums("weight gradient", grad, x, weight.shape, *geometry)
+    if 0 in (grad.numel(), x.numel(), weight.numel()):
+        return convolution(of_x, bits, fraction_bits), convolution(of_weight, bits, fraction_bits)
+    fmt = LNSFormat(bits, fraction_bits)
+    if grad.is_cuda:
+        kind = _multiplied(fraction_bits)
+        g, image = decoded_operands(grad, x, bits, fraction_bits, kind)
+        kernel, _ = decoded_operands(weight, weight[:0], bits, fraction_bits, kind)
+        context: AbstractContextManager[None] = _deterministic(kind)
+    else:
+        g, image, kernel = (
+            torch.from_numpy(cpu.decode(codes.numpy(), fmt, np.float32))
+            for codes in (grad, x, weight)
+        )
+        context = nullcontext()
+    with without_autocast(g), context:
+        found = torch.ops.aten.convolution_backward.default(
+            g, image, kernel, None, stride, padding, dilation, False, [0] * len(stride), groups,
+            [True, True, False],
+        )  # fmt: skip
+    first, second = (
+        _codes_of(values.contiguous(), sums, bits, fraction_bits)
+        for values, sums in zip(found[:2], (of_x, of_weight), strict=True)
+    )
+    return first, second
+
+
+def _codes_of(values: Tensor, sums: Sums, bits: int, fraction_bits: int) -> Tensor:
+    """Return the codes of float32 sums."""
+    if values.is_cuda:
+        return _encoded(values, sums, bits, fraction_bits)
+    try:
+        return torch.from_numpy(cpu.encode(values.numpy(), LNSFormat(bits, fraction_bits)))
+    except NonFiniteError:
+        return convolution_cpu(sums, bits, fraction_bits)
 
 
 def convolution(sums: Sums, bits: int, fraction_bits: int) -> Tensor:

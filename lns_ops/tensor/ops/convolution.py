@@ -68,12 +68,14 @@ def _convolution_backward(
         {"accumulation": get_matmul_accumulation()},
     )
     grads: list[Tensor | None] = [None, None, None]
-    if output_mask[0] and transposed:
+    if output_mask[0] and output_mask[1] and not transposed:
+        grads[:2] = conv.gradients(grad_codes, x_codes, w_codes, geometry, fmt, **options)
+    elif output_mask[0] and transposed:
         grads[0] = conv.convolution(grad_codes, w_codes, geometry, fmt, **options)
     elif output_mask[0]:
         size = x_codes.shape[2:]
         grads[0] = conv.input_gradient(grad_codes, w_codes, size, geometry, fmt, **options)
-    if output_mask[1]:
+    if grads[1] is None and output_mask[1]:
         small, large = (x_codes, grad_codes) if transposed else (grad_codes, x_codes)
         grads[1] = conv.weight_gradient(small, large, w_codes.shape[2:], geometry, fmt, **options)
     if output_mask[2]:

@@ -74,7 +74,8 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 0) 
 def check_float32_sums(
     case: Case, fmt: LNSFormat, seed: int, e: float, u: float, device: str, spread: float = 0
 ) -> None:
-    """All three products keep the bound of lns_ops.accumulation around those in float64."""
+    """All three products keep the bound of lns_ops.accumulation around those in float64, and both
+    gradients together have the bits of each."""
     geometry, aten = case.geometry, torch.ops.aten
     x = codes((case.n, case.channels, *case.size), fmt, seed, spread)
     w = codes((case.outputs, case.channels // case.groups, *case.kernel), fmt, seed + 1, spread)
@@ -99,7 +100,12 @@ def check_float32_sums(
         ("weight_gradient", (tg, tx, case.kernel, geometry), (grad, x),
          lambda g, x: backward(1, g, x, np.zeros(w.shape)), case.n * math.prod(case.positions)),
     )  # fmt: skip
+    made = []
     for name, arguments, operands, product, terms in results:
         got = getattr(convolution, name)(*arguments, fmt, accumulation="float32")
         bad = outside_bound(got.cpu().numpy(), *operands, fmt, e, u, product, terms)
         assert not bad.any(), f"{name}: {bad.sum()} of {bad.size}, first at {np.argwhere(bad)[0]}"
+        made.append(got)
+    both = convolution.gradients(tg, tx, tw, geometry, fmt, accumulation="float32")
+    for together, alone in zip(both, made[1:], strict=True):
+        assert torch.equal(together, alone)

@@ -325,3 +325,5 @@ def test_the_operators_pass_torchs_check() -> None:
     torch.library.opcheck(ops.convolution.default, (x, w, *rest))
     torch.library.opcheck(ops.convolution_input.default, (y, w, [7, 6], *rest))
     torch.library.opcheck(ops.convolution_weight.default, (y, x, [3, 3], *rest))
+    options = (*rest[:4], *rest[5:])
+    torch.library.opcheck(ops.convolution_gradients_float32.default, (y, x, w, *options))

@@ -179,3 +179,32 @@ def test_a_graph_without_a_gpu_is_refused() -> None:
 def test_a_graph_needs_a_call_before_it() -> None:
     with pytest.raises(ValueError, match="warmup=0: must be at least 1"):
         lns_ops.cuda_graph(lambda x: x, warmup=0)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+def test_compiled_nets_train_from_graphs(scope: str) -> None:
+    """``torch.compile(mode="reduce-overhead")`` replays steps, whose losses are the eager ones."""
+
+    def trained(compiles: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
+        ).cuda()
+        lns_ops.convert_(net, "lns16", scope=scope)
+        optimizer = lns_ops.optim.SGD(net.parameters(), lr=0.002, kahan_sum=scope == "everywhere")
+        call = torch.compile(net, mode="reduce-overhead") if compiles else net
+        losses = []
+        for _ in range(STEPS):
+            x, y = torch.randn(8, 3, 8, 8).cuda(), torch.randint(4, (8,)).cuda()
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(call(x), y, reduction="sum")
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    torch.compiler.reset()
+    assert trained(compiles=True) == pytest.approx(trained(compiles=False), rel=1e-3)
