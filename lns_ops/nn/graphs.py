@@ -114,10 +114,11 @@ class _Graph:
         args = tuple(_copied(value) for value in args)
         kwargs = {name: _copied(value) for name, value in kwargs.items()}
         graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph)
         random = torch.cuda.default_generators[torch.cuda.current_device()]
         before = random.clone_state()
         try:
-            with _optimizers_that_step() as stepped, torch.cuda.graph(graph):
+            with _optimizers_that_step() as stepped, capture:
                 self._output = self._step(*args, **kwargs)
         except Exception as error:
             random.graphsafe_set_state(before)  # torch leaves the failed one in the capture
@@ -128,6 +129,10 @@ class _Graph:
                 " a tensor), nor copy from the CPU, nor have shapes that depend on values: do that"
                 " with what the step returns, after the call"
             ) from error
+        # on that stream torch has also set the graph's random numbers to their beginning, which a
+        # busy GPU does after the replay has set them to where the generator is
+        assert capture.capture_stream is not None
+        torch.cuda.current_stream().wait_stream(capture.capture_stream)
         self._inputs = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
         self._options = [(optimizer, _options_of(optimizer)) for optimizer in stepped]
         self._graph = graph

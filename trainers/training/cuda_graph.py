@@ -103,6 +103,7 @@ class GraphedEpochs:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._train_step()
+            current.wait_stream(stream)  # torch sets the graph's random numbers up there, too
         self._gradients = [(p, p.grad) for p in model.parameters()]
 
     def train(self, order: Tensor, before_step: Callable[[int], None] = lambda step: None) -> Tally:
