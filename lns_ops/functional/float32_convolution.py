@@ -56,7 +56,8 @@ class Sums(NamedTuple):
         aten, none = torch.ops.aten, [0] * len(self.stride)
         geometry = (self.stride, self.padding, self.dilation, False, none, self.groups)
         if self.kind == "output":
-            return aten.convolution.default(left, right, None, *geometry)  # type: ignore[no-any-return]
+            out = aten.convolution.default(left, right, None, *geometry)
+            return out  # type: ignore[no-any-return]
         wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
         operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
         mask = [place == 0, place == 1, False]

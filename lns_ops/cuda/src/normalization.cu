@@ -1,5 +1,5 @@
-// Normalizations: kernels for the elementwise part alone, and kernels that do all of one, for groups
-// (what is averaged together) that a thread block can take.
+// Normalizations: kernels for the elementwise part alone, and kernels for all of one, where a
+// thread block can take a group (what is averaged together) of it.
 #include "sums.cuh"
 
 // An operand that is repeated: element i meets codes[i / div % mod]. Absent if there are no codes.
