@@ -13,7 +13,7 @@ kernel encodes the sums and takes those again that left float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -54,10 +54,10 @@ class Sums(NamedTuple):
     def of(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the sums of the operands' values, in the operands' dtype."""
         aten, none = torch.ops.aten, [0] * len(self.stride)
+        convolved: Callable[..., Tensor] = aten.convolution.default
         geometry = (self.stride, self.padding, self.dilation, False, none, self.groups)
         if self.kind == "output":
-            out = aten.convolution.default(left, right, None, *geometry)
-            return out  # type: ignore[no-any-return]
+            return convolved(left, right, None, *geometry)
         wanted = left.new_empty(1).expand(self.shape)  # of which torch reads the shape
         operands, place = ((wanted, right), 0) if "input" in self.kind else ((right, wanted), 1)
         mask = [place == 0, place == 1, False]
