@@ -76,6 +76,13 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_recorded() -> bool:
+    """Return whether ``make_fx`` records operators; asked of a module that nothing loads for it,
+    whose function is public, but as torch's experiment (torch 2.13)."""
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return module is not None and module.get_proxy_mode() is not None
+
+
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
 """The namespaces of torch's operators between processes, which no public name lists (torch
 2.13)."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
-from lns_ops._compat import is_exporting, remove_forward_hooks, tree_map
+from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
@@ -86,10 +86,10 @@ class _Encode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        if is_exporting():
+        if is_exporting() or is_recorded():
             raise NotImplementedError(
-                f"torch.export of a layer in {self.fmt}: its graph holds no LNSTensor; export the"
-                " float module that lns_ops.revert_ gives back, or convert with scope='matmul'"
+                f"torch.export or make_fx of a layer in {self.fmt}: its graph holds no LNSTensor;"
+                " export the float module that lns_ops.revert_ gives back, or convert with scope='matmul'"
             )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None
@@ -228,6 +228,11 @@ def _check(name: str, layer: nn.Module) -> None:
         raise ValueError(
             f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or"
             " leave the layer out with filter_fn"
+        )
+    if isinstance(layer, torch.jit.ScriptModule):
+        raise ValueError(
+            f"layer {name or '(root)'!r}: is scripted, and takes no hook; convert the module before"
+            " torch.jit.script, or leave the layer out with filter_fn"
         )
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         raise ValueError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
@@ -203,6 +203,10 @@ def _convolution(
     if bias is not None:
         out = out + bias.reshape(-1, *[1] * dims)
     return (out[0] if single else out).to(input.dtype)
+
+
+for _name in ("_linear", "_convolution"):  # torch.fx.symbolic_trace records calls of them as such
+    fx.wrap(_name)
 
 
 def _options(

@@ -37,10 +37,12 @@ randn_like randint_like bernoulli multinomial poisson normal exponential_ geomet
 cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
 complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
 __dlpack__ __dlpack_device__ sparse_coo_tensor sparse_csr_tensor to_sparse to_sparse_coo
-to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors
+to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors nms roi_align _roi_align_backward roi_pool
+_roi_pool_backward ps_roi_align _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward
+deform_conv2d _deform_conv2d_backward
 """
 NAMES = frozenset(_TEXT.split())
-"""Names of torch functions, Tensor methods and aten operators."""
+"""Names of torch functions, Tensor methods, and operators of aten and torchvision."""
 _ROUNDING = {
     "floor", "ceil", "trunc", "fix", "frac", "remainder", "__mod__", "__rmod__", "fmod",
     "floor_divide", "__floordiv__", "__rfloordiv__", "div.Tensor_mode", "div.Scalar_mode",

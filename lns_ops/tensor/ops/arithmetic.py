@@ -17,7 +17,7 @@ from lns_ops import functional as lns
 from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
-from lns_ops.tensor.registry import aten, handles
+from lns_ops.tensor.registry import aten, handles, replaces
 
 _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "add": lns.add,
@@ -116,6 +116,12 @@ def _abs(func: Any, x: LNSTensor) -> LNSTensor:
 @handles(aten.sgn.default, aten.sign.default)
 def _sign(func: Any, x: LNSTensor) -> LNSTensor:
     return LNSTensor(lns.sign(x.codes, x.fmt), x.fmt)
+
+
+@replaces(torch.sgn, Tensor.sgn)
+def sgn(input: LNSTensor) -> Tensor:
+    """Return the sign; what torch has for gradients of ``sgn`` is a kind of zeros of its own."""
+    return torch.sign(input)
 
 
 @handles(aten.sqrt.default)

@@ -9,8 +9,9 @@ has lost already, and inside a network nothing else leaves LNS.
 
 A masked score takes no part: its e is zero, exactly. In attention a row with all scores masked is
 zero (torch's is NaN). A mask that is added holds ``-inf`` or its dtype's most negative finite value
-where it masks. ``-inf`` is no LNS value: ``masked_fill(mask, -inf)`` stores the largest magnitude,
-and so does a sum with such a mask; its e is zero as well.
+where it masks; a row of the latter alone has equal weights, as in torch. ``-inf`` is no LNS value:
+``masked_fill(mask, -inf)`` stores the largest magnitude, and so does a sum with such a mask; its e
+is zero as well.
 """
 
 from __future__ import annotations
@@ -102,8 +103,13 @@ def _masks(
         return kept, mask
     if mask.dtype == torch.bool:
         return mask if kept is None else kept & mask, None
-    finite = mask > torch.finfo(mask.dtype).min  # which transformers takes for -inf
-    return finite if kept is None else kept & finite, torch.where(finite, mask, 0)
+    least = torch.finfo(mask.dtype).min  # which transformers takes for -inf
+    finite = mask > least
+    # a row of nothing else drowns its scores, whose weights are equal then, as torch's are
+    drowned = (mask == least).all(-1, keepdim=True)
+    added = torch.where(finite, mask, torch.where(drowned, least, 0))
+    finite = finite | drowned
+    return finite if kept is None else kept & finite, added
 
 
 def _weights(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -132,9 +138,9 @@ def scaled_dot_product_attention(
     E]``. A mask is boolean (True is kept), or is added, where ``-inf`` masks.
     """
     if enable_gqa:
-        repeats = query.shape[-3] // key.shape[-3]
-        key = key.repeat_interleave(repeats, -3)  # type: ignore[assignment]
-        value = value.repeat_interleave(repeats, -3)  # type: ignore[assignment]
+        heads = query.shape[-3]
+        key = key.repeat_interleave(heads // key.shape[-3], -3)  # type: ignore[assignment]
+        value = value.repeat_interleave(heads // value.shape[-3], -3)  # type: ignore[assignment]
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     weights = _weights((query * factor) @ key.transpose(-2, -1), attn_mask, is_causal)
     return F.dropout(weights, dropout_p) @ value if dropout_p else weights @ value

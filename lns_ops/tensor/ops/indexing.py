@@ -341,3 +341,21 @@ def _unfold_backward(
 def _masked_scatter(func: Any, x: LNSTensor, mask: Tensor, source: LNSTensor) -> LNSTensor:
     codes, terms, fmt = operands("masked_scatter", x, source)
     return LNSTensor(func(codes, mask, terms), fmt)
+
+
+@handles(aten.masked_scatter_backward.default)
+def _masked_scatter_backward(
+    func: Any, grad: LNSTensor, mask: Tensor, sizes: list[int]
+) -> LNSTensor:
+    return LNSTensor(func(grad.codes, mask, sizes), grad.fmt)
+
+
+@handles(aten.put.default)
+def _put(
+    func: Any, x: LNSTensor, index: Tensor, source: LNSTensor, accumulate: bool = False
+) -> LNSTensor:
+    codes, terms, fmt = operands("put", x, source)
+    if not accumulate:
+        return LNSTensor(func(codes, index, terms), fmt)
+    positions = torch.where(index < 0, index + codes.numel(), index)
+    return LNSTensor(_added(codes, terms, positions, fmt), fmt)

@@ -81,12 +81,12 @@ def _parts(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> list[LNSTensor
     return [LNSTensor(part, x.fmt) for part in func(x.codes, *args, **kwargs)]
 
 
-@handles(aten.cat.default, aten.stack.default)
-def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> Tensor:
+@handles(aten.cat.default, aten.stack.default, aten.block_diag.default)
+def _joined(func: Any, tensors: list[Tensor], *dim: int) -> Tensor:
     formats = {t.fmt for t in tensors if isinstance(t, LNSTensor)}
     if len(formats) > 1 and not any(t.dim() for t in tensors):
         # norms of gradients of several formats, which clip_grad_norm_ stacks
-        return func([in_float32(t) for t in tensors], dim)  # type: ignore[no-any-return]
+        return func([in_float32(t) for t in tensors], *dim)  # type: ignore[no-any-return]
     fmt = next(t.fmt for t in tensors if isinstance(t, LNSTensor))
     empty = LNSTensor(torch.zeros((), dtype=torch.int16), fmt)
     codes = []
@@ -97,7 +97,7 @@ def _joined(func: Any, tensors: list[Tensor], dim: int = 0) -> Tensor:
             codes.append(operands(func, empty, tensor)[1])
         else:
             codes.append(tensor.to(torch.int16))
-    return LNSTensor(func(codes, dim), fmt)
+    return LNSTensor(func(codes, *dim), fmt)
 
 
 @handles(aten.constant_pad_nd.default)

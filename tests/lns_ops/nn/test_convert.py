@@ -426,6 +426,7 @@ def test_products_take_what_a_layer_of_the_other_scope_gives() -> None:
 
 REFUSED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "make_fx": lambda model, x: make_fx(model)(x),
     "vmap": lambda model, x: torch.vmap(
         lambda weights: torch.func.functional_call(model, weights, (x,))
     )({name: torch.stack([p.detach()] * 2) for name, p in model.named_parameters()}),
@@ -442,3 +443,21 @@ def test_what_has_no_lns_graph_is_refused_in_words(name: str) -> None:
 def test_products_are_exported() -> None:
     model, x = convert_(net(), lns12), torch.randn(2, 6)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)], ids=lambda x: type(x).__name__
+)
+def test_products_are_traced(layer: nn.Module) -> None:
+    model, x = (
+        convert_(nn.Sequential(layer, nn.ReLU()), lns16, scope="matmul"),
+        torch.randn(2, 4, 4),
+    )
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_a_scripted_layer_is_named_and_nothing_changes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="layer '1': is scripted"):
+        convert_(model, lns16, scope="everywhere")
+    assert type(model[0].weight) is nn.Parameter

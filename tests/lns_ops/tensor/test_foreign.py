@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lns_ops import LNSTensor, convert_, lns16
+from lns_ops.tensor.decoded import is_decoded
 from tests.lns_ops.lns_formats import half_ulp
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -88,6 +89,50 @@ def test_operations_on_lists_are_those_on_each(name: str) -> None:
     got = LISTS[name](x, y)
     for a, b in zip(got if got is not None else x, expected, strict=True):
         assert torch.equal(a.codes, b.codes)
+
+
+def test_images_take_the_places_of_words() -> None:
+    """What networks of words and images do: ``masked_scatter``, whose gradient is a selection."""
+    words, image = random(2, 3, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()
+    here = torch.zeros(2, 3, 1, dtype=torch.bool)
+    here[0] = True
+    mixed = words.masked_scatter(here.expand(2, 3, 4), image)
+    assert torch.equal(mixed[0].codes, image.codes)
+    mixed.backward(seed := random(2, 3, 4, seed=2))
+    assert torch.equal(image.grad.codes, seed[0].codes)
+    assert torch.equal(words.grad.codes, seed.masked_fill(here, 0).codes)
+
+
+def test_elements_taken_by_flat_positions() -> None:
+    x = random(2, 3).requires_grad_()
+    taken = x.take(torch.tensor([0, 4, 4, -1]))
+    assert torch.equal(taken.codes, x.codes.reshape(-1)[[0, 4, 4, 5]])
+    taken.sum().backward()
+    assert x.grad.tolist() == [[1, 0, 0], [0, 2, 1]]
+    put = x.detach().put(torch.tensor([1, -1]), random(2, seed=1))
+    assert torch.equal(put.codes.reshape(-1)[[1, 5]], random(2, seed=1).codes)
+
+
+def test_blocks_on_a_diagonal_and_signs() -> None:
+    blocks = random(2, 2), random(1, 3, seed=1)
+    wanted = torch.block_diag(*(x.codes for x in blocks))
+    assert torch.equal(torch.block_diag(*blocks).codes, wanted)
+    x = random(5).requires_grad_()
+    (x * x.sgn()).sum().backward()
+    assert torch.equal(x.grad.codes, x.detach().sign().codes)
+
+
+@pytest.mark.parametrize("name", ["nms", "roi_align", "deform_conv2d"])
+def test_operators_of_torchvision_are_computed_in_float32(name: str) -> None:
+    """Of torchvision, or operators of such names where it is not installed."""
+    assert is_decoded(name)
+    with torch.library._scoped_library("seen", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
+        library.impl(name, lambda x, y: x.to(torch.float64).sin().float() + y, "CPU")
+        x, y = random(3), random(3, seed=1)
+        got = getattr(torch.ops.seen, name)(x, y)
+    wanted = x.to_float().double().sin().float() + y.to_float()
+    assert torch.equal(got.codes, LNSTensor.from_float(wanted, lns16).codes)
 
 
 def test_orthogonal_initialization() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from lns_ops import LNSTensor, lns12
+from lns_ops import LNSTensor, lns12, lns16
 from tests.lns_ops.lns_formats import half_ulp
 from tests.lns_ops.tensor.twins import FMT, ROUNDINGS, check, values
 
@@ -110,3 +110,26 @@ def test_minus_infinity_masks_scores_before_a_softmax(name: str) -> None:
         weights.to_float(), torch.tensor([0.1192, 0.0, 0.8808]), rtol=0.03, atol=0
     )
     assert weights.codes[1] == 0
+
+
+def test_values_have_their_own_number_of_heads() -> None:
+    query, key, value = (random_values(1, heads, 5, 4) for heads in (8, 4, 2))
+    got = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    repeated = (x.repeat_interleave(8 // x.shape[1], 1) for x in (query, key, value))
+    assert torch.equal(got.codes, F.scaled_dot_product_attention(*repeated).codes)
+
+
+def test_a_row_masked_by_the_least_number_has_equal_weights() -> None:
+    least = torch.finfo(torch.float32).min
+    mask = torch.tensor([[0.0, least, 0.0, 0.0], [least] * 4])
+    query, key, value = random_values(1, 2, 4), random_values(1, 4, 4), random_values(1, 4, 4)
+    got = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).to_float()
+    floats = (x.to_float() for x in (query, key, value))
+    wanted = F.scaled_dot_product_attention(*floats, attn_mask=mask)
+    torch.testing.assert_close(got, wanted, rtol=0.03, atol=0.03)
+    hidden = F.scaled_dot_product_attention(query, key, value, attn_mask=mask * 2)
+    assert not hidden.codes[0, 1].any()
+
+
+def random_values(*shape: int) -> LNSTensor:
+    return LNSTensor.from_float(torch.randn(shape), lns16)
