@@ -89,7 +89,8 @@ class _Encode:
         if is_exporting() or is_recorded():
             raise NotImplementedError(
                 f"torch.export or make_fx of a layer in {self.fmt}: its graph holds no LNSTensor;"
-                " export the float module that lns_ops.revert_ gives back, or convert with scope='matmul'"
+                " export the float module that lns_ops.revert_ gives back, or convert with"
+                " scope='matmul'"
             )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None
