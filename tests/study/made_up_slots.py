@@ -30,6 +30,7 @@ class Held:
     seconds: Sequence[float | None] | None = None
     how: str = "finished"
     added: float | None = None
+    own_loop: bool = False
 
 
 def events_of(
@@ -44,7 +45,11 @@ def events_of(
     when. ``prepared``: seconds from the command to the plan, if they were noted."""
     held = list(held)
     known = dict.fromkeys(each.trial for each in held if each.added is None)
-    planned = [{"id": trial, "row": row} for trial in known]
+    loops = {each.trial for each in held if each.own_loop}
+    planned = [
+        {"id": trial, "row": row, "config": {"trainable": {"name": "loop" * (trial in loops)}}}
+        for trial in known
+    ]
     found: list[Event] = [
         {"event": "capacity", "time": time, "cpus": c, "gpus": g, "nodes": 1}
         for time, c, g in capacity
@@ -101,12 +106,10 @@ def run_of(*arguments: Any, **options: Any) -> Run:
 def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
     """Return a ledger of :func:`tests.study.conftest.made_up_events` with slots.
 
-    Each trial is on slot 0, with one CPU.
+    Each trial is on slot 0, with one CPU, and says that its epochs took a second.
     """
     slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
     capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
-    return [
-        events[0],
-        capacity,
-        *({**event, **slots} if event["event"] == "started" else event for event in events[1:]),
-    ]
+    more: dict[str, Event] = {"started": slots, "report": {"seconds": 1.0}}
+    said = ({**event, **more.get(event["event"], {})} for event in events[1:])
+    return [events[0], capacity, *said]
