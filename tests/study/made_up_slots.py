@@ -67,15 +67,7 @@ def events_of(
             "gpus": each.gpus,
         }
         found.append({"event": "started", "time": each.begin, **of, **takes})
-        took: list[dict[str, Any]] = (
-            [{}] * len(each.reports)
-            if each.seconds is None
-            else [{"seconds": seconds} for seconds in each.seconds]
-        )
-        found += [
-            {"event": "report", "time": time, **of, "epoch": n, "metrics": {}, **said}
-            for n, (time, said) in enumerate(zip(each.reports, took, strict=True), 1)
-        ]
+        found += _reports_of(each)
         if each.end is not None:
             found.append({"event": each.how, "time": each.end, **of})
     # at one moment; slots are free before they are held again
@@ -87,6 +79,19 @@ def events_of(
     if end is not None:
         found.append({"event": "ended", "time": end, "outcome": "finished"})
     return [{**event, "time": BEGAN + event["time"]} for event in found]
+
+
+def _reports_of(held: Held) -> list[Event]:
+    took: list[dict[str, Any]] = (
+        [{}] * len(held.reports)
+        if held.seconds is None
+        else [{"seconds": seconds} for seconds in held.seconds]
+    )
+    of = {"event": "report", "trial": held.trial, "metrics": {}}
+    return [
+        {**of, "time": time, "epoch": n, **said}
+        for n, (time, said) in enumerate(zip(held.reports, took, strict=True), 1)
+    ]
 
 
 def runs_of(events: list[Event]) -> list[Run]:
