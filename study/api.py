@@ -36,7 +36,7 @@ from study.plan.candidates import by_rule
 from study.plan.identity import code_digests
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
-from study.results.utilisation import remark
+from study.results.idle_time import remark
 from study.search.agenda import adopt
 from study.text import counted
 from study.tracking.address import how_to_open, page

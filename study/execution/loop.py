@@ -22,12 +22,14 @@ from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
 from study.ledger.reports import Reports, began, metrics_of
+from study.ledger.slots import Waiting
 from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
 from study.plan.durations import expected_seconds
 from study.plan.identity import pace_key
 from study.plan.packing import LOOK_AHEAD, TAIL
 from study.plan.trials import PlannedTrial
+from study.results.idle_time import UseWatch
 from study.search.agenda import Agenda
 from study.text import counted
 from trainers.config import TrialConfig
@@ -81,7 +83,7 @@ class Loop:
         self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
         self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
-        self._watch, self._looked = Watch(), 0.0
+        self._watch, self._looked, self._use = Watch(), 0.0, UseWatch()
         self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
         """Deaths of each trial since it last reported a new epoch, those of its machine included: a
@@ -117,6 +119,8 @@ class Loop:
             self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
             self._leave_machines_that_end()
             self._look_after_silent()
+            if not on_hold:
+                self._look_at_use(waiting)
 
     def _leave(self) -> None:
         """Have running trials write a checkpoint after the epoch under way, and wait for them.
@@ -409,6 +413,18 @@ class Loop:
         elif silent := self._watch.newly_silent(self._state):
             for each, quiet in silent:
                 self._say(describe_silence(each, quiet, limit))
+
+    def _look_at_use(self, waits: bool) -> None:
+        """Say once that the run trains with little of what it has."""
+        run = self._state.runs[-1]
+        if not self._use.is_due(run):
+            return
+        waiting = None if self._agenda.exhausted else Waiting()
+        if waits and (head := self._agenda.peek()) is not None:
+            shape = self._shape(head.config)
+            waiting = Waiting(trial=head.id, cpus=shape.cpus, gpus=shape.gpus_in_all)
+        if low := self._use.look(run, waiting):
+            self._say(low)
 
     def _note_capacity(self) -> None:
         """Write the capacity to the ledger whenever it has changed."""

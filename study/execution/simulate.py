@@ -1,8 +1,8 @@
 """Simulation of a study on machines that one does not have, by discrete events.
 
-Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), take their
-seconds per epoch, report, and are ended by the study's own scheduler (Ray Tune's, fed by the same
-reports). Nothing trains: a trial's errors are
+Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), as many at a
+time as ``max_concurrent`` allows, take their seconds per epoch, report, and are ended by the
+study's own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are
 those of a recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a,
 b, c come from the trial's id alone. Reports at one time are taken in the order in which their
 trials began.
@@ -30,6 +30,9 @@ from study.plan.trials import PlannedTrial
 
 REQUESTS_A_TRIAL = 5
 """Requests to the tracking store that one trial makes (:mod:`study.tracking.runs`)."""
+NEXT_SECONDS = 0.0015
+"""Seconds from a trial's end to the next one's start in its slot, measured
+(docs/benchmarks/studies.md); what a start takes of its process is in the seconds of its epochs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,9 @@ def simulate(
     slots: int,
     seconds: Callable[[PlannedTrial], float],
     error: Callable[[PlannedTrial, int], float],
-    start_seconds: float = 0.05,
+    start_seconds: float = NEXT_SECONDS,
 ) -> SimulatedRun:
-    """Simulate a plan's trials on ``slots`` slots.
+    """Simulate a plan's trials on ``slots`` slots, ``max_concurrent`` at a time.
 
     Args:
         seconds: returns the seconds of an epoch of a trial.
@@ -89,7 +92,14 @@ def simulate(
         return early
 
     found = pack(
-        plan.trials, slots, 0, seconds, needs=_places, ends=ends, start_seconds=start_seconds
+        plan.trials,
+        slots,
+        0,
+        seconds,
+        most=plan.study.max_concurrent,
+        needs=_places,
+        ends=ends,
+        start_seconds=start_seconds,
     )
     ran = len(plan.trials) - found.unfit
     return SimulatedRun(

@@ -11,7 +11,8 @@ Each event costs the same however many came before. What the figures mean is in
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from study.ledger.lines import Event
 
@@ -40,8 +41,9 @@ class Interval:
         first_seconds: seconds for which the trial's process trained before the first report, as it
             says itself; None where it does not.
         epochs: number of reported epochs.
-        alone, alone_seconds: number of epochs, from one report to the next, during which no other
-            trial ran, and their total seconds.
+        alone, alone_seconds: number of epochs during which surely no other trial ran, and their
+            total seconds by the clock of the trial's process.
+        own_loop: whether a loop of the user's own trains it, whose epochs need not be alike.
     """
 
     trial: str
@@ -60,6 +62,7 @@ class Interval:
     epochs: int = 0
     alone: int = 0
     alone_seconds: float = 0.0
+    own_loop: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,16 @@ class Capacity:
     nodes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A trial that waits now, and what it will hold; with ``trial`` "" one that nobody knows yet,
+    as a search proposes it later."""
+
+    trial: str = ""
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+
 @dataclass(kw_only=True)
 class Run:
     """One run of a study.
@@ -82,11 +95,13 @@ class Run:
         from_command: whether the time of the command is known.
         end: time of its last event.
         over: whether the run has ended, as far as the ledger knows.
+        software: commit, versions and platform of the driver, as the plan notes them.
         outcome: its outcome, as :class:`~study.ledger.state.StudyState` has it.
         launch: times of the launch whose job it is (:mod:`study.execution.launched`); without those
             before the job started, where the job has been started again.
         most: largest number of trials at a time that the config allows; None for as many as fit.
         rows: row label by trial id.
+        own_loops: ids of the trials that a loop of the user's own trains.
         capacity: resources after each change.
         intervals: intervals in the order of their beginning.
         running: intervals that have not ended, by trial id.
@@ -97,10 +112,12 @@ class Run:
     end: float
     from_command: bool = False
     over: bool = False
+    software: dict[str, Any] = field(default_factory=dict)
     outcome: str = ""
     launch: dict[str, float] = field(default_factory=dict)
     most: int | None = None
     rows: dict[str, str] = field(default_factory=dict)
+    own_loops: set[str] = field(default_factory=set)
     capacity: list[Capacity] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     running: dict[str, Interval] = field(default_factory=dict)
@@ -110,15 +127,18 @@ class Run:
     @staticmethod
     def of(planned: Event) -> Run:
         """Return the run that a ``planned`` event begins."""
-        return Run(
+        run = Run(
             begin=planned["time"] - planned.get("prepared", 0.0),
             planned=planned["time"],
             end=planned["time"],
             from_command="prepared" in planned,
+            software=planned.get("provenance", {}),
             launch=dict(planned.get("launch", {})),
             most=planned.get("study", {}).get("max_concurrent"),
-            rows={trial["id"]: trial["row"] for trial in planned["trials"]},
         )
+        for trial in planned["trials"]:
+            run._know(trial)
+        return run
 
     def apply(self, event: Event) -> None:
         """Apply the next event of the run.
@@ -134,7 +154,7 @@ class Run:
                 Capacity(time=time, cpus=event["cpus"], gpus=event["gpus"], nodes=event["nodes"])
             )
         elif kind == "added":
-            self.rows[event["planned"]["id"]] = event["planned"]["row"]
+            self._know(event["planned"])
             self._waiting[event["planned"]["id"]] = time
         elif kind == "started" and "slots" in event:
             self._start(event)
@@ -152,6 +172,26 @@ class Run:
             self._end(trial, self.end, INTERRUPTED)
         self.over = True
 
+    def so_far(self, now: float, waiting: Waiting | None) -> Run:
+        """Return the run from its first trial's start, as if it ended now and ``waiting`` began.
+
+        So what waits shows in it. Its intervals are those of the run.
+        """
+        trials = []
+        if waiting is not None:
+            waited = self._waiting.get(waiting.trial, self.begin) if waiting.trial else now
+            one = Interval(
+                **asdict(waiting), row="", slots=[], hosts=[], waited=waited, begin=now, end=now
+            )
+            trials.append(one)
+        begin, intervals = self.intervals[0].begin, [*self.intervals, *trials]
+        return replace(self, begin=begin, end=now, over=True, intervals=intervals)
+
+    def _know(self, trial: dict[str, Any]) -> None:
+        self.rows[trial["id"]] = trial["row"]
+        if trial.get("config", {}).get("trainable", {}).get("name"):
+            self.own_loops.add(trial["id"])
+
     def _start(self, event: Event) -> None:
         trial, time = event["trial"], event["time"]
         if trial in self.running:
@@ -165,22 +205,33 @@ class Run:
             gpus=event["gpus"],
             waited=self._waiting.pop(trial, self.begin),
             begin=time,
+            own_loop=trial in self.own_loops,
         )
         self.intervals.append(interval)
         self.running[trial] = interval
         self._alone_since = time if len(self.running) == 1 else None
 
     def _report(self, interval: Interval, event: Event) -> None:
-        time = event["time"]
+        """Note an epoch, and whether it was trained alone.
+
+        What the driver hears of at once has one time. Only an epoch after a report that came later
+        than the others' end began after that; it lasted as long as the trial's process says.
+        """
+        time, seconds, last = event["time"], event.get("seconds"), interval.last
         interval.epochs += 1
-        if interval.first is None or interval.last is None:
+        if last is None:
             interval.first = time
-            if (seconds := event.get("seconds")) is not None:
+            if seconds is not None:
                 interval.first_seconds = seconds + event.get("repeated", 0.0)
-        elif self._alone_since is not None and self._alone_since <= interval.last:
+        elif (
+            self._alone_since is not None
+            and self._alone_since < last < time
+            and seconds is not None
+            and 0 < seconds <= time - self._alone_since
+        ):
             interval.alone, interval.alone_seconds = (
                 interval.alone + 1,
-                interval.alone_seconds + time - interval.last,
+                interval.alone_seconds + seconds,
             )
         interval.last = time
 

@@ -30,8 +30,8 @@ from study.report.html import render_html
 from study.report.interactive import Interactive, explore_data, explore_text
 from study.report.pictures import TITLES, Links, Parts, Picture, caption, tables
 from study.report.tables import render_csv, render_markdown
+from study.results.idle_time import sentences
 from study.results.summary import Summary
-from study.results.utilisation import sentences
 
 LINKED = "All runs in MLflow"
 """Text of the link of a page whose study has runs in MLflow."""

@@ -20,8 +20,8 @@ from study.ledger.state import StudyState
 from study.report.html import render_html
 from study.report.pictures import TITLES, links, parts
 from study.report.tables import render_csv, render_markdown
+from study.results.idle_time import sentences
 from study.results.summary import summarise
-from study.results.utilisation import sentences
 from trainers.files import write_whole
 
 

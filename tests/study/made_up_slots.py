@@ -30,6 +30,7 @@ class Held:
     seconds: Sequence[float | None] | None = None
     how: str = "finished"
     added: float | None = None
+    own_loop: bool = False
 
 
 def events_of(
@@ -44,7 +45,11 @@ def events_of(
     when. ``prepared``: seconds from the command to the plan, if they were noted."""
     held = list(held)
     known = dict.fromkeys(each.trial for each in held if each.added is None)
-    planned = [{"id": trial, "row": row} for trial in known]
+    loops = {each.trial for each in held if each.own_loop}
+    planned = [
+        {"id": trial, "row": row, "config": {"trainable": {"name": "loop" * (trial in loops)}}}
+        for trial in known
+    ]
     found: list[Event] = [
         {"event": "capacity", "time": time, "cpus": c, "gpus": g, "nodes": 1}
         for time, c, g in capacity
@@ -62,15 +67,7 @@ def events_of(
             "gpus": each.gpus,
         }
         found.append({"event": "started", "time": each.begin, **of, **takes})
-        took: list[dict[str, Any]] = (
-            [{}] * len(each.reports)
-            if each.seconds is None
-            else [{"seconds": seconds} for seconds in each.seconds]
-        )
-        found += [
-            {"event": "report", "time": time, **of, "epoch": n, "metrics": {}, **said}
-            for n, (time, said) in enumerate(zip(each.reports, took, strict=True), 1)
-        ]
+        found += _reports_of(each)
         if each.end is not None:
             found.append({"event": each.how, "time": each.end, **of})
     # at one moment; slots are free before they are held again
@@ -82,6 +79,19 @@ def events_of(
     if end is not None:
         found.append({"event": "ended", "time": end, "outcome": "finished"})
     return [{**event, "time": BEGAN + event["time"]} for event in found]
+
+
+def _reports_of(held: Held) -> list[Event]:
+    took: list[dict[str, Any]] = (
+        [{}] * len(held.reports)
+        if held.seconds is None
+        else [{"seconds": seconds} for seconds in held.seconds]
+    )
+    of = {"event": "report", "trial": held.trial, "metrics": {}}
+    return [
+        {**of, "time": time, "epoch": n, **said}
+        for n, (time, said) in enumerate(zip(held.reports, took, strict=True), 1)
+    ]
 
 
 def runs_of(events: list[Event]) -> list[Run]:
@@ -101,12 +111,10 @@ def run_of(*arguments: Any, **options: Any) -> Run:
 def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
     """Return a ledger of :func:`tests.study.conftest.made_up_events` with slots.
 
-    Each trial is on slot 0, with one CPU.
+    Each trial is on slot 0, with one CPU, and says that its epochs took a second.
     """
     slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
     capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
-    return [
-        events[0],
-        capacity,
-        *({**event, **slots} if event["event"] == "started" else event for event in events[1:]),
-    ]
+    more: dict[str, Event] = {"started": slots, "report": {"seconds": 1.0}}
+    said = ({**event, **more.get(event["event"], {})} for event in events[1:])
+    return [events[0], capacity, *said]

@@ -45,6 +45,13 @@ def test_without_a_scheduler_it_is_arithmetic(searched: Make, slots: int, rounds
     assert found.requests == pytest.approx(200 / found.makespan)
 
 
+def test_max_concurrent_bounds_the_trials_at_a_time(searched: Make) -> None:
+    plan = make_plan(searched("max_concurrent=4"))
+    found = simulate(plan, 8, lambda trial: 2.0, lambda trial, epoch: 0.5, start_seconds=0.0)
+    assert found.makespan == pytest.approx(10 * 9 * 2.0)
+    assert found.idle == pytest.approx(0.5)
+
+
 def test_asha_saves_epochs_and_keeps_the_best(searched: Make) -> None:
     """Curves that never cross: whoever is best is never behind, so it must not be ended early."""
     plan = make_plan(searched("search.scheduler=asha"))
@@ -123,7 +130,7 @@ def test_a_study_that_there_is_is_simulated_by_its_name_and_storage(
 def test_the_command_tells_the_utilisation(
     searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """40 trials of 9 epochs of 10 s, each 0.05 s after the one before, on 30 slots: two rounds, the
+    """40 trials of 9 epochs of 10 s, each right after the one before, on 30 slots: two rounds, the
     second of ten."""
     assert (
         main(

@@ -25,8 +25,8 @@ from study.report.figures.slots import draw_slots
 from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, png, value_axis
 from study.report.tables import render_text
 from study.report.write import write_report
+from study.results.idle_time import sentences
 from study.results.summary import summarise
-from study.results.utilisation import sentences
 from tests.study.conftest import made_up_events
 from tests.study.made_up_slots import Held, run_of, with_slots
 

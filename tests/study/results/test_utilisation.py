@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,28 +16,17 @@ from study.api import _say_unused_gpus, run_study
 from study.cli import main
 from study.config import StudyConfig
 from study.errors import UserError
-from study.ledger.log import read_ledger
 from study.ledger.slots import Run
 from study.ledger.state import StudyState, fold
 from study.plan.plan import make_plan
-from study.results import utilisation as module
+from study.results.idle_time import BEFORE, FEW, STARTS, TAIL, remark, sentences, what_held
 from study.results.utilisation import (
-    BEFORE,
-    DRIVER,
-    FEW,
-    LIMIT,
-    RESULTS,
-    STARTS,
-    TAIL,
     epochs_a_second,
     first_epoch,
     line,
-    remark,
-    sentences,
     slots_in_use,
     speed,
     utilisation,
-    what_held,
 )
 from tests.study.conftest import SilentView, made_up_events
 from tests.study.made_up_slots import BEGAN, Held, events_of, run_of, runs_of, with_slots
@@ -68,7 +58,8 @@ def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
                 how=draw(st.sampled_from(["finished", "stopped", "failed", "restarted"])),
                 added=draw(st.none() | st.integers(0, begin)),
             )
-            held.append(one)
+            took = [b - a for a, b in pairwise([begin, *one.reports])]
+            held.append(replace(one, seconds=took))
     end = max((each.end or 0 for each in held), default=1) + draw(st.integers(0, 5))
     steps = {0, *draw(st.sets(st.integers(1, int(end)), max_size=3))}
     capacity = [
@@ -134,7 +125,7 @@ def test_epochs_alone_are_those_during_which_no_other_trial_ran(
         alone = [
             b - a
             for a, b in pairwise(mine.reports)
-            if all((each.end or 0) <= a or each.begin >= b for each in others)
+            if all((each.end or 0) < a or each.begin >= b for each in others)
         ]
         assert (interval.alone, interval.alone_seconds) == (len(alone), sum(alone))
         assert interval.epochs == len(mine.reports)
@@ -143,8 +134,8 @@ def test_epochs_alone_are_those_during_which_no_other_trial_ran(
 # --------------------------------------------------------------------------------------------------
 
 TWO = [
-    Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 30, 50]),
-    Held(trial="b", begin=10, end=30, slots=[1], reports=[30]),
+    Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 32, 50], seconds=[10, 12, 16]),
+    Held(trial="b", begin=10, end=30, slots=[1], reports=[30], seconds=[15]),
 ]
 """Two trials of one CPU: both run from 10 to 30, one of them alone from 30 to 50."""
 
@@ -160,9 +151,9 @@ def test_two_trials_by_hand() -> None:
         {"cpus": 60 / 400},
     )
     assert epochs_a_second(run) == 4 / 40
-    # a's epoch from 30 to 50 is the one timed alone
-    assert speed(run, lambda trial: trial) == (3 * 20 / 40, 1)
-    assert speed(run, lambda trial: "like") == (4 * 20 / 60, 2)
+    # a's last epoch is the one timed alone, by its process
+    assert speed(run, lambda trial: trial) == (3 * 16 / 40, 1)
+    assert speed(run, lambda trial: "like") == (4 * 16 / 60, 2)
     assert slots_in_use(run) == (0, 4)
     assert what_held(run) == pytest.approx(
         {BEFORE: 40 / 400, FEW: 180 / 400, TAIL: 120 / 400, STARTS: 5 / 400}
@@ -195,6 +186,46 @@ def test_without_an_epoch_alone_there_is_no_speed() -> None:
         for slot in range(2)
     ]
     assert speed(run_of(held, [(0, 2, 0)], 30), lambda trial: "like") is None
+
+
+@pytest.mark.parametrize(
+    ("reports", "seconds"),
+    [
+        ([10, 30, 30, 31], [10, 10, 10, 10]),  # the driver hears of two epochs at once
+        ([10, 20, 30, 31], [10, 10, 10, 1]),  # that of 30 it hears of with the end of the other one
+        ([10, 31, 32], [10, 10, 10]),  # it began before the other one ended
+        ([10, 31, 32], [10, 10, 0.0]),
+        ([10, 31, 32], [10, 10, None]),
+        ([10, 31, 32], None),
+    ],
+)
+def test_an_epoch_of_which_it_is_not_sure_that_it_ran_alone_is_not_timed(
+    reports: list[float], seconds: list[float | None] | None
+) -> None:
+    """Between the end of one neighbour and the start of the next are two seconds."""
+    held = [
+        Held(trial="a", begin=0, end=60, slots=[0], reports=reports, seconds=seconds),
+        Held(trial="b", begin=0, end=30, slots=[1]),
+        Held(trial="c", begin=32, end=60, slots=[1]),
+    ]
+    assert speed(run_of(held, [(0, 2, 0)], 60), lambda trial: "like") is None
+
+
+def test_where_none_ran_alone_the_epochs_of_earlier_runs_count() -> None:
+    """On the same machine and of the same software; a's epoch alone takes 16 s there."""
+    held = [
+        Held(trial=trial, begin=1000, end=1080, slots=[slot], reports=[1020, 1040, 1060, 1080])
+        for slot, trial in enumerate("ab")
+    ]
+    events = [*events_of(TWO, [(0, 2, 0)], 100), *events_of(held, [(1000, 2, 0)], 1100)]
+    before, run = runs_of(events)
+    assert speed(run, lambda trial: trial) is None
+    assert speed(run, lambda trial: trial, [before]) == (4 * 16 / 80, 1)
+    assert speed(run, lambda trial: "like", [before]) == (8 * 16 / 160, 2)
+    assert speed(run, lambda trial: trial, [replace(before, software={"commit": "other"})]) is None
+    for interval in before.intervals:
+        interval.hosts = ["elsewhere"]
+    assert speed(run, lambda trial: trial, [before]) is None
 
 
 def test_every_end_frees_the_slots_and_a_run_that_was_killed_ends_with_its_last_event() -> None:
@@ -242,139 +273,6 @@ def test_the_run_of_a_study_is_the_last_that_had_something_to_do(tiny: Tiny) -> 
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[Held]:
-    """Trials on slots of their own, at the same time."""
-    return [
-        Held(trial=f"{begin}-{n}", begin=begin, end=begin + seconds, slots=[n], **more)
-        for n in range(count)
-    ]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("held", "capacity", "most", "cause", "said"),
-    [
-        ([*of(4, 20, 80)], (4, 0), None, BEFORE, "idle: 80 % before the first trial started"),
-        (
-            [*of(1, 50), *of(1, 50, 50)],
-            (4, 0),
-            1,
-            LIMIT,
-            "idle: 38 % while max_concurrent=1 kept trials waiting",
-        ),
-        (
-            [*of(1, 50, cpus=3.0), *of(1, 50, 50, cpus=3.0)],
-            (8, 0),
-            None,
-            DRIVER,
-            "idle: 31 % while trials waited that there was room for",
-        ),
-        (
-            [*of(1, 50, cpus=3.0), *of(1, 10, 50, cpus=8.0)],
-            (8, 0),
-            None,
-            "cpus",
-            "while too few CPUs were free for the next trial",
-        ),
-        (
-            [*of(3, 50, gpus=0.3), *of(1, 5, 50, gpus=0.3)],
-            (4, 1),
-            None,
-            "gpus",
-            "while too few GPUs were free for the next trial",
-        ),
-        (
-            [*of(8, 5), *of(8, 5, 95, added=95)],
-            (8, 0),
-            None,
-            RESULTS,
-            "idle: 90 % while the search waited for results",
-        ),
-        ([*of(2, 100)], (8, 0), None, FEW, "idle: 75 % because there were fewer trials than slots"),
-        (
-            [*of(8, 10), *of(1, 90, 10)],
-            (8, 0),
-            None,
-            TAIL,
-            "idle: 79 % at the end, when no trial was left to start",
-        ),
-        ([*of(4, 40, reports=[30.0, 35.0])], (4, 0), None, STARTS, "25 % went into starts"),
-    ],
-)
-def test_what_held_a_run_is_found_and_said(
-    held: list[Held], capacity: tuple[float, float], most: int | None, cause: str, said: str
-) -> None:
-    run = run_of(held, [(0, *capacity)], 100, most)
-    found = what_held(run)
-    assert cause in found
-    text = remark(run)
-    assert said in text
-    assert text.startswith("Slots were in use for ")
-
-
-@pytest.mark.parametrize(
-    ("run", "why"),
-    [
-        (run_of(of(4, 49), [(0, 8, 0)], 59), "it took less than a minute"),
-        (run_of(of(4, 100), [(0, 8, 0)], 100), "half was in use"),
-        (run_of([Held(trial="a", begin=0, end=None)], [(0, 8, 0)], None), "it is not over"),
-    ],
-)
-def test_of_other_runs_nothing_is_said(run: Run, why: str) -> None:
-    assert remark(run) == "", why
-
-
-def test_gpus_that_bind_are_told_with_the_cpus() -> None:
-    run = run_of(of(1, 100, gpus=1.0), [(0, 16, 4)], 100)
-    assert remark(run).startswith(
-        "Slots were in use for 25 % of the GPUs' time (of the CPUs 6 %); idle: 75 % because there"
-        " were fewer"
-    )
-
-
-def test_the_figures_in_words(tiny: Tiny) -> None:
-    state = fold(with_slots(made_up_events(tiny("words"))))
-    assert sentences(state) == [
-        (
-            "Utilisation 2 % of the CPUs from the plan, 47 % from the first trial's start to the"
-            " last one's end; 2 % from the plan without starts."
-        ),
-        (
-            "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those"
-            " like one that ran alone for an epoch)."
-        ),
-        (
-            "Slots were in use for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was"
-            " left to start."
-        ),
-    ]
-    assert line(state) == "last run: utilisation 2 % of the CPUs, 0.316 epochs/s"
-    running = fold(with_slots(made_up_events(tiny("words")))[:3])
-    began = running.runs[-1].begin
-    assert line(running, began + 10) == "1 of 2 slots in use, utilisation 50 % of the CPUs"
-
-
-@pytest.mark.slow
-def test_a_run_that_used_little_says_so_at_its_end(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LOW", 2.0)
-    said: list[str] = []
-    study = tiny("held", "trial.epochs=1")
-    outcome = run_study(study, SilentView(), said.append)
-    assert said[-1].startswith("Slots were in use for ")
-    (run,) = outcome.state.runs
-    assert [interval.how for interval in run.intervals] == ["finished", "finished"]
-    assert all(
-        interval.epochs == 1 and interval.row in ("float32", "lns matmul")
-        for interval in run.intervals
-    )
-    assert fold(read_ledger(study.folder)).runs == outcome.state.runs
-    said.clear()
-    run_study(study, SilentView(), said.append)
-    assert not any(text.startswith("Slots were") for text in said)  # there was nothing left to run
 
 
 def test_a_run_says_that_gpus_are_not_in_use(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,20 +324,6 @@ def test_what_passed_from_the_command_to_the_plan_counts() -> None:
     )
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_the_words_are_from_where_the_figures_are(tiny: Tiny, noted: bool) -> None:
-    events = with_slots(made_up_events(tiny("words")))
-    if noted:
-        events[0]["prepared"] = 1000.0
-    state = fold(events)
-    began = "command" if noted else "plan"
-    assert sentences(state)[0] == (
-        f"Utilisation {1 if noted else 2} % of the CPUs from the {began}, 47 % from the first"
-        f" trial's start to the last one's end; {1 if noted else 2} % from the {began} without"
-        " starts."
-    )
-
-
 @pytest.mark.parametrize(
     ("reports", "seconds", "start"),
     [
@@ -461,12 +345,27 @@ def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
     use = utilisation(run)
     assert use is not None
     assert (use.share, use.training) == (1.0, 1.0)
-    assert use.trained == pytest.approx(1 - start / 100)
+    assert use.trained["cpus"] == pytest.approx(1 - start / 100)
     assert remark(run) == (
-        f"Slots were in use for 100 % of the CPUs' time; {start:.0f} % went into starts."
+        f"Trials trained for {100 - start:.0f} % of the CPUs' time; {start:.0f} % went into starts."
         if start
         else ""
     )
+
+
+@pytest.mark.parametrize(("own_loop", "trained"), [(True, 1.0), (False, 2 / 34)])
+def test_of_an_own_loop_an_epoch_lasts_as_long_as_it_says(own_loop: bool, trained: float) -> None:
+    """Its epochs need not be alike: the first may be the long one."""
+    held = [
+        Held(
+            trial=f"{slot}", begin=0, end=34, slots=[slot],
+            reports=[33, 34], seconds=[33, 1], own_loop=own_loop,
+        )
+        for slot in range(4)
+    ]  # fmt: skip
+    use = utilisation(run_of(held, [(0, 4, 0)], 34))
+    assert use is not None
+    assert use.trained["cpus"] == pytest.approx(trained)
 
 
 def test_a_run_notes_when_its_command_began(
