@@ -243,6 +243,28 @@ def test_a_ledger_that_was_altered_with_its_checksum_and_report_is_seen_in_mlflo
     assert any(f"trial {event['trial']}" in line and "validation/error" in line for line in found)
 
 
+@pytest.mark.parametrize("what", ["deleted", "garbage", "twice", "altered"])
+def test_damage_of_the_ledger_is_told_and_nothing_else_is_blamed(
+    reproduced: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "mine-small"
+    shutil.copytree(study_of(reproduced).folder, damaged)
+    lines = (damaged / LEDGER).read_bytes().splitlines(keepends=True)
+    kind = b'"report"' if what == "altered" else b'"checkpoint"'
+    place = next(number for number, line in enumerate(lines) if kind in line)
+    line = lines[place]
+    lines[place : place + 1] = {
+        "deleted": [], "garbage": [b"x\n", line], "twice": [line, line],
+        "altered": [line.replace(b"0.", b"0.1", 1)],
+    }[what]  # fmt: skip
+    (damaged / LEDGER).write_bytes(b"".join(lines))
+    assert main(["report", "mine-small", "--verify", "--storage", str(tmp_path)]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"the ledger is damaged: line {place + 1}: ") or what == "twice"
+    assert "to repair it: lns-study doctor" in first
+    assert last == "mine-small: 1 difference"
+
+
 def test_mlflow_has_the_verdicts_and_a_falsified_metric_is_seen(
     reproduced: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
