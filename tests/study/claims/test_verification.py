@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import yaml
 
 from study.claims.record import FILE, read_record
 from study.cli.entry import main
+from study.config.compose import load
 from study.handle import Study
 from study.ledger.lines import seal, unseal
 from study.ledger.log import FILE as LEDGER
@@ -22,6 +24,7 @@ from study.report.verify import verify
 from study.report.write import write_report
 from study.tracking.payload import KEY_TAG
 from study.tracking.writer import connect
+from tests.study.conftest import made_up_events, write_ledger
 
 MINE: dict[str, Any] = {
     "name": "mine",
@@ -91,6 +94,35 @@ def test_a_page_is_written_again_from_the_storage_alone(reproduced: Path, tmp_pa
     page = reproduced / "studies" / "claims" / "claims.md"
     assert (tmp_path / "claims.md").read_text() == page.read_text()
     assert command(reproduced, *words) == 1  # the full form has not run
+
+
+def test_other_studies_that_ran_in_this_form_keep_their_parts(
+    reproduced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a command that runs it: of its file where that is found and as it ran."""
+    storage = tmp_path / "studies"
+    (storage / "mine-small").mkdir(parents=True)
+    shutil.copy(study_of(reproduced).folder / LEDGER, storage / "mine-small")
+    for name in ("zebra", "plain"):
+        values = {**MINE, "name": name, "claims": MINE["claims"] if name == "zebra" else []}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        words = [str(tmp_path / f"{name}.yaml"), f"storage={storage}", "tracking_uri=none"]
+        for form in ([], ["--small"]):
+            study = load(words[0], words[1:], small=bool(form))
+            write_ledger(study, made_up_events(study))
+    words = ["reproduce", str(tmp_path / "zebra.yaml"), "--page-only", "--storage", str(storage)]
+    page = storage / "claims" / "claims.md"
+    assert main([*words, "--small"]) == 0
+    text = page.read_text()
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["mine-small", "zebra-small"]
+    assert f"- Command: lns-study resume mine-small --storage {storage}" in " ".join(text.split())
+    assert "- Command: lns-study run zebra.yaml --small" in text
+    monkeypatch.chdir(reproduced)
+    assert main([*words, "--small"]) == 0
+    assert "- Command: lns-study run mine --small" in page.read_text()
+    assert (storage / "claims" / "mine-small.png").exists()
+    assert main(words) == 0
+    assert re.findall("^## (.*)$", page.read_text(), re.MULTILINE) == ["zebra"]
 
 
 def test_what_has_finished_is_not_run_again(
