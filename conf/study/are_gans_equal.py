@@ -343,7 +343,10 @@ def judge_losses(values: dict[str, list[float]]) -> dict[str, Any]:
     verdict = "fails" if low > 0 else "holds" if high < SIMILAR else "undecided"
     if USUAL in lost or (lost and verdict == "holds"):
         verdict = "undecided"
-    notes = [f"nearest to better at every budget: {nearest}, {figures[nearest]:.2f}"]
+    notes = [
+        f"fails if a loss's interval lies above 0, holds if all lie below {SIMILAR} F1",
+        f"nearest to better at every budget: {nearest}, {figures[nearest]:.2f}",
+    ]
     notes += [f"did not train: {', '.join(lost)} (best F1 below {TRAINED})"] if lost else []
     return {
         "figure": figures[nearest], "low": low, "high": high, "unit": f"F1 above {USUAL}",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,12 +20,14 @@ from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.report.reproduction import Reproduced
 
 DESCRIPTION = """\
 Run, or continue, the studies of conf/study that have claims, one after the
 other, and write one page of their claims: source, published figure, ours with
-its interval, verdict, runs. The page is written anew after every study; after
-an interruption the same command goes on.
+its interval, verdict, runs. The page is written anew after every study, with
+the others with claims that ran in the storage in the same form (full or small);
+after an interruption the same command goes on.
 
 NAME is a study file, or the name of one in conf/study; without one, --all takes
 every study there that states claims. key=value changes all of them:
@@ -71,8 +76,8 @@ def _reproduce(options: argparse.Namespace) -> int:
         if code == 130:
             return code
         worst = max(worst, code)
-        _write(studies, commands, output)
-    done = _write(studies, commands, output)
+        _write(studies, commands, output, options)
+    done = _write(studies, commands, output, options)
     missing = [study.name for study in studies.values() if study.name not in done]
     print(f"\nClaims:  {output / 'claims.html'}")
     if missing:
@@ -122,8 +127,14 @@ def _run(name: str, study: StudyConfig, again: str) -> int:
         return 2
 
 
-def _write(studies: dict[str, StudyConfig], commands: dict[str, str], output: Path) -> set[str]:
-    """Write the page of the studies that the storage has; return their names."""
+def _write(
+    studies: dict[str, StudyConfig],
+    commands: dict[str, str],
+    output: Path,
+    options: argparse.Namespace,
+) -> set[str]:
+    """Write the page of the studies that the storage has; return the names of those of
+    ``studies``."""
     from study.ledger.log import FILE
     from study.ledger.storage import refresh, share
     from study.report.reproduction import reproduced, write_page
@@ -133,7 +144,37 @@ def _write(studies: dict[str, StudyConfig], commands: dict[str, str], output: Pa
             refresh(study.folder)
         there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
         parts = [reproduced(study.folder, commands[name], study) for name, study in there.items()]
-    write_page(parts, output)
+        parts += _others({study.slug for study in studies.values()}, options)
+    write_page(sorted(parts, key=lambda part: part.slug), output)
     if error := share(output):
         print(f"lns-study: the page is in {output} only: {error}", file=sys.stderr)
     return {study.name for study in there.values()}
+
+
+def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced]:
+    """Yield the parts of the storage's other studies with claims, of the same form, as they ran."""
+    from study.config.compose import SMALL
+    from study.manage.studies import folders, read
+    from study.report.reproduction import reproduced
+
+    for folder in folders(options.storage):
+        if folder.name in named or folder.name.endswith(SMALL) != options.small:
+            continue
+        try:
+            ran = read(folder).config
+            if ran.claims:
+                yield reproduced(folder, _command(ran, options))
+        except (TypeError, ValueError) as error:  # without a plan, or of a later version
+            print(f"lns-study: {folder.name} is not on the page: {error}", file=sys.stderr)
+
+
+def _command(ran: StudyConfig, options: argparse.Namespace) -> str:
+    """Return the command that runs a study: of its file, if that is as the study ran."""
+    from study.config.compose import SMALL, load
+
+    name = ran.name.removesuffix(SMALL)
+    with suppress(OSError, ValueError):
+        file = load(name, download=False, small=options.small)
+        if replace(file, storage=ran.storage, tracking_uri=ran.tracking_uri) == ran:
+            return lns_study("run", name, *(["--small"] if options.small else []))
+    return lns_study("resume", ran.slug, storage=options.storage)

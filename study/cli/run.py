@@ -432,7 +432,7 @@ def _verify(folder: Path, tracking_uri: str | None) -> int:
     for line in differences:
         print(line)
     count = len(differences)
-    verified = "every figure is as computed again" if not count else f"{count} differences"
+    verified = "every figure is as computed again" if not count else counted(count, "difference")
     print(f"{folder.name}: {verified}")
     return int(bool(count))
 

@@ -189,7 +189,7 @@ def share(folder: Path) -> str:
 
 
 def fetch_report(folder: Path) -> None:
-    """Fetch the report, without its pictures, of a study that lies in a cache, where it is newer.
+    """Fetch the report of a study that lies in a cache, where it is newer.
 
     Raises:
         ValueError: the store does not answer.
@@ -199,7 +199,7 @@ def fetch_report(folder: Path) -> None:
     for name in answered(store.names, REPORT):
         path, key = folder / REPORT / name, f"{REPORT}/{name}"
         written = path.stat().st_mtime if path.exists() else 0.0
-        if path.suffix != ".png" and time.time() - written > answered(store.age, key):
+        if time.time() - written > answered(store.age, key):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, answered(store.get, key))
 

@@ -122,14 +122,18 @@ def _markdown(studies: Sequence[Reproduced]) -> str:
     for study in studies:
         lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
         lines += [*markdown_table(HEADINGS, study.lines), ""]
-        picture = fill(  # a link is one word, with its hyphens
-            f"![{study.alt}]({study.slug}.png)", WIDTH, break_long_words=False,
-            break_on_hyphens=False,
-        )  # fmt: skip
+        picture = _fill_words(f"![{study.alt}]({study.slug}.png)")
         lines += [picture, ""] if study.picture else []
         facts = (f"- {name}: {value}" for name, value in study.facts.items())
-        lines += [*(fill(fact, WIDTH, subsequent_indent="  ") for fact in facts), ""]
+        lines += [*(_fill_words(fact, "  ") for fact in facts), ""]
     return "\n".join(lines)
+
+
+def _fill_words(text: str, indent: str = "") -> str:
+    """Return a text in lines; a link, and each word of a command, is one word with its hyphens."""
+    return fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _answer(studies: Sequence[Reproduced]) -> str:

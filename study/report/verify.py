@@ -13,11 +13,13 @@ metrics. What differs is told in a sentence each:
 - in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims; then
   every point, param and status of every trial (:mod:`study.tracking.reconcile`), since a validation
   figure that was altered chooses another configuration;
-- all else that ``figures.json``, ``report.md``, ``report.html`` and ``configurations.csv`` say,
-  made again by the report's own code (:mod:`study.report.verify_pages`).
+- all else that ``figures.json``, the pages, the pictures and ``configurations.csv`` have, made
+  again by the report's own code (:mod:`study.report.verify_pages`).
 
-Limits: a loss that diverged is compared by what is printed; the pictures are not read. Whoever
-alters the ledger, its checksums, the report and MLflow alike leaves nothing to compare.
+Of a damaged ledger the damage is told, and nothing is compared with what is left of it.
+
+Limits: a loss that diverged is compared by what is printed. Whoever alters the ledger, its
+checksums, the report and MLflow alike leaves nothing to compare.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from study.config.search import broken
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.ledger.storage import fetch_report
-from study.manage.studies import placed
+from study.manage.studies import placed, read
 from study.report.claims import markdown_cell
 from study.report.verify_pages import verify_pages, verify_record
 from study.results.objectives import SPENT, objective
@@ -155,7 +157,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
         tracking_uri: MLflow store to read; None for the study's own.
 
     Raises:
-        ValueError: the study has no report with figures.
+        ValueError: the study has no report with figures, or its ledger holds no plan.
     """
     fetch_report(folder)
     figures = read_record(folder / "report")
@@ -164,12 +166,15 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
             f"{folder / 'report' / FILE}: there is no such file, so nothing can be verified; write"
             f" the report first with `lns-study report {folder.name}`"
         )
-    source = Source(folder)
-    page = (folder / "report" / "report.md").read_text(encoding="utf-8")
+    state = read(folder)
+    if state.damage:
+        yield state.damage
+        return
+    source, text = Source(folder), folder / "report" / "report.md"
+    page = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
     yield from _statement(figures, source)
     for row in figures["rows"]:
         yield from _row(row, source, page)
-    state = fold(source.events)
     summary = summarise(state)
     wanted = record(state, summary, judge(state, folder))
     again = {claim["name"]: claim for claim in wanted["claims"]}

@@ -12,17 +12,22 @@ configurations.csv     of a search: every configuration, ranked
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from study.claims.record import record, write_record
 from study.claims.verdicts import judge
 from study.ledger.state import StudyState
 from study.report.html import render_html
-from study.report.pictures import TITLES, links, parts
+from study.report.pictures import TITLES, Links, Parts, links, parts
 from study.report.tables import render_csv, render_markdown
 from study.results.idle_time import sentences
-from study.results.summary import summarise
+from study.results.summary import Summary, summarise
 from trainers.files import write_whole
+
+PICTURES = tuple(f"{name}.png" for name in TITLES)
+"""Names of the files of all pictures that a report may have."""
 
 
 def write_report(state: StudyState, folder: Path, study: Path | None = None) -> Path:
@@ -35,22 +40,29 @@ def write_report(state: StudyState, folder: Path, study: Path | None = None) -> 
     """
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
-    use = sentences(state)
     figures = record(state, summary, judge(state, study or folder.parent))
-    made = parts(state, summary, use)
-    for file in {f"{name}.png" for name in TITLES} - {picture.file for picture in made.pictures}:
+    made, where = parts(state, summary, sentences(state)), links(state, folder.parent)
+    files = render_files(state, summary, made, where, figures["claims"])
+    for file in set(PICTURES) - files.keys():
         (folder / file).unlink(missing_ok=True)  # left by an earlier report
-    for picture in made.pictures:
-        write_whole(folder / picture.file, picture.light)
-    if state.config.space:
-        write_whole(folder / "configurations.csv", render_csv(state).encode())
-    write_whole(
-        folder / "report.md",
-        render_markdown(state, summary, [*use, *made.failed], figures["claims"]).encode(),
-    )
-    write_whole(
-        folder / "report.html",
-        render_html(state, summary, made, links(state, folder.parent), figures["claims"]).encode(),
-    )
+    for file, content in files.items():
+        write_whole(folder / file, content)
     write_record(figures, folder)
     return folder
+
+
+def render_files(
+    state: StudyState,
+    summary: Summary,
+    made: Parts,
+    where: Links,
+    claims: Sequence[Mapping[str, Any]],
+) -> dict[str, bytes]:
+    """Return the files of a report by their names, without ``figures.json``."""
+    files = {picture.file: picture.light for picture in made.pictures}
+    if state.config.space:
+        files["configurations.csv"] = render_csv(state).encode()
+    remarks = [*sentences(state), *made.failed]
+    files["report.md"] = render_markdown(state, summary, remarks, claims).encode()
+    files["report.html"] = render_html(state, summary, made, where, claims).encode()
+    return files

@@ -43,6 +43,9 @@ SECONDS, BITS = "seconds", "bits"
 RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
 """Tags of a trial that has ended; one that is tried again loses them."""
 
+LATER = 0.002
+"""Seconds that are at least one of MLflow's milliseconds, however they are rounded."""
+
 MLFLOW_STATUS = {
     RUNNING: "RUNNING",
     FINISHED: "FINISHED",
@@ -155,11 +158,18 @@ def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
 
 
 def end_metrics(trial: TrialState) -> Iterator[Any]:
-    """Yield the test figures of a trial that has ended, and the seconds of training at each end."""
+    """Yield the test figures of a trial that has ended, and the seconds of training at each end.
+
+    A figure that the last epoch reported too is later than that report: of points with the same
+    step and time MLflow takes the largest value for the latest.
+    """
     for time_, seconds in trial.ends:
         yield from metrics_of({SECONDS: seconds}, trial.epochs, time_)
     if trial.status in ENDED and trial.ended is not None:
-        yield from metrics_of(trial.test, trial.epochs, trial.ended)
+        last = trial.reports.get(trial.epochs, {"metrics": {}, "time": 0.0})
+        for name, value in trial.test.items():
+            least = last["time"] + LATER if name in last["metrics"] else 0.0
+            yield from metrics_of({name: value}, trial.epochs, max(trial.ended, least))
 
 
 def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterator[Any]:

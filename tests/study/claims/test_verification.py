@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import yaml
 
 from study.claims.record import FILE, read_record
 from study.cli.entry import main
+from study.config.compose import load
 from study.handle import Study
 from study.ledger.lines import seal, unseal
 from study.ledger.log import FILE as LEDGER
@@ -22,6 +24,7 @@ from study.report.verify import verify
 from study.report.write import write_report
 from study.tracking.payload import KEY_TAG
 from study.tracking.writer import connect
+from tests.study.conftest import made_up_events, write_ledger
 
 MINE: dict[str, Any] = {
     "name": "mine",
@@ -91,6 +94,35 @@ def test_a_page_is_written_again_from_the_storage_alone(reproduced: Path, tmp_pa
     page = reproduced / "studies" / "claims" / "claims.md"
     assert (tmp_path / "claims.md").read_text() == page.read_text()
     assert command(reproduced, *words) == 1  # the full form has not run
+
+
+def test_other_studies_that_ran_in_this_form_keep_their_parts(
+    reproduced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a command that runs it: of its file where that is found and as it ran."""
+    storage = tmp_path / "studies"
+    (storage / "mine-small").mkdir(parents=True)
+    shutil.copy(study_of(reproduced).folder / LEDGER, storage / "mine-small")
+    for name in ("zebra", "plain"):
+        values = {**MINE, "name": name, "claims": MINE["claims"] if name == "zebra" else []}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        words = [str(tmp_path / f"{name}.yaml"), f"storage={storage}", "tracking_uri=none"]
+        for form in ([], ["--small"]):
+            study = load(words[0], words[1:], small=bool(form))
+            write_ledger(study, made_up_events(study))
+    words = ["reproduce", str(tmp_path / "zebra.yaml"), "--page-only", "--storage", str(storage)]
+    page = storage / "claims" / "claims.md"
+    assert main([*words, "--small"]) == 0
+    text = page.read_text()
+    assert re.findall("^## (.*)$", text, re.MULTILINE) == ["mine-small", "zebra-small"]
+    assert f"- Command: lns-study resume mine-small --storage {storage}" in " ".join(text.split())
+    assert "- Command: lns-study run zebra.yaml --small" in text
+    monkeypatch.chdir(reproduced)
+    assert main([*words, "--small"]) == 0
+    assert "- Command: lns-study run mine --small" in page.read_text()
+    assert (storage / "claims" / "mine-small.png").exists()
+    assert main(words) == 0
+    assert re.findall("^## (.*)$", page.read_text(), re.MULTILINE) == ["zebra"]
 
 
 def test_what_has_finished_is_not_run_again(
@@ -241,6 +273,28 @@ def test_a_ledger_that_was_altered_with_its_checksum_and_report_is_seen_in_mlflo
     assert not list(verify(forged, "none"))
     found = list(verify(forged, study.config.tracking))
     assert any(f"trial {event['trial']}" in line and "validation/error" in line for line in found)
+
+
+@pytest.mark.parametrize("what", ["deleted", "garbage", "twice", "altered"])
+def test_damage_of_the_ledger_is_told_and_nothing_else_is_blamed(
+    reproduced: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "mine-small"
+    shutil.copytree(study_of(reproduced).folder, damaged)
+    lines = (damaged / LEDGER).read_bytes().splitlines(keepends=True)
+    kind = b'"report"' if what == "altered" else b'"checkpoint"'
+    place = next(number for number, line in enumerate(lines) if kind in line)
+    line = lines[place]
+    lines[place : place + 1] = {
+        "deleted": [], "garbage": [b"x\n", line], "twice": [line, line],
+        "altered": [line.replace(b"0.", b"0.1", 1)],
+    }[what]  # fmt: skip
+    (damaged / LEDGER).write_bytes(b"".join(lines))
+    assert main(["report", "mine-small", "--verify", "--storage", str(tmp_path)]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"the ledger is damaged: line {place + 1}: ") or what == "twice"
+    assert "to repair it: lns-study doctor" in first
+    assert last == "mine-small: 1 difference"
 
 
 def test_mlflow_has_the_verdicts_and_a_falsified_metric_is_seen(

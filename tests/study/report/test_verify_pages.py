@@ -1,7 +1,8 @@
-"""Texts put into a report's pages by hand, where a part of the page may differ for good reasons."""
+"""Reports altered by hand, where a part of a page may differ for good reasons."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from study.ledger.state import fold
 from study.report import pictures
 from study.report.verify import verify
 from study.report.write import write_report
+from study.tracking.address import WHERE
 from tests.study.conftest import made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]
@@ -52,6 +54,11 @@ def tamper(folder: Path, file: str, old: str, new: str) -> list[str]:
         ("</body>", "<p>All runs in MLflow</p></body>"),
         ("Bars: final test error", "Bars: final test error of 1.02 %, that is: test error"),
         ("<h2>Learning</h2>", "<h2>Learned</h2>"),
+        ("<tr><td>", "<tr hidden><td>"),
+        ("</style>", "td { display: none }\n</style>"),
+        ('<script>"use strict";', '<script>"use strict"; explore = null;'),
+        ('"data:image/png;base64,', '"data:image/png;base64,AAAA'),
+        ("\n", "\r\n"),
     ],
 )
 def test_a_text_that_is_added_to_the_page_is_told(report: Path, old: str, new: str) -> None:
@@ -73,7 +80,41 @@ def test_a_part_that_is_there_was_made(report: Path) -> None:
         ("report.html", "<h2>", f'<p class="remark">{lost}</p>\n<h2>'),
     ):
         found = tamper(report, file, old, new)
-    assert any("the picture test_error, of which it says" in line for line in found), found
+    assert "test_error.png: the ledger gives no such file" in found
+    assert any(line.startswith("report.html: it says '<figure>") for line in found), found
+
+
+def test_data_of_the_plots_with_the_true_ones_in_a_comment_are_told(report: Path) -> None:
+    page = (report / "report" / "report.html").read_text(encoding="utf-8")
+    data = page.partition('id="explore-data">')[2].partition("</script>")[0]
+    altered = data.replace('"curve":[[1,', '"curve":[[9,')
+    assert altered != data
+    found = tamper(report, "report.html", data, f"{altered}</script><!--{data}-->")
+    assert any(line.startswith("report.html: it ") for line in found), found
+
+
+@pytest.mark.parametrize("file", ["report.html", "report.md", "test_error.png"])
+def test_a_file_that_is_missing_is_told(report: Path, file: str) -> None:
+    (report / "report" / file).unlink()
+    assert f"{file}: it is missing" in list(verify(report, "none"))
+
+
+def test_a_picture_in_place_of_another_is_told(report: Path) -> None:
+    folder = report / "report"
+    (folder / "test_error.png").write_bytes((folder / "error_per_epoch.png").read_bytes())
+    assert list(verify(report, "none")) == ["test_error.png: it is not what the ledger gives"]
+
+
+def test_addresses_of_mlflow_are_no_difference(report: Path) -> None:
+    """A storage that was sent elsewhere since has other links than its report."""
+    state = fold(read_ledger(report))
+    where = {"uri": "http://server", "experiment": "1", "view": "x"}
+    (report / WHERE).write_text(json.dumps(where))
+    assert not list(verify(report, "none"))
+    write_report(state, report / "report")
+    assert "http://server" in (report / "report" / "report.html").read_text()
+    (report / WHERE).unlink()
+    assert not list(verify(report, "none"))
 
 
 def test_a_part_that_could_not_be_made_is_no_difference(

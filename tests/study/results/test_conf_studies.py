@@ -250,7 +250,9 @@ def test_a_loss_that_is_better_everywhere_fails_the_claim(gans: ModuleType) -> N
 
 def test_losses_that_differ_by_nothing_hold_where_configurations_are_many(gans: ModuleType) -> None:
     worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
-    assert gans.judge_losses(f1_of(gans, worse, 100))["verdict"] == "holds"
+    found = gans.judge_losses(f1_of(gans, worse, 100))
+    assert found["verdict"] == "holds"
+    assert f"holds if all lie below {gans.SIMILAR} F1" in found["note"]  # the page has its rule
     assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 show too little
 
 

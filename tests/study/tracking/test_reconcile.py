@@ -16,7 +16,9 @@ from study.config import OUTSIDE
 from study.config.keys import apply
 from study.handle import run
 from study.ledger.log import FILE
+from study.ledger.state import fold
 from study.plan.identity import trial_id
+from study.report.write import write_report
 from study.tracking.payload import KEY_TAG
 from study.tracking.reconcile import reconcile
 from study.tracking.runs import runs_with_key
@@ -75,6 +77,31 @@ def test_reconcile_finds_and_mends(
     assert main(words) == 0
     assert "2 runs" in capsys.readouterr().out
     assert main([*words, "--check"]) == 0
+
+
+def test_the_final_figure_is_the_latest_where_the_last_epoch_reported_one(
+    tracked: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A loop of the user's own may report the test error, and return another one at once."""
+    study = tracked("final", "seeds=[0,1,2]")
+    events = made_up_events(study)
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"]["test/error"] = 0.5
+            event["time"] = at = round(event["time"], 3) + 0.0009
+        elif event["event"] == "finished":
+            event["metrics"]["test/error"], event["time"] = 0.3, at
+    send(study, events)
+    client, _, runs = runs_of(study)
+    assert [run.data.metrics["test/error"] for run in runs] == [0.3] * len(runs)
+    assert is_equal(study)
+    write_report(fold(events), study.folder / "report")
+    words = ["final", "--storage", study.storage, "--tracking-uri", study.tracking]
+    assert main(["sync", *words]) == 0
+    assert main(["report", *words, "--verify"]) == 0, capsys.readouterr().out
+    assert main(["reconcile", *words, "--check"]) == 0
+    history = client.get_metric_history(runs[0].info.run_id, "test/error")
+    assert len(history) == study.trial.epochs + 1
 
 
 LACKS = [
