@@ -69,7 +69,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _launch(options: argparse.Namespace) -> int:
     from study.config.compose import load
     from study.launch.package import pack
-    from study.plan.estimate import describe_cost
+    from study.plan.estimate import describe_cost, describe_size
     from study.plan.plan import make_plan
 
     small = ["--small"] if options.small else []
@@ -86,7 +86,7 @@ def _launch(options: argparse.Namespace) -> int:
     )
     if package.links:
         print(f"Linked folders do not travel: {', '.join(package.links)}")
-    print(f"{study.name}: {plan.size} trials. {describe_cost(plan)}", flush=True)
+    print(f"{study.name}: {describe_size(plan, plan.size)}. {describe_cost(plan)}", flush=True)
     target = {"ray": _to_ray, "slurm": _to_slurm, "kuberay": _to_kuberay}[options.to]
     with refusals():
         return target(options, study, package)

@@ -285,6 +285,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from study.ledger.log import read_ledger
     from study.ledger.state import fold
     from study.manage.studies import folders
+    from study.plan.estimate import describe_size
     from study.plan.plan import make_plan
 
     with refusals():
@@ -320,7 +321,7 @@ def _simulate(options: argparse.Namespace) -> int:
                 f"{found.requests:.2g}",
             ]
         )
-    print(f"{study.name}: {len(plan.trials)} trials")
+    print(f"{study.name}: {describe_size(plan, len(plan.trials))}")
     print_table(SIMULATED, lines)
     return 0
 

@@ -441,7 +441,7 @@ def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str)
     """Merge ``values`` into ``merged``, which an error leaves half done.
 
     A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
-    do the objectives of the search: those given are all.
+    do the objectives of the search: those given are all. An empty ``small`` takes out the earlier.
     """
     check_references(values, source)
     check_lists(values, source, inside)
@@ -453,6 +453,8 @@ def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str)
     search = values.get("search")
     if isinstance(search, dict) and isinstance(search.get("objectives"), dict):
         merged.search.objectives = {}
+    if values.get("small") == {}:
+        merged.small = {}
     try:
         OmegaConf.unsafe_merge(merged, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:

@@ -133,7 +133,7 @@ class StudyConfig:
         claims: claims that the study decides (:mod:`study.config.claims`).
         amendments: changes of its design or claims after results were seen, with dates and reasons.
         picture: picture that the page of claims has; None for one that fits the claims.
-        small: changes that make the study's small form, by dotted key, as on the command line.
+        small: changes that make its small form, by dotted key, as on the command line; {} for none.
         storage: folder of all studies, or s3://bucket/prefix or gs://bucket/prefix: ledgers,
             checkpoints, reports, the default tracking database (of a URL: in its cache).
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,

@@ -2,7 +2,8 @@
 
 Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), as many at a
 time as ``max_concurrent`` allows, take their seconds per epoch, report, and are ended by the
-study's own scheduler (Ray Tune's, fed by the same reports). Nothing trains: a trial's errors are
+study's own scheduler (Ray Tune's, fed by the same reports); those that confirm the best follow,
+round by round. Nothing trains: a trial's errors are
 those of a recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a,
 b, c come from the trial's id alone. Reports at one time are taken in the order in which their
 trials began.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from study.execution.schedulers import Scheduler, make_scheduler
 from study.ledger.state import FINISHED, StudyState
 from study.plan.identity import pace_key
 from study.plan.packing import Need, pack
-from study.plan.plan import Plan
+from study.plan.plan import Plan, confirmation_rounds
 from study.plan.trials import PlannedTrial
 
 REQUESTS_A_TRIAL = 5
@@ -91,17 +93,12 @@ def simulate(
             scheduler.note_end(trial.id, epoch, metrics, now)
         return early
 
+    rounds = confirmation_rounds(plan)
     found = pack(
-        plan.trials,
-        slots,
-        0,
-        seconds,
-        most=plan.study.max_concurrent,
-        needs=_places,
-        ends=ends,
-        start_seconds=start_seconds,
-    )
-    ran = len(plan.trials) - found.unfit
+        plan.trials, slots, 0, seconds, most=plan.study.max_concurrent, needs=_places, ends=ends,
+        start_seconds=start_seconds, rounds=rounds,
+    )  # fmt: skip
+    ran = len(plan.trials) + sum(map(len, rounds)) - found.unfit
     return SimulatedRun(
         slots=slots,
         makespan=found.makespan,
@@ -131,7 +128,8 @@ def recorded_seconds(
         for trial in state.known.values():
             if trial.status == FINISHED and trial.took:
                 found.setdefault(pace_key(trial.config), []).append(trial.seconds / len(trial.took))
-    of_plan = {trial.id: found.get(pace_key(trial.config.to_dict()), []) for trial in plan.trials}
+    trials = itertools.chain(plan.trials, *confirmation_rounds(plan))
+    of_plan = {trial.id: found.get(pace_key(trial.config.to_dict()), []) for trial in trials}
     known = {key: statistics.median(values) for key, values in of_plan.items() if values}
     mean = statistics.fmean(known.values()) if known else default
     return lambda trial: known.get(trial.id, mean)

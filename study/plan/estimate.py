@@ -5,8 +5,8 @@ the trials into the CPUs and GPUs of this machine (:mod:`study.plan.packing`). W
 trial is like a planned one there is no estimate, and the plan says so. What an adaptive search will
 propose is not known: as many random configurations of its space stand for it
 (:func:`study.plan.plan.likely_trials`). A trial is counted with all of its epochs and data: where a
-scheduler ends trials early, or rounds train on part of the data, the estimate is an upper bound,
-which it says.
+scheduler ends trials early, rounds train on part of the data, or a race drops configurations, the
+estimate is an upper bound, which it says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from study.config import StudyConfig
 from study.config.search import choose_sampler
@@ -26,7 +26,7 @@ from study.plan.candidates import by_rule, generation_ends
 from study.plan.durations import seconds_an_epoch
 from study.plan.identity import pace_key
 from study.plan.packing import need_of, pack
-from study.plan.plan import Plan, likely_trials
+from study.plan.plan import Plan, confirmation_rounds, likely_trials
 from study.plan.processes import describe_processes
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
@@ -57,11 +57,10 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     """Yield the description of a plan, as lines for a terminal."""
     study = plan.study
     known = of_storage(study.storage)
-    rows = ", ".join(row.label for row in plan.rows)
-    yield (
-        f"{study.name}: {counted(plan.size, 'trial')} = {counted(len(plan.rows), 'row')} ({rows})"
-        f" x {_configurations(plan)} x {counted(len(study.seeds), 'seed')}"
-    )
+    count = _confirmations(plan)
+    best = f", and {_up_to(plan)}{count} that confirm the best" if count else ""
+    whole = f"{_up_to(plan)}{counted(plan.size + count, 'trial')}"
+    yield f"{study.name}: {whole} = {_product(plan)}{best}"
     for trial in plan.trials[:TRIALS_SHOWN]:
         yield f"  {_describe_trial(trial, known)}"
     if len(plan.trials) > TRIALS_SHOWN:
@@ -89,6 +88,39 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             left_out = [entry for entry in plan.excluded if entry.rule == first.rule]
             yield from (f"    {entry.row}: {describe(entry.params)}" for entry in left_out)
     yield _describe_time(plan, likely, known)
+
+
+def describe_size(plan: Plan, planned: int) -> str:
+    """Describe a number of planned trials together with those that confirm the best."""
+    count = _confirmations(plan)
+    best = f", {count} of which confirm the best" if count else ""
+    return f"{_up_to(plan)}{counted(planned + count, 'trial')}{best}"
+
+
+def _confirmations(plan: Plan) -> int:
+    return sum(map(len, confirmation_rounds(plan)))
+
+
+def _up_to(plan: Plan) -> str:
+    """Return "up to " where a race may need fewer trials than it has seeds for."""
+    return "up to " if plan.study.search.confirm > 1 else ""
+
+
+def _product(plan: Plan) -> str:
+    """Return the factors of a plan's size; rows of different sizes are told one by one."""
+    rows, seeds = plan.rows, len(plan.study.seeds)
+    sizes = [plan.size_of(row) // seeds for row in rows]
+    of_seeds = f" x {counted(seeds, 'seed')}"
+    if len(set(sizes)) > 1:
+        each = ", ".join(f"{row.label}: {n}" for row, n in zip(rows, sizes, strict=True))
+        return f"{_configurations(plan, sum(sizes))} of {len(rows)} rows ({each}){of_seeds}"
+    labels = ", ".join(row.label for row in rows)
+    return f"{counted(len(rows), 'row')} ({labels}) x {_configurations(plan, sizes[0])}{of_seeds}"
+
+
+def _configurations(plan: Plan, count: int) -> str:
+    algorithm = f" ({plan.study.search.algorithm})" if plan.study.space else ""
+    return f"{counted(count, 'configuration')}{algorithm}"
 
 
 def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
@@ -119,20 +151,37 @@ def describe_cost(plan: Plan) -> str:
     are unlike any earlier one are counted at the mean.
     """
     known = of_storage(plan.study.storage)
-    values = [trial.config.to_dict() for trial in likely_trials(plan)]
-    paced = [
-        (known[pace_key(each)] * each["epochs"], each) for each in values if pace_key(each) in known
-    ]
+    likely, rounds = likely_trials(plan), confirmation_rounds(plan)
+    paced = _hours(likely, known)
     if not paced:
+        values = [trial.config.to_dict() for trial in likely]
         gpus = max(map(gpus_of, values), default=0.0)
         return (
             "Cost: unknown, no earlier trial in the storage is like these; a trial takes"
             f" {gpus:g} GPU and {max(map(cpus_of, values), default=1)} CPU"
         )
-    scale = _whole_trials(plan) / len(paced) / 3600
-    gpu = scale * sum(seconds * gpus_of(each) for seconds, each in paced)
-    cpu = scale * sum(seconds * cpus_of(each) for seconds, each in paced)
+    confirming = list(itertools.chain(*rounds))
+    gpu, cpu = (
+        _whole_trials(plan) * statistics.fmean(of_search)
+        + len(confirming) * statistics.fmean(of_best)
+        for of_search, of_best in zip(
+            zip(*paced, strict=True),
+            zip(*(_hours(confirming, known) or paced), strict=True),
+            strict=True,
+        )
+    )
     return f"Cost: about {gpu:.3g} GPU hours and {cpu:.3g} CPU hours{_less(plan)}"
+
+
+def _hours(trials: Iterable[PlannedTrial], known: dict[str, float]) -> list[tuple[float, float]]:
+    """Return the GPU and CPU hours of the trials that are like an earlier one."""
+    values = [trial.config.to_dict() for trial in trials]
+    hours = [
+        (known[pace_key(each)] * each["epochs"] / 3600, each)
+        for each in values
+        if pace_key(each) in known
+    ]
+    return [(each * gpus_of(of), each * cpus_of(of)) for each, of in hours]
 
 
 def _whole_trials(plan: Plan) -> float:
@@ -148,16 +197,13 @@ def _whole_trials(plan: Plan) -> float:
 def _less(plan: Plan) -> str:
     """Say why a study may take less than estimated; "" if it will not."""
     search = plan.study.search
-    if search.scheduler == "halving":
-        return ", less with rounds on part of the data"
-    return ", less with what the scheduler ends early" if search.ends_early else ""
-
-
-def _configurations(plan: Plan) -> str:
-    if not plan.study.space:
-        return "1 configuration"
-    count = plan.size // max(1, len(plan.rows) * len(plan.study.seeds))
-    return f"{counted(count, 'configuration')} ({plan.study.search.algorithm})"
+    causes = {
+        "rounds on part of the data": search.scheduler == "halving",
+        "what the scheduler ends early": search.ends_early,
+        "what a race decides early": search.confirm > 1,
+    }
+    found = [cause for cause, is_one in causes.items() if is_one]
+    return f", less with {' and '.join(found)}" if found else ""
 
 
 def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
@@ -180,9 +226,10 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
     Of a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
+    rounds = confirmation_rounds(plan)
     times = {
         trial.id: known[key] * trial.config.epochs
-        for trial in likely
+        for trial in itertools.chain(likely, *rounds)
         if (key := pace_key(trial.config.to_dict())) in known
     }
     if not times:
@@ -198,8 +245,8 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
     # those that a search will propose are taken to be like those that it has
     trials = list(itertools.islice(itertools.cycle(likely), max(1, round(_whole_trials(plan)))))
     cpus, gpus, assumed = _have(study, likely)
-    packed = pack(trials, cpus, gpus, seconds, most=_most(study))
-    total = sum(seconds(trial) * trial.config.epochs for trial in trials)
+    packed = pack(trials, cpus, gpus, seconds, most=_most(study), rounds=rounds)
+    total = sum(seconds(trial) * trial.config.epochs for trial in itertools.chain(trials, *rounds))
     use = ""
     if study.address is None and packed.makespan:
         have = {"CPUs": cpus, "GPUs": gpus}
@@ -209,7 +256,7 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
         }
         name = max(shares, key=lambda each: shares[each])
         use = f", utilisation of the {name} at most {100 * shares[name]:.0f} %"
-    unknown = len(likely) - len(times)
+    unknown = sum(trial.id not in times for trial in likely)
     notes = [
         assumed,
         f"{counted(packed.unfit, 'trial')} too large for this machine" if packed.unfit else "",

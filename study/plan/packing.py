@@ -4,7 +4,7 @@ It follows the loop of a study (:mod:`study.execution.loop`). The next trial of 
 its CPUs and its GPUs, or its share of one, are free. While it waits, those behind it begin if they
 fit and keep nothing from it or end before it could begin (EASY backfilling, D. Lifka 1995). The
 last trials run longest first. `plan` packs trials whose seconds are known, `simulate` also lets a
-scheduler end some early.
+scheduler end some early. Rounds of a race (:mod:`study.search.racing`) follow one after the other.
 
 Limits: one machine; what a trial takes beside its epochs is ``start_seconds``.
 """
@@ -64,6 +64,15 @@ class Schedule:
     early: int = 0
     unfit: int = 0
 
+    def append(self, later: Schedule) -> None:
+        """Add one that begins when this one ends."""
+        self.makespan += later.makespan
+        self.most = max(self.most, later.most)
+        for name, held in later.held.items():
+            self.held[name] += held
+        self.epochs, self.saved = self.epochs + later.epochs, self.saved + later.saved
+        self.early, self.unfit = self.early + later.early, self.unfit + later.unfit
+
 
 def need_of(trial: PlannedTrial) -> Need:
     """Return what a trial takes of a machine."""
@@ -81,6 +90,7 @@ def pack(
     needs: Callable[[PlannedTrial], Need] = need_of,
     ends: Ends | None = None,
     start_seconds: float = 0.0,
+    rounds: Sequence[Sequence[PlannedTrial]] = (),
 ) -> Schedule:
     """Pack trials, in their order, into the CPUs and GPUs of a machine.
 
@@ -92,10 +102,15 @@ def pack(
         needs: returns what a trial takes.
         ends: ends trials early; None if nothing does.
         start_seconds: seconds before the first epoch of each trial.
+        rounds: trials that begin once all before have ended, by round; nothing ends them early.
     """
-    packing = _Packing(cpus, gpus, seconds, most or len(trials), ends, start_seconds)
-    packing.wait([(trial, needs(trial)) for trial in trials])
-    return packing.run()
+    packed = Schedule()
+    for entry in (trials, *rounds):
+        early = ends if entry is trials else None
+        packing = _Packing(cpus, gpus, seconds, most or len(entry), early, start_seconds)
+        packing.wait([(trial, needs(trial)) for trial in entry])
+        packed.append(packing.run())
+    return packed
 
 
 class _Room:

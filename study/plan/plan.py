@@ -14,6 +14,7 @@ Algorithms that learn from results propose later; see :mod:`study.search.agenda`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +83,19 @@ class Plan:
         if not study.search.adaptive:
             return len(self.trials)
         history = sum(is_history(trial.params, study.parsed_space) for trial in self.trials)
-        points = len(self.rows) * len(study.parsed_space.grid_points()) - len(self.excluded)
-        return history + points * len(study.seeds) * _configurations_proposed(study)
+        return history + sum(map(self.size_of, self.rows))
+
+    def size_of(self, row: RowConfig) -> int:
+        """Return the number of a row's trials, without those in a space that has changed since."""
+        if not self.study.search.adaptive:
+            return sum(trial.row == row.label for trial in self.trials)
+        each = len(self.study.seeds) * _configurations_proposed(self.study)
+        return self.points(row) * each
+
+    def points(self, row: RowConfig) -> int:
+        """Return at how many points of the grids an adaptive search searches a row."""
+        left_out = sum(entry.row == row.label for entry in self.excluded)
+        return len(self.study.parsed_space.grid_points()) - left_out
 
     @property
     def key(self) -> str:
@@ -142,6 +154,29 @@ def likely_trials(plan: Plan) -> tuple[PlannedTrial, ...]:
     except ValueError:
         return plan.first
     return drawn.trials
+
+
+def confirmation_rounds(plan: Plan) -> list[list[PlannedTrial]]:
+    """Return trials like those that confirm the best (:mod:`study.search.racing`), by round.
+
+    Which configurations are the best is not known: the first ones of each row stand for them. Of
+    several a race may drop some early; all of them are here.
+    """
+    study, first = plan.study, [t for t in likely_trials(plan) if t.seed == plan.study.seeds[0]]
+    best: list[PlannedTrial] = []
+    for row in plan.rows if study.search.confirm else ():
+        mine = [trial for trial in first if trial.row == row.label]
+        count = _finalists(plan, row) if study.search.adaptive else len(mine)
+        best += itertools.islice(itertools.cycle(mine), min(study.search.confirm, count))
+    return [[trial.with_seed(seed) for trial in best] for seed in study.search.confirm_seeds]
+
+
+def _finalists(plan: Plan, row: RowConfig) -> int:
+    """Return how many configurations of an adaptive search train in a row to the end."""
+    search = plan.study.search
+    if search.scheduler == "halving":
+        return plan.points(row) * halved(search.num_samples, search.reduction_factor)[-1]
+    return plan.points(row) * search.num_samples
 
 
 def _check_count(study: StudyConfig, space: Space) -> None:

@@ -49,6 +49,11 @@ class PlannedTrial:
         named = {"id": self.id, "row": self.row, "seed": self.seed}
         return named | {"config": self.config.to_dict()} | self.origin
 
+    def with_seed(self, seed: int) -> PlannedTrial:
+        """Return the same trial with another seed."""
+        config = dataclasses.replace(self.config, seed=seed)
+        return dataclasses.replace(self, id=trial_id(config), seed=seed, config=config)
+
     @cached_property
     def pace(self) -> str:
         """Its :func:`~study.plan.identity.pace_key`, for which a full agenda asks often."""

@@ -470,3 +470,11 @@ def test_a_small_form_is_its_changes_under_a_name_of_its_own(tmp_path: Path) -> 
     path.write_text("name: mine\n")
     with pytest.raises(ValueError, match="has no small form; add the changes"):
         load(str(path), download=False, small=True)
+
+
+def test_a_study_that_is_small_has_not_the_small_form_of_another() -> None:
+    """Quickstart is the table with a small budget; that of the table takes longer."""
+    assert load("quickstart", download=False).small == {}
+    with pytest.raises(ValueError, match="has no small form"):
+        load("quickstart", download=False, small=True)
+    assert load("table", download=False, small=True).trial.epochs == 12

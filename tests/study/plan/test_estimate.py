@@ -9,7 +9,7 @@ import pytest
 from study.cli import main
 from study.config import StudyConfig
 from study.plan import estimate
-from study.plan.estimate import describe_plan
+from study.plan.estimate import describe_cost, describe_plan
 from study.plan.plan import make_plan
 from tests.study.conftest import made_up_events, write_ledger
 
@@ -60,6 +60,43 @@ def test_the_expected_time_is_that_of_trials_packed_into_cpus_and_gpus(
     study = tiny("packed", *changes)
     write_ledger(study, made_up_events(study))
     assert lines(study, "Expected time: ") == [f"Expected time: {said}"]
+
+
+GRID = "space={optimizer.lr: {grid: [0.01, 0.1]}}"
+CONFIRMED = ("search.algorithm=grid", "search.confirm=1", "search.confirm_seeds=[7,8,9]")
+
+
+def test_runs_that_confirm_the_best_take_time_round_by_round(tiny: Tiny) -> None:
+    """Four trials of 100 s on four CPUs, then three rounds of one in each of two rows."""
+    study = tiny("confirmed", "baseline=null", "trial.epochs=100", "cpus=4", GRID, *CONFIRMED)
+    write_ledger(study, made_up_events(study))
+    (time,) = lines(study, "Expected time: ")
+    assert time.startswith("Expected time: 7 min, at most 4 at a time (17 min of trial time)")
+    assert describe_cost(make_plan(study)) == "Cost: about 0 GPU hours and 0.278 CPU hours"
+    (race,) = lines(tiny("race", GRID, *CONFIRMED, "search.confirm=2"), "Expected time: ")
+    assert race.endswith(", less with what a race decides early")
+
+
+def test_simulated_are_the_runs_that_confirm_too(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tiny("simulated", "baseline=null", "trial.epochs=100", GRID, *CONFIRMED)
+    write_ledger(study, made_up_events(study))
+    assert main(["simulate", str(study.folder), "--slots", "4", "--seconds", "10"]) == 0
+    said, _, four = capsys.readouterr().out.splitlines()
+    assert said == "simulated: 10 trials, 6 of which confirm the best"
+    assert four.split()[:6] == ["4", "7", "min", "62", "%", "0"]
+    assert four.split()[6] == "1000"
+
+
+def test_a_size_is_a_product_only_where_it_is_one(tiny: Tiny) -> None:
+    """A row that leaves out one of two points has half the configurations of the other."""
+    momentum = "space={optimizer.momentum: {grid: [0.0, 0.9]}}"
+    rows = "rows=[{label: sgd}, {label: rprop, overrides: {optimizer.name: rprop}}]"
+    words = ("baseline=null", "seeds=[0,1]", "search.algorithm=grid", momentum, rows)
+    assert lines(tiny("unequal", *words), "unequal: ") == [
+        "unequal: 6 trials = 3 configurations (grid) of 2 rows (sgd: 2, rprop: 1) x 2 seeds"
+    ]
 
 
 def test_a_gang_takes_as_many_simulated_slots_as_workers(

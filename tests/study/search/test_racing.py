@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from study.ledger.state import fold
+from study.plan.estimate import describe_plan
 from study.plan.plan import make_plan
 from study.results.configurations import best, configurations
 from study.search.agenda import adopt
@@ -79,6 +80,46 @@ def test_a_row_with_one_configuration_is_confirmed(searched: Make) -> None:
     study = searched("rows=[]", "baseline=null", space=alone)
     done = Pretend(make_plan(study), noisy(lucky), slots=2).run()
     assert [trial.seed for trial in done] == [0, *range(10, 20)]
+
+
+SPACE = "\nspace: {optimizer.lr: {uniform: [0.01, 1.0]}}\nsearch: {num_samples: 4}\n"
+HALVING = ("search.scheduler=halving", "search.num_samples=9", "search.reduction_factor=3")
+PBT = ("search.scheduler=pbt", "search.perturbation_interval=2", "trial.epochs=4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        (
+            (),
+            "14 trials = 2 rows (float32, lns matmul) x 4 configurations (random) x 1 seed, and 6",
+        ),
+        (("rows=[]", "search.algorithm=tpe"), "7 trials = 1 row (tiny) x 4"),
+        (("rows=[]", *HALVING), "16 trials = 1 row (tiny) x 13 "),
+        (("rows=[]", *PBT), "11 trials = 1 row (tiny) x 8 "),
+    ],
+)
+def test_a_plan_counts_the_runs_that_confirm(
+    searched: Make, changes: tuple[str, ...], size: str
+) -> None:
+    """As many as there will be: nothing drops out of a race of one."""
+    confirm = ("baseline=null", "search.confirm=1", "search.confirm_seeds=[7,8,9]")
+    plan = make_plan(searched(*confirm, *changes, space=SPACE))
+    assert next(describe_plan(plan)).startswith(f"tiny: {size}")
+    done = Pretend(plan, noisy(lambda params, seed: params["optimizer.lr"])).run()
+    assert len(done) == int(size.split()[0])
+
+
+def test_a_plan_of_a_race_says_that_it_may_take_fewer(searched: Make) -> None:
+    plan = make_plan(searched("rows=[]", "baseline=null", space=RACE))
+    assert next(describe_plan(plan)) == (
+        "tiny: up to 35 trials = 1 row (tiny) x 5 configurations (grid) x 1 seed, and up to 30 that"
+        " confirm the best"
+    )
+    assert 5 < len(Pretend(plan, noisy(lucky)).run()) < 35
+    alone = RACE.replace("0.01, 0.02, 0.03, 0.04, 0.05", "0.03")
+    study = searched("rows=[]", "baseline=null", space=alone)
+    assert next(describe_plan(make_plan(study))).endswith("and up to 10 that confirm the best")
 
 
 @pytest.mark.parametrize(
