@@ -42,7 +42,9 @@ class Interval:
             says itself; None where it does not.
         epochs: number of reported epochs.
         alone, alone_seconds: number of epochs during which surely no other trial ran, and their
-            total seconds by the clock of the trial's process.
+            total seconds by the clock of the trial's process; without the first, which also
+            compiles, and the last, which also tests, and none of a loop of the user's own.
+        last_alone: seconds of the last epoch so far, if no other trial ran; else 0.
         own_loop: whether a loop of the user's own trains it, whose epochs need not be alike.
     """
 
@@ -62,6 +64,7 @@ class Interval:
     epochs: int = 0
     alone: int = 0
     alone_seconds: float = 0.0
+    last_alone: float = 0.0
     own_loop: bool = False
 
 
@@ -219,6 +222,9 @@ class Run:
         """
         time, seconds, last = event["time"], event.get("seconds"), interval.last
         interval.epochs += 1
+        interval.alone += interval.last_alone > 0
+        interval.alone_seconds += interval.last_alone
+        interval.last_alone = 0.0
         if last is None:
             interval.first = time
             if seconds is not None:
@@ -227,12 +233,10 @@ class Run:
             self._alone_since is not None
             and self._alone_since < last < time
             and seconds is not None
-            and 0 < seconds <= time - self._alone_since
+            and seconds <= time - self._alone_since
+            and not interval.own_loop
         ):
-            interval.alone, interval.alone_seconds = (
-                interval.alone + 1,
-                interval.alone_seconds + seconds,
-            )
+            interval.last_alone = seconds
         interval.last = time
 
     def _end(self, trial: str, time: float, how: str) -> None:

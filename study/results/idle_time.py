@@ -176,9 +176,9 @@ def sentences(state: StudyState) -> list[str]:
         compared = (
             f"{alone[0]:.2f} of the speed of a trial alone (of {alone[1]} of"
             f" {len({i.trial for i in run.intervals})} trials: those like one that ran alone for an"
-            " epoch)"
+            " epoch; starts and tests count as time lost)"
             if alone
-            else "no trial ran alone for an epoch, so there is no speed to compare with"
+            else "no trial ran alone for an epoch between its first and last: no speed to compare"
         )
         texts.append(f"{rate:.3g} epochs a second; {compared}.")
     return [*texts, *filter(None, [remark(run)])]

@@ -24,8 +24,9 @@ run has none, one in an earlier run of the same software on the same machines::
 
     speed = sum_i epochs_i a_i / sum_i seconds_i
 
-So 1 is as many epochs as if every slot in use trained as fast as one alone, and starts took no
-time. Without such an epoch there is no speed: nothing is invented.
+So 1 is as many epochs as if every slot in use trained as fast as one alone, and starts and tests
+took no time. A trial's first and last epochs are not timed, which also compile and test, nor those
+of a loop of the user's own. Without such an epoch there is no speed: nothing is invented.
 """
 
 from __future__ import annotations

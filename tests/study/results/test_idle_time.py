@@ -130,7 +130,7 @@ def test_the_figures_in_words(tiny: Tiny) -> None:
         ),
         (
             "0.316 epochs a second; 0.33 of the speed of a trial alone (of 2 of 2 trials: those"
-            " like one that ran alone for an epoch)."
+            " like one that ran alone for an epoch; starts and tests count as time lost)."
         ),
         (
             "Trials trained for 2 % of the CPUs' time; idle: 97 % at the end, when no trial was"

@@ -124,7 +124,7 @@ def test_epochs_alone_are_those_during_which_no_other_trial_ran(
         others = [each for each in held if each is not mine]
         alone = [
             b - a
-            for a, b in pairwise(mine.reports)
+            for a, b in list(pairwise(mine.reports))[:-1]
             if all((each.end or 0) < a or each.begin >= b for each in others)
         ]
         assert (interval.alone, interval.alone_seconds) == (len(alone), sum(alone))
@@ -134,7 +134,7 @@ def test_epochs_alone_are_those_during_which_no_other_trial_ran(
 # --------------------------------------------------------------------------------------------------
 
 TWO = [
-    Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 32, 50], seconds=[10, 12, 16]),
+    Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 32, 42, 50], seconds=[10, 12, 8, 9]),
     Held(trial="b", begin=10, end=30, slots=[1], reports=[30], seconds=[15]),
 ]
 """Two trials of one CPU: both run from 10 to 30, one of them alone from 30 to 50."""
@@ -150,14 +150,14 @@ def test_two_trials_by_hand() -> None:
         60 / 160,
         {"cpus": 60 / 400},
     )
-    assert epochs_a_second(run) == 4 / 40
-    # a's last epoch is the one timed alone, by its process
-    assert speed(run, lambda trial: trial) == (3 * 16 / 40, 1)
-    assert speed(run, lambda trial: "like") == (4 * 16 / 60, 2)
+    assert epochs_a_second(run) == 5 / 40
+    # a's third epoch is the one timed alone, by its process; the last one also tests
+    assert speed(run, lambda trial: trial) == (4 * 8 / 40, 1)
+    assert speed(run, lambda trial: "like") == (5 * 8 / 60, 2)
     assert slots_in_use(run) == (0, 4)
     assert what_held(run) == pytest.approx(
-        {BEFORE: 40 / 400, FEW: 180 / 400, TAIL: 120 / 400, STARTS: 5 / 400}
-    )  # an epoch takes 15 s on average
+        {BEFORE: 40 / 400, FEW: 180 / 400, TAIL: 120 / 400, STARTS: 10 / 400}
+    )  # an epoch takes 10 s on average
 
 
 def test_the_resource_that_binds_is_the_one_with_the_higher_share() -> None:
@@ -191,12 +191,13 @@ def test_without_an_epoch_alone_there_is_no_speed() -> None:
 @pytest.mark.parametrize(
     ("reports", "seconds"),
     [
-        ([10, 30, 30, 31], [10, 10, 10, 10]),  # the driver hears of two epochs at once
-        ([10, 20, 30, 31], [10, 10, 10, 1]),  # that of 30 it hears of with the end of the other one
-        ([10, 31, 32], [10, 10, 10]),  # it began before the other one ended
-        ([10, 31, 32], [10, 10, 0.0]),
-        ([10, 31, 32], [10, 10, None]),
-        ([10, 31, 32], None),
+        ([10, 30, 30, 31, 50], [10, 10, 10, 10, 9]),  # the driver hears of two epochs at once
+        ([10, 20, 30, 31, 50], [10, 10, 10, 1, 9]),  # of that of 30 as of the other one's end
+        ([10, 31, 31.5, 50], [10, 10, 10, 9]),  # it began before the other one ended
+        ([10, 31, 31.5, 50], [10, 10, 0.0, 9]),
+        ([10, 31, 31.5, 50], [10, 10, None, 9]),
+        ([10, 31, 31.5, 50], None),
+        ([10, 20, 31, 31.5], [10, 10, 10, 0.5]),  # the last one also tests
     ],
 )
 def test_an_epoch_of_which_it_is_not_sure_that_it_ran_alone_is_not_timed(
@@ -212,7 +213,7 @@ def test_an_epoch_of_which_it_is_not_sure_that_it_ran_alone_is_not_timed(
 
 
 def test_where_none_ran_alone_the_epochs_of_earlier_runs_count() -> None:
-    """On the same machine and of the same software; a's epoch alone takes 16 s there."""
+    """On the same machine and of the same software; a's epoch alone takes 8 s there."""
     held = [
         Held(trial=trial, begin=1000, end=1080, slots=[slot], reports=[1020, 1040, 1060, 1080])
         for slot, trial in enumerate("ab")
@@ -220,8 +221,8 @@ def test_where_none_ran_alone_the_epochs_of_earlier_runs_count() -> None:
     events = [*events_of(TWO, [(0, 2, 0)], 100), *events_of(held, [(1000, 2, 0)], 1100)]
     before, run = runs_of(events)
     assert speed(run, lambda trial: trial) is None
-    assert speed(run, lambda trial: trial, [before]) == (4 * 16 / 80, 1)
-    assert speed(run, lambda trial: "like", [before]) == (8 * 16 / 160, 2)
+    assert speed(run, lambda trial: trial, [before]) == (4 * 8 / 80, 1)
+    assert speed(run, lambda trial: "like", [before]) == (8 * 8 / 160, 2)
     assert speed(run, lambda trial: trial, [replace(before, software={"commit": "other"})]) is None
     for interval in before.intervals:
         interval.hosts = ["elsewhere"]
