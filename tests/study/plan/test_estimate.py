@@ -109,9 +109,9 @@ def test_a_gang_takes_as_many_simulated_slots_as_workers(
     assert main(words) == 0
     _, _, one, four = capsys.readouterr().out.splitlines()
     assert one.split() == ["1", *["6", "trials", "of", "more", "workers"], *["-"] * 5]
-    # four of one worker beside each other, six gangs by turns, the other two: eight times 3 s and
-    # a start of 0.05 s
-    assert four.split()[:5] == ["4", "24", "s", "92", "%"]
+    # four of one worker beside each other, six gangs by turns, the other two: eight times 3 s, of
+    # 4 slots 90 / 96
+    assert four.split()[:5] == ["4", "24", "s", "94", "%"]
 
 
 DEEP = [16] * 40
