@@ -45,6 +45,7 @@ def loop(name: str, fmt: LNSFormat, folder: Path) -> Counter[str]:
         more |= {
             "COPIES": elementwise.COPIES,
             "SHARED_TABLES": 1,
+            "MOST_ENTRIES": elementwise.LISTS[name[:3]][1],
             "FINE_LAST": len(stochastic_tables(fmt.fraction_bits).plus) - 1,
         }
     source.write_text(runtime.kernel_source("updates.cu" if more["FAST"] else "updates_float32.cu"))

@@ -64,7 +64,7 @@ WITH_TABLE = (
 )  # fmt: skip
 COPIES = 8
 MOST_CODES = 4096
-"""Codes that a thread block of a whole normalization keeps, as in ``normalization.cu``."""
+"""Codes that a thread block of a whole normalization keeps."""
 
 
 @lru_cache(maxsize=512)
@@ -78,13 +78,14 @@ def elementwise_kernel(name: str, bits: int, fraction_bits: int, device: int) ->
     shared = (
         len(gaussian_tables(fraction_bits).plus) * 4 * COPIES if fast and name in WITH_TABLE else 0
     )
-    defines = {"FAST": int(fast), "COPIES": COPIES}
+    defines = {"FAST": int(fast), "COPIES": COPIES, "MOST_CODES": MOST_CODES}
     updates, adam = name.startswith(("sgd", "adam")), name.startswith("adam")
     if updates:
         fine, behind = (
             len(stochastic_tables(fraction_bits).plus),
             fraction_bits <= REPLICATED_FRACTION_BITS,
         )
+        defines |= {"MOST_ENTRIES": LISTS[name[:3]][1]}
         defines |= {"ADAM_KERNELS": int(adam), "FINE_LAST": fine - 1, "SHARED_TABLES": int(behind)}
         if behind:
             shared += (

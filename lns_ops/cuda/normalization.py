@@ -77,7 +77,8 @@ def cut_of(
     shifts = [-logarithm(n, fraction_bits) for n in (length, pieces)]
     kept = tuple(1 if d in dims else n for d, n in enumerate(shape))
     numbers = (plan.terms, plan.sums, *plan.places, length, *shifts, columns)
-    return Cut(kept, plan.sums, numbers, plan.wide)
+    wide = plan.wide and (pieces == 1 or length % 8 == 0)  # where a mean begins, too
+    return Cut(kept, plan.sums, numbers, wide)
 
 
 def _columns(terms: int, groups: int, length: int, stride: int, device: int) -> int:

@@ -301,17 +301,26 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
     """Return a copy of a host table on a device, to be kept.
 
-    A thread of its own makes it: ``torch.compile(mode="reduce-overhead")`` gives what the calling
-    thread allocates memory that it uses again, and refuses what outlives the step.
+    A thread of its own makes it, on the caller's stream: ``torch.compile(mode="reduce-overhead")``
+    gives what the calling thread allocates memory that it uses again, and refuses what outlives the
+    step.
     """
-    host, made = torch.from_numpy(np.array(table)), list[Tensor]()
-    thread = threading.Thread(
-        target=lambda: made.append(host.to(torch.device("cuda", device))), name="lns_ops-table"
-    )
+    host, stream = torch.from_numpy(np.array(table)), torch.cuda.current_stream(device)
+    made: list[Tensor] = []
+    failed: list[Exception] = []
+
+    def copy() -> None:
+        try:
+            with torch.cuda.stream(stream):
+                made.append(host.to(stream.device))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=copy, name="lns_ops-table")
     thread.start()
     thread.join()
-    if not made:
-        raise RuntimeError(f"a table of {host.nbytes} bytes could not be copied to GPU {device}")
+    if failed:
+        raise failed[0]
     return made[0]
 
 

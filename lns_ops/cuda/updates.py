@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lns_ops._compat import foreach_add_
@@ -202,9 +203,9 @@ _waiting = _Waiting()
 
 @contextmanager
 def updates_together() -> Iterator[None]:
-    """Launch LNS updates of parameters as the context ends, those of a kernel together.
+    """Launch LNS updates of parameters together, those of a kernel as they fill its list.
 
-    Until then what they write must not be read, and no two may write the same memory.
+    Until the context ends what they write must not be read, and no two may write the same memory.
     """
     if _waiting.updates is not None:
         yield
@@ -213,33 +214,58 @@ def updates_together() -> Iterator[None]:
     try:
         yield
     finally:
-        steps, _waiting.steps, _waiting.updates = _waiting.steps, [], None
-        if steps:
-            foreach_add_(steps, 1)
+        _waiting.updates = None
+        _advance()
         for kernel, waiting in updates.items():
             _launch(kernel, waiting)
 
 
+def may_wait(weight: Tensor) -> bool:
+    """Return whether the update of ``weight`` can be launched with others.
+
+    In code that torch.compile traces it cannot: the compiler counts on what an operator has written
+    as it returns.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and _waiting.updates is not None
+        and type(weight) is Tensor
+        and weight.is_cuda
+    )
+
+
 def advance(step: Tensor) -> None:
     """Add 1 to a count of steps that updates read on its device; with them, if these wait."""
-    if _waiting.updates is None or not step.is_cuda:
-        step.add_(1)
-    else:
+    if may_wait(step):
         _waiting.steps.append(step)
+    else:
+        step.add_(1)
 
 
-def _update(kernel: tuple[Any, ...], entry: Sequence[int], used: Any) -> None:
+def _advance() -> None:
+    steps, _waiting.steps = _waiting.steps, []
+    if steps:
+        foreach_add_(steps, 1)
+
+
+def _update(kernel: tuple[Any, ...], entry: Sequence[int], used: Any, wait: bool) -> None:
     """Launch the update of a parameter, or have it wait.
 
     Args:
         kernel: name, bits, fraction bits and device, and what all parameters share.
         entry: addresses, number of elements and key, as the kernel's list has them.
         used: tensors that must live until the launch.
+        wait: whether it may wait (:func:`may_wait`).
     """
-    if _waiting.updates is None:
+    if not wait or _waiting.updates is None:
         _launch(kernel, [(entry, used)])
-    else:
-        _waiting.updates.setdefault(kernel, []).append((entry, used))
+        return
+    updates = _waiting.updates.setdefault(kernel, [])
+    updates.append((entry, used))
+    if len(updates) == LISTS[kernel[0][:3]][1]:
+        _advance()
+        _launch(kernel, updates)
+        updates.clear()
 
 
 def _launch(key: tuple[Any, ...], updates: Sequence[tuple[Sequence[int], Any]]) -> None:
@@ -250,14 +276,13 @@ def _launch(key: tuple[Any, ...], updates: Sequence[tuple[Sequence[int], Any]]) 
     )
     random = name.endswith("_stochastic")
     fine = _fine_table(fraction_bits, device) if random else None
-    most = LISTS[name[:3]][1]
-    for some in (updates[first : first + most] for first in range(0, len(updates), most)):
-        entries, blocks = [], 0
-        for (*addresses, n, number), _ in some:
-            own, _, _ = grid_of(n, device, kernel=kernel, waves=2)
-            aligned = alignment_flag(*addresses[:-1])  # the last is the step's
-            entries.append((*addresses, n, number, blocks, own, aligned))
-            blocks += own
+    entries, blocks = [], 0
+    for (*addresses, n, number), _ in updates:
+        own, _, _ = grid_of(n, device, kernel=kernel, waves=2)
+        aligned = alignment_flag(*addresses[:-1])  # the last is the step's
+        entries.append((*addresses, n, number, blocks, own, aligned))
+        blocks += own
+    if entries:
         kernel(
             (blocks, 1, 1), THREADS, device, *shared, len(entries), tables.signed.data_ptr(),
             tables.gauss.data_ptr(), pointer_of(fine), entries=entries,
@@ -267,7 +292,7 @@ def _launch(key: tuple[Any, ...], updates: Sequence[tuple[Sequence[int], Any]]) 
 def sgd_update_(
     weight: Tensor, grad: Tensor, buffer: Tensor | None, compensation: Tensor | None,
     step: Tensor | None, negative_lr: int, momentum: int | None, key: int | None,
-    rate: Tensor | None, bits: int, fraction_bits: int,
+    rate: Tensor | None, bits: int, fraction_bits: int, wait: bool = False,
 ) -> None:  # fmt: skip
     """Make one SGD step in LNS operations, in place.
 
@@ -282,6 +307,7 @@ def sgd_update_(
             (name, bits, fraction_bits, device, pointer_of(rate), negative_lr, momentum or 0),
             (*arrays, weight.numel(), key or 0),
             (grad, rate),
+            wait,
         )
 
 
@@ -289,7 +315,7 @@ def adam_update_(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, root: Tensor, residue: Tensor | None,
     compensation: Tensor | None, step: Tensor, negative_lr: int, beta1: float, beta2: float,
     eps: float, weight_decay: int | None, decoupled: bool, key: int | None, rate: Tensor | None,
-    bits: int, fraction_bits: int,
+    bits: int, fraction_bits: int, wait: bool = False,
 ) -> None:  # fmt: skip
     """Make one Adam or AdamW step in LNS operations, in place.
 
@@ -314,4 +340,5 @@ def adam_update_(
             (name, bits, fraction_bits, device, *shared),
             (*arrays, weight.numel(), key or 0),
             (grad, rate, correction, eps_hat, moves),
+            wait,
         )

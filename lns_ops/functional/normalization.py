@@ -225,11 +225,20 @@ def _track_on_gpu_(
     unbiased: float, momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     averages = (mean_average, variance_average)
-    if all(a is None or (a.dtype is torch.float32 and a.is_contiguous()) for a in averages):
-        by = _code_of(unbiased, bits, fraction_bits)
-        on_gpu.track_(averages, mean, variance, by, momentum, bits, fraction_bits)
-    else:
+    given = [average for average in averages if average is not None]
+    if not all(
+        a.dtype is torch.float32
+        and a.is_contiguous()
+        and (a.device, a.numel()) == (mean.device, mean.numel())
+        for a in given
+    ):
         _track_(*averages, mean, variance, unbiased, momentum, bits, fraction_bits)
+        return
+    by = _code_of(unbiased, bits, fraction_bits)
+    on_gpu.track_(averages, mean, variance, by, momentum, bits, fraction_bits)
+    for average in given:
+        if not average.is_inference():
+            torch.autograd.graph.increment_version(average)
 
 
 def _shapes(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from lns_ops import cpu
-from lns_ops.cuda.updates import advance, updates_together
+from lns_ops import cpu, cuda
+from lns_ops.cuda.updates import advance, may_wait, updates_together
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat
 
@@ -90,7 +91,8 @@ def sgd_update_(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
-    OPS.sgd_update_(
+    update = partial(cuda.sgd_update_, wait=True) if may_wait(weight) else OPS.sgd_update_
+    update(
         weight, grad, buffer, compensation, step, number, momentum, key, rate, fmt.bits,
         fmt.fraction_bits,
     )  # fmt: skip
@@ -129,7 +131,8 @@ def adam_update_(
             " zeros) or a key"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
-    OPS.adam_update_(
+    update = partial(cuda.adam_update_, wait=True) if may_wait(weight) else OPS.adam_update_
+    update(
         weight, grad, exp_avg, root, residue, compensation, step, number, beta1, beta2, eps,
         weight_decay, decoupled, key, rate, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip

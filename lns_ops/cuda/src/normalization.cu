@@ -1,5 +1,7 @@
 // Normalizations: kernels for the elementwise part alone, and kernels for all of one, where a
 // thread block can take a group (what is averaged together) of it.
+//
+// -D: as sums.cuh; MOST_CODES: codes that a thread block keeps.
 #include "sums.cuh"
 
 // An operand that is repeated: element i meets codes[i / div % mod]. Absent if there are no codes.
@@ -102,7 +104,6 @@ struct Groups {
 
 // A thread's place among those that take a group together: threads beside each other take elements
 // beside each other. Behind the sums' shared memory lie MOST_CODES codes, and one a group.
-constexpr int MOST_CODES = 4096;
 struct Team {
     int columns, slots, column, slot;
     i64 group, base;

@@ -218,3 +218,26 @@ def test_parameters_that_are_updated_together_have_the_bits_of_a_cpu(
 
     for got, wanted in zip(trained("cuda"), trained("cpu"), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_compiled_step_updates_as_an_eager_one(name: str) -> None:
+    """The compiler counts on what an operator has written as it returns."""
+
+    def trained(compiles: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [
+            lns_ops.LNSTensor.from_float(torch.randn(9, 5), "lns12").cuda().requires_grad_()
+            for _ in range(3)
+        ]
+        optimizer = getattr(lns_ops.optim, name)(parameters, lr=0.1, kahan_sum=True)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiles else optimizer.step
+        for _ in range(3):
+            for x in parameters:
+                x.grad = lns_ops.LNSTensor.from_float(torch.randn(9, 5), "lns12").cuda()
+            step()
+        return [x.codes for x in parameters]
+
+    torch.compiler.reset()
+    for got, wanted in zip(trained(compiles=True), trained(compiles=False), strict=True):
+        assert torch.equal(got, wanted)

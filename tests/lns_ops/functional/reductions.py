@@ -45,5 +45,7 @@ WHOLE_NORMALIZATIONS = [
     ((2, 3, 70, 64), [0, 2, 3]),
     ((700, 24), [1]),
     ((4, 20, 70), [0, 1]),
+    ((8, 1, 7, 7), [0, 2, 3]),
+    ((24, 1, 130), [0, 2]),
 ]
 """Shapes of what is normalized, and over which dimensions."""
