@@ -36,7 +36,7 @@ def _kernel(name: str, bits: int, fraction_bits: int, device: int) -> runtime.Cu
 atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def function_table(
     function: str, parameters: tuple[float, ...], fmt: LNSFormat, device: int
 ) -> Tensor:

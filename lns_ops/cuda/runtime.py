@@ -301,18 +301,18 @@ def count_faults_apart(stream: torch.cuda.Stream) -> None:
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
     """Return a copy of a host table on a device, to be kept.
 
-    A thread of its own makes it, on the caller's stream: ``torch.compile(mode="reduce-overhead")``
-    gives what the calling thread allocates memory that it uses again, and refuses what outlives the
-    step.
+    A thread of its own makes it, on the default stream: ``torch.compile(mode="reduce-overhead")``
+    gives what the caller allocates memory that it uses again, and refuses what outlives the step.
+    So memory of a table that is given up may be another's while kernels on a stream still read it:
+    callers keep more tables than a process needs.
     """
-    host, stream = torch.from_numpy(np.array(table)), torch.cuda.current_stream(device)
+    host = torch.from_numpy(np.array(table))
     made: list[Tensor] = []
     failed: list[Exception] = []
 
     def copy() -> None:
         try:
-            with torch.cuda.stream(stream):
-                made.append(host.to(stream.device))
+            made.append(host.to(torch.device("cuda", device)))
         except Exception as error:
             failed.append(error)
 

@@ -62,7 +62,7 @@ def _float32_update(name: str, bits: int, fraction_bits: int, device: int) -> Cu
 atexit.register(_float32_update.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _fine_table(fraction_bits: int, device: int) -> Tensor:
     """Return the corrections of additions that round at random.
 
@@ -71,7 +71,7 @@ def _fine_table(fraction_bits: int, device: int) -> Tensor:
     return uploaded(np.stack(stochastic_tables(fraction_bits), axis=1), device)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=1024)
 def _adam_tables(
     beta1: float, beta2: float, eps: float, fmt: LNSFormat, device: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +96,7 @@ def _check_in_place(weight: Tensor, grad: Tensor, **updated: Tensor | None) -> N
         )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _stochastic_encoding(fraction_bits: int, device: int) -> tuple[Tensor, Tensor]:
     """Return the tables of stochastic encoding, which ``StochasticEncoder`` looks up."""
     mantissas, reciprocals = stochastic_steps(fraction_bits)
@@ -121,7 +121,7 @@ def _codec(fraction_bits: int, device: int) -> tuple[int, int, int, int]:
     )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=1024)
 def _adam_scalars(beta1: float, beta2: float, eps: float, device: int) -> Tensor:
     return uploaded(adam_scalars(beta1, beta2, eps), device)
 
