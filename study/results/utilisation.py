@@ -42,6 +42,7 @@ from study.ledger.state import StudyState
 
 RESOURCES = {"cpus": "CPUs", "gpus": "GPUs"}
 EPSILON = 1e-6
+BARS = " ▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,31 @@ def line(state: StudyState, now: float | None = None) -> str:
     return f"{beginning}utilisation {percent(use.share)} of the {RESOURCES[use.resource]}" + (
         f", {rate:.3g} epochs/s" if rate else ""
     )
+
+
+def bars(state: StudyState, now: float | None = None, columns: int = 60) -> str:
+    """Return the slots in use over a run as characters, from its command on; "" without any.
+
+    Each stands for an equal time: blank for no slot in use, ``▁`` to ``█`` for up to all that the
+    run had at most.
+
+    Args:
+        state: the study's state.
+        now: the time, while the study runs.
+        columns: number of characters.
+    """
+    run = state.run if now is None or not state.runs else state.runs[-1]
+    if run is None or not run.intervals or (seconds := _end(run, now) - run.begin) <= 0:
+        return ""
+    held, each = [0.0] * columns, seconds / columns
+    for interval in run.intervals:
+        first = max(0.0, (interval.begin - run.begin) / each)
+        last = min(float(columns), ((interval.end or _end(run, now)) - run.begin) / each)
+        for column in range(int(first), math.ceil(last)):
+            share = min(last, column + 1.0) - max(first, float(column))
+            held[column] += share * len(interval.slots)
+    most = max(*(slots for _, slots in slots_over_time(run)), *held)
+    return "".join(BARS[math.ceil(h / most * (len(BARS) - 1) - EPSILON)] for h in held)
 
 
 def _end(run: Run, now: float | None) -> float:

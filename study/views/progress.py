@@ -36,6 +36,7 @@ from study.ledger.state import (
     name_of,
 )
 from study.results.objectives import infeasible, lacking, last_value, objective, test_value
+from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
 from study.text import counted, duration
 
@@ -213,7 +214,7 @@ def render(
         quiet = silence(trial, now, state.config.checkpoint_every) if now else 0.0
         cells = _cells(trial, metric, constraints, now, quiet)
         table.add_row(*cells, style=STYLES[trial.status])
-    hidden = len(state.trials) - len(shown)
+    hidden, drawn = len(state.trials) - len(shown), "" if clock else bars(state, now)
     lines: list[RenderableType] = [
         table,
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
@@ -225,6 +226,7 @@ def render(
             for sentence in (describe_silent(state, now) if now and not clock else [])
         ),
         *([Text(slots)] if (slots := slots_line(state, now)) else []),
+        *([Text(f"slots over time: [{drawn}]")] if drawn else []),
         *([_bar(state, clock)] if clock else []),
     ]
     return Group(*lines)

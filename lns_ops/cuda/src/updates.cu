@@ -1,10 +1,10 @@
 // Optimizer steps, fused: each array is read and written once, every operation in between is an LNS
 // operation. A launch updates as many parameters as a List holds, in thread blocks of their own.
 //
-// -D: as elementwise.cuh; MOST_ENTRIES: parameters that a List holds; FINE_LAST: last index of the table for additions that round at random;
-// ADAM_KERNELS 1: those of Adam, 0: of SGD; SHARED_TABLES 1: that table and Adam's table of decays
-// are copied to shared memory behind the Adder's, where a gather costs a few cycles instead of some
-// twenty.
+// -D: as elementwise.cuh; MOST_ENTRIES: parameters that a List holds; FINE_LAST: last index of the
+// table for additions that round at random; ADAM_KERNELS 1: those of Adam, 0: of SGD; SHARED_TABLES
+// 1: that table and Adam's table of decays are copied to shared memory behind the Adder's, where a
+// gather costs a few cycles instead of some twenty.
 #include "elementwise.cuh"
 #include "rounding.cuh"
 

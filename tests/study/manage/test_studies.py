@@ -77,7 +77,10 @@ def test_status_tells_slots(local: Tiny, capsys: pytest.CaptureFixture[str]) -> 
     arguments = ["status", "slots", "--storage", study.storage]
     folder = write(study, events)
     assert main(arguments) == 0
-    assert "last run: utilisation 2 % of the CPUs, 0.316 epochs/s" in lines(capsys)
+    shown = lines(capsys)
+    assert "last run: utilisation 2 % of the CPUs, 0.316 epochs/s" in shown
+    # of 500 s, 8.3 each, trials held one of two slots for the first 9 and from the 10th to the 19th
+    assert f"slots over time: [{'▄▄▂':60}]" in shown
     (folder / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:4]))
     with Ledger(folder):
         assert main(arguments) == 0
