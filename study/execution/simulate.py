@@ -3,10 +3,9 @@
 Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), as many at a
 time as ``max_concurrent`` allows, take their seconds per epoch, report, and are ended by the
 study's own scheduler (Ray Tune's, fed by the same reports); those that confirm the best follow,
-round by round. Nothing trains: a trial's errors are
-those of a recorded one with the same id, or else of a synthetic curve ``a + b epoch^-c`` whose a,
-b, c come from the trial's id alone. Reports at one time are taken in the order in which their
-trials began.
+round by round. Nothing trains: a trial's errors are those of a recorded one with the same id, or
+else of a synthetic curve ``a + b epoch^-c`` whose a, b, c come from the trial's id alone. Reports
+at one time are taken in the order in which their trials began.
 
 The results are the makespan, the idle share of the slots, the trials ended early, the epochs
 computed and saved, and the load on the tracking store (:data:`REQUESTS_A_TRIAL`; reports come with

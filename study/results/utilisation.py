@@ -212,7 +212,7 @@ def line(state: StudyState, now: float | None = None) -> str:
         state: the study's state.
         now: the time, while the study runs.
     """
-    run = state.run if now is None or not state.runs else state.runs[-1]
+    run = _shown(state, now)
     if run is None or (use := utilisation(run, now)) is None:
         return ""
     used, slots = slots_in_use(run)
@@ -234,18 +234,23 @@ def bars(state: StudyState, now: float | None = None, columns: int = 60) -> str:
         now: the time, while the study runs.
         columns: number of characters.
     """
-    run = state.run if now is None or not state.runs else state.runs[-1]
-    if run is None or not run.intervals or (seconds := _end(run, now) - run.begin) <= 0:
+    run = _shown(state, now)
+    if run is None or not run.intervals or (end := _end(run, now)) <= run.begin:
         return ""
-    held, each = [0.0] * columns, seconds / columns
+    held, each = [0.0] * columns, (end - run.begin) / columns
     for interval in run.intervals:
         first = max(0.0, (interval.begin - run.begin) / each)
-        last = min(float(columns), ((interval.end or _end(run, now)) - run.begin) / each)
+        last = min(float(columns), (end_of(interval, end) - run.begin) / each)
         for column in range(int(first), math.ceil(last)):
             share = min(last, column + 1.0) - max(first, float(column))
             held[column] += share * len(interval.slots)
     most = max(*(slots for _, slots in slots_over_time(run)), *held)
     return "".join(BARS[math.ceil(h / most * (len(BARS) - 1) - EPSILON)] for h in held)
+
+
+def _shown(state: StudyState, now: float | None) -> Run | None:
+    """Return the run that goes on, or the last one."""
+    return state.run if now is None or not state.runs else state.runs[-1]
 
 
 def _end(run: Run, now: float | None) -> float:
