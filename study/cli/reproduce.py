@@ -44,7 +44,11 @@ def add_reproduce(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     reproduce.add_argument("overrides", metavar="NAME", nargs="*", help="studies, and key=value")
-    reproduce.add_argument("--all", action="store_true", help="all studies that have claims")
+    reproduce.add_argument(
+        "--all",
+        action="store_true",
+        help="all studies that have claims (with --small: and a small form)",
+    )
     reproduce.add_argument("--small", action="store_true", help="their small forms")
     reproduce.add_argument(
         "--page-only", action="store_true", help="run no trials; write the page from the storage"
@@ -62,7 +66,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     small = ["--small"] if options.small else []
     output = Path(options.output or local_folder(options.storage) / "claims")
     with refusals():
-        studies = _load(_names(names, every=options.all), changes, options)
+        studies = _load(_names(names, every=options.all, small=options.small), changes, options)
         check_writable(output, "output", "choose another with --output /path/to/folder")
     again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
     words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
@@ -85,16 +89,19 @@ def _reproduce(options: argparse.Namespace) -> int:
     return worst or int(bool(missing))
 
 
-def _names(names: list[str], *, every: bool) -> list[str]:
-    """Return the studies that were named, or all that state claims."""
+def _names(names: list[str], *, every: bool, small: bool) -> list[str]:
+    """Return the studies that were named, or all that state claims, of small forms if wanted."""
     from study.config.compose import studies_with
 
     if names and every:
         raise ValueError(f"reproduce {' '.join(names)} --all: name studies or use --all, not both")
+    known = studies_with("claims")
+    if small:
+        known = [name for name in known if name in studies_with("small")]
     if not names and not every:
-        known = ", ".join(studies_with("claims"))
-        raise ValueError(f"reproduce: needs names of studies, or --all; those with claims: {known}")
-    return names or studies_with("claims")
+        words = f"those with claims{' and a small form' if small else ''}: {', '.join(known)}"
+        raise ValueError(f"reproduce: needs names of studies, or --all; {words}")
+    return names or known
 
 
 def _load(

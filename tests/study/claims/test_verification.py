@@ -324,3 +324,12 @@ def test_reproduce_needs_studies_with_claims(tmp_path: Path) -> None:
     assert main(["reproduce", "--storage", str(tmp_path)]) == 2
     assert main(["reproduce", str(plain), "--all", "--storage", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == [plain]
+
+
+def test_small_forms_are_reproduced_of_studies_that_have_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, has in ((["--small"], False), ([], True)):
+        assert main(["reproduce", *words, "--storage", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ("deep_vanilla," in line, "deep_vanilla_10000" in line) == (True, has)
