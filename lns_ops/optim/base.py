@@ -264,7 +264,8 @@ class LNSOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return the closure's loss."""
-        loss, self._rates = None, {}
+        loss = None
+        self._rates.clear()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -278,7 +279,7 @@ class LNSOptimizer(torch.optim.Optimizer):
                         key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
                         self._update(parameter, self.state[parameter], group, key)
                     index += 1
-        self._rates = {}
+        self._rates.clear()
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:

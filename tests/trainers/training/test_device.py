@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -35,4 +37,5 @@ def test_hidden_gpus_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_nvml_answers_where_there_is_a_gpu() -> None:
-    assert device._models_by_nvml(None) == torch_models()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert device._models_by_nvml(visible) == torch_models()
