@@ -58,6 +58,16 @@ def clear_tensor_caches() -> None:
             function.cache_clear()
 
 
+def leave_out_messages_to_itself(stage: Any) -> None:
+    """Have the first messages of a pipeline's stage leave out those to its own process.
+
+    In a schedule in the shape of a V a process's stage is the next of another of its own, and gloo
+    sends nothing to itself. For torch before 2.13, which does not call this (torch 2.11, 2.13).
+    """
+    made, own = stage._get_init_p2p_neighbors_ops, torch.distributed.get_rank()
+    stage._get_init_p2p_neighbors_ops = lambda: [op for op in made() if op.peer != own]
+
+
 def forget_forward_order(module: Any) -> None:
     """Have a module that ``fully_shard`` has sharded forget when it ran forwards.
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.trainers.processes import gloo_threads
@@ -64,6 +65,16 @@ def use_tensors_in_parts() -> None:
     mesh = process_group.mesh("cpu", dp=1)
     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     (x @ x).redistribute(mesh, [Replicate()])
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_stages_of_one_process_need_no_first_messages() -> None:
+    """The middle one of three has neighbours here alone."""
+    stage = PipelineStage(nn.Linear(2, 2), 1, 3, torch.device("cpu"))
+    stage.stage_index_to_group_rank = dict.fromkeys(range(3), 0)
+    assert stage._get_init_p2p_neighbors_ops(), "torch: a pipeline's stages have no first messages"
+    _compat.leave_out_messages_to_itself(stage)
+    assert stage._get_init_p2p_neighbors_ops() == []
 
 
 @pytest.mark.usefixtures("alone")

@@ -43,6 +43,7 @@ from torch.distributed.pipelining import (
 )
 
 from lns_ops import LNSFormat, LNSTensor
+from trainers import _compat
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import Place
 from trainers.config.layout import DEFERRING, Layout
@@ -327,6 +328,7 @@ class Pipeline:
             dw_builder=deferred.take if deferred is not None else None,
         )
         made.spans = self._spans
+        _compat.leave_out_messages_to_itself(made)
         return made
 
     def _relay(self, x: Tensor) -> Tensor | None:
