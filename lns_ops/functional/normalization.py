@@ -63,7 +63,7 @@ define_kernels("normalize_backward", _elementwise_backward, cuda.normalize_backw
 
 
 @lru_cache(maxsize=256)
-def _stages(dims: tuple[int, ...], rank: int) -> list[list[int]]:
+def stages(dims: tuple[int, ...], rank: int) -> list[list[int]]:
     """Return what is averaged over in turn: the last dimensions first, then the others."""
     trailing = [d for d in dims if set(range(d, rank)) <= set(dims)]
     rest = [d for d in dims if d not in trailing]
@@ -77,7 +77,7 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
     those of :func:`lns_ops.functional.reductions.reduced`.
     """
     ops = kernels_of(x)
-    for stage in _stages(tuple(dims), x.dim()):
+    for stage in stages(tuple(dims), x.dim()):
         x = reduced(ops, x, y, stage, kind, fmt, True, True)
         y, kind = None, "plain"
     return x
@@ -146,7 +146,7 @@ def _cut(x: Tensor, dims: Sequence[int], fraction_bits: int) -> on_gpu.Cut | Non
 @lru_cache(maxsize=4096)
 def _lengths(shape: torch.Size, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Return the number of terms of each of the means that are taken in turn."""
-    return tuple(math.prod(shape[d] for d in stage) for stage in _stages(dims, len(shape)))
+    return tuple(math.prod(shape[d] for d in stage) for stage in stages(dims, len(shape)))
 
 
 def _normalization_on_gpu(

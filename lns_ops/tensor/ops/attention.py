@@ -23,12 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
 from lns_ops.tensor.registry import aten, handles, replaces
 
 
@@ -72,9 +71,12 @@ class _MaskedSoftmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
-        return _softmax_backward(None, grad, ctx.saved_tensors[0], -1, None), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        grad = gradient(grad, y.fmt)
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            return y * (grad - (grad * y).sum(-1, keepdim=True)), None
+        return _softmax_backward(None, grad, y, -1, None), None
 
 
 def _spreads(shape: torch.Size, over: torch.Size) -> bool:

@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lns_ops import functional as lns
 from lns_ops.functional.library import OPS
@@ -29,6 +28,7 @@ from lns_ops.functional.normalization import (
     inverse_root,
     normalization,
     normalization_backward,
+    stages,
     track_,
 )
 from lns_ops.spec.format import LNSFormat
@@ -40,27 +40,34 @@ class _Normalize(torch.autograd.Function):
     """The normalization of :mod:`lns_ops.functional.normalization` and its gradients.
 
     ``shape`` is that in which weight and bias meet ``x``. It also returns the codes of the mean
-    (empty for RMSNorm) and of the variance. Its gradient has no gradient: asking for one raises.
+    (empty for RMSNorm) and of the variance, and stand-ins for ``y`` and ``s``, of which its
+    gradient is made: second derivatives come back here as gradients of these two.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: LNSTensor, weight: LNSTensor | None, bias: LNSTensor | None,
         shape: list[int], dims: list[int], eps: float, centred: bool,
-    ) -> tuple[LNSTensor, Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         w, b = (None if p is None else p.codes for p in (weight, bias))
         made = normalization(x.codes, w, b, shape, dims, eps, centred, x.fmt)
-        ctx.save_for_backward(made.y, made.scale, weight, bias)
+        stand_ins = [_without_memory(made.y), _without_memory(made.scale)]
+        ctx.save_for_backward(made.y, made.scale, weight, bias, *stand_ins)
         ctx.fmt, ctx.dims, ctx.centred, ctx.shape = x.fmt, dims, centred, shape
         ctx.mark_non_differentiable(made.mean, made.variance)
-        return LNSTensor(made.out, x.fmt), made.mean, made.variance
+        ctx.set_materialize_grads(False)
+        return LNSTensor(made.out, x.fmt), made.mean, made.variance, *stand_ins
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        y, scale, weight, bias = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor | None, _mean: None, _variance: None, of_y: Tensor | None,
+        of_scale: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        wanted, second = ctx.needs_input_grad[:3], of_y is not None or of_scale is not None
+        if torch.is_grad_enabled() or grad is None or second:
+            return *_composed(ctx, grad, of_y, of_scale), None, None, None, None
+        y, scale, weight, bias, *_ = ctx.saved_tensors
         w, b = (None if p is None else p.codes for p in (weight, bias))
-        wanted = ctx.needs_input_grad[:3]
         codes = normalization_backward(
             gradient(grad, ctx.fmt).codes, y, scale, w, b, ctx.shape, ctx.dims, ctx.centred, wanted,
             ctx.fmt,
@@ -69,6 +76,69 @@ class _Normalize(torch.autograd.Function):
             LNSTensor(c, ctx.fmt) if want else None for c, want in zip(codes, wanted, strict=True)
         )
         return *grads, None, None, None, None
+
+
+def _without_memory(codes: Tensor) -> Tensor:
+    """Return a float tensor that stands for codes in the graph, of one element in memory."""
+    return codes.new_empty_strided(codes.shape, [0] * codes.dim(), dtype=torch.float32)
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """The LNSTensor of codes whose gradient goes to what stands for it in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
+        return LNSTensor(codes, fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def _composed(
+    ctx: Any, grad: Tensor | None, of_y: Tensor | None, of_scale: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of ``x``, weight and bias by operations that have gradients themselves.
+
+    Of a gradient of ``y weight + bias`` they have the bits of
+    :func:`lns_ops.functional.normalization.normalization_backward`; ``y`` and ``s`` may have
+    gradients as well, for ``ds/dx = -s^2 y / n``.
+    """
+    *codes, weight, bias, y, scale = ctx.saved_tensors
+    in_place_of: Callable[..., LNSTensor] = _InPlaceOf.apply
+    y, scale = (in_place_of(x, c, ctx.fmt) for x, c in zip((y, scale), codes, strict=True))
+    grad, of_y, of_scale = (
+        None if g is None else gradient(g, ctx.fmt) for g in (grad, of_y, of_scale)
+    )
+    wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
+    if grad is not None and wanted_weight:
+        dw = _folded(grad * y, weight, ctx.shape)
+    if grad is not None and wanted_bias:
+        db = _folded(grad, bias, ctx.shape)
+    if wanted_x:
+        if grad is not None and weight is not None:
+            grad = grad * weight.reshape(ctx.shape)
+        parts = [g for g in (grad, of_y) if g is not None]
+        total = sum(parts[1:], parts[0]) if parts else torch.zeros_like(y)
+        along = _mean(total * y, ctx.dims)
+        if of_scale is not None:
+            along = along + of_scale * scale / math.prod(y.shape[d] for d in ctx.dims)
+        rest = total - _mean(total, ctx.dims) if ctx.centred else total
+        dx = (rest - y * along) * scale
+    return dx, dw, db
+
+
+def _folded(x: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return sums over what a parameter, seen as ``shape``, was repeated along, in its shape."""
+    return x.sum_to_size(parameter.reshape(shape).shape).reshape(parameter.shape)
+
+
+def _mean(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Return means over the last dimensions first, then over the others, which stay as ones."""
+    for stage in stages(tuple(dims), x.dim()):
+        x = x.mean(stage, keepdim=True)
+    return x
 
 
 def _normalized(
@@ -90,8 +160,8 @@ def _normalized(
         )
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
     w, b = (weight, bias) if fused else (None, None)
-    apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _Normalize.apply
-    y, mean, variance = apply(x, w, b, list(shape), list(dims), eps, centred)
+    apply: Callable[..., tuple[Tensor, ...]] = _Normalize.apply
+    y, mean, variance, *_ = apply(x, w, b, list(shape), list(dims), eps, centred)
     return y if fused else _affine(y, weight, bias, shape), mean, variance
 
 

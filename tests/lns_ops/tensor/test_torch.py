@@ -369,7 +369,8 @@ def test_what_is_saved_for_the_backward_pass_takes_two_bytes_a_value() -> None:
 
     def pack(x: Tensor) -> Tensor:
         inner = codes(x)
-        sizes.append((x.numel(), inner.numel() * inner.element_size()))
+        if any(inner.stride()):  # what stands for a norm's parts in the graph is one element
+            sizes.append((x.numel(), inner.numel() * inner.element_size()))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
