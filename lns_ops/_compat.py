@@ -67,6 +67,12 @@ def is_transforming() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def is_forward_mode() -> bool:
+    """Return whether forward-mode differentiation goes on, also that of ``torch.func``; only a
+    private level tells (torch 2.13). Code that is traced is told no."""
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+
+
 def is_exporting() -> bool:
     """Return whether ``torch.export`` goes on.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, in_format
-from lns_ops.tensor.promotion import takes_floats
-from lns_ops.tensor.registry import replaces_untraced
+from lns_ops.tensor.promotion import refuse_forward_mode, takes_floats
+from lns_ops.tensor.registry import aten, handles, replaces_untraced
 
 takes_floats(torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)
 
@@ -51,6 +51,13 @@ def _seed(t: Any, grad: Any) -> Any:
     if isinstance(t, LNSTensor):
         return in_format(grad, t.fmt.bits, t.fmt.fraction_bits)
     return in_float32(grad)
+
+
+@handles(aten._has_same_storage_numel.default)
+def _tangent(func: Any, x: Tensor, tangent: Tensor) -> bool:
+    """Refuse what forward mode alone asks, as it gives a tangent to a tensor."""
+    refuse_forward_mode("the tangent of an LNSTensor")
+    return x.numel() == tangent.numel()
 
 
 @replaces_untraced(torch.autograd.backward)

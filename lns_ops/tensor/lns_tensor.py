@@ -78,9 +78,9 @@ class LNSTensor(torch.Tensor):
 
         Raises:
             ValueError: ``x`` holds a NaN or an infinity.
-            NotImplementedError: a transform of ``torch.func`` goes on around the call.
+            NotImplementedError: a transform of ``torch.func`` goes on, or forward mode.
         """
-        promotion.refuse_transforms()
+        promotion.refuse_transforms(x)
         apply: Callable[..., LNSTensor] = _FromFloat.apply
         return apply(x, LNSFormat.of(fmt))
 
@@ -326,6 +326,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if fallback.active() is not None:
         fallback.count(str(func))
         return _computed_in_float32(func, args, kwargs)
+    promotion.refuse_forward_mode(str(func))
     raise NotImplementedError(
         f"{func} has no LNS kernel. Compute it in float32 with x.to_float() and go back with"
         " LNSTensor.from_float(y, x.fmt), or leave the module that calls it unconverted (filter_fn"

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from lns_ops import functional as lns
-from lns_ops._compat import is_transforming, tree_leaves, tree_map
+from lns_ops._compat import is_forward_mode, is_transforming, tree_leaves, tree_map
 from lns_ops.spec.format import LNSFormat
 
 encoded_by: Counter[str] = Counter()
@@ -46,17 +47,38 @@ def takes_floats(*functions: Any) -> None:
     KEPT.update(functions)
 
 
-def refuse_transforms() -> None:
-    """Refuse to encode within a transform of ``torch.func``, whether or not it wraps the values.
+def refuse_transforms(x: Tensor | None = None) -> None:
+    """Refuse to encode ``x`` within a transform of ``torch.func``, or with a forward-mode tangent.
+
+    The transform may wrap the values or not.
 
     Raises:
-        NotImplementedError: such a transform goes on.
+        NotImplementedError: such a transform goes on, or ``x`` has a tangent.
     """
+    if is_transforming() or (
+        x is not None and is_forward_mode() and unpack_dual(x).tangent is not None
+    ):
+        refuse_forward_mode("from_float")
     if is_transforming():
         raise NotImplementedError(
-            "torch.func.grad, vmap, jvp and the like around LNS layers: LNS functions have no rules"
+            "torch.func.grad, vmap and the like around LNS layers: LNS functions have no rules"
             " for them; use torch.autograd.grad, one call for each gradient (jacobian without"
             " vectorize), or convert with scope='matmul', for which they work"
+        )
+
+
+def refuse_forward_mode(name: str) -> None:
+    """Refuse what an operation of this name cannot do in forward mode.
+
+    Raises:
+        NotImplementedError: forward-mode differentiation goes on.
+    """
+    if is_forward_mode():
+        raise NotImplementedError(
+            f"{name} in forward mode (torch.func.jvp, jacfwd, hessian, linearize;"
+            " torch.autograd.forward_ad): LNS functions have no forward-mode derivatives; use"
+            " reverse mode: jvp, vjp, jacobian, hessian or hvp of torch.autograd.functional as they"
+            " are by default, or in scope='matmul' torch.func.vjp and jacrev, for a Hessian twice"
         )
 
 

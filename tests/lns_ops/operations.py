@@ -38,7 +38,7 @@ nn.functional.channel_shuffle nn.functional.unfold nn.functional.embedding nn.fu
 nn.functional.max_pool2d nn.functional.max_pool3d nn.functional.adaptive_max_pool1d
 nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d
 nn.functional.interpolate.nearest nn.functional.interpolate.nearest-exact zeros_like ones_like
-full_like new_zeros new_ones new_full zero_
+full_like new_zeros new_ones new_full zero_ isposinf isneginf
 """)
 """Results are the exact ones: only signs, order and places of the arguments."""
 

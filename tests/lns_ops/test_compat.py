@@ -112,6 +112,16 @@ def test_torch_says_whether_a_transform_goes_on() -> None:
     assert said == [False, True, True], "torch: transforms are told otherwise"
 
 
+def test_torch_tells_of_forward_mode() -> None:
+    said = [_compat.is_forward_mode()]
+    with torch.autograd.forward_ad.dual_level():
+        said.append(_compat.is_forward_mode())
+    torch.func.jvp(
+        lambda x: (said.append(_compat.is_forward_mode()), x)[1], (torch.ones(1),), (torch.ones(1),)
+    )
+    assert said == [False, True, True], "torch: forward mode is told otherwise"
+
+
 def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
     old, new = (torch.ones(1, requires_grad=True) for _ in range(2))
     calls: list[str] = []

@@ -208,7 +208,9 @@ def _shrink_backward(func: Any, grad: LNSTensor, x: LNSTensor, lambd: float) -> 
     return LNSTensor(lns.select(beyond, grad.codes, 0), x.fmt)
 
 
-@handles(aten.isnan.default, aten.isinf.default)
+@handles(
+    aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default
+)  # fmt: skip
 def _never(func: Any, x: LNSTensor) -> Tensor:
     return torch.zeros_like(x.codes, dtype=torch.bool)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.autograd import forward_ad, functional
 
 from lns_ops import LNSTensor, NonFiniteError, convert_, lns12, lns16, optim, summary
 from lns_ops.tensor import in_float32, promotion
@@ -326,6 +327,43 @@ def test_transforms_of_torch_func_are_refused() -> None:
     for transform in (torch.func.jacrev, torch.func.vmap):
         with pytest.raises(NotImplementedError, match=r"torch\.func.*torch.autograd.grad.*matmul"):
             transform(net)(torch.randn(2, 3))
+
+
+def with_a_tangent(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, x))
+
+
+FORWARD: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "jvp": lambda function, x: torch.func.jvp(function, (x,), (x,)),
+    "jacfwd": lambda function, x: torch.func.jacfwd(function)(x),
+    "hessian": lambda function, x: torch.func.hessian(function)(x),
+    "forward_ad": with_a_tangent,
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused_with_what_works(name: str) -> None:
+    net = convert_(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), "lns16", "everywhere")
+    x, y = torch.randn(3), LNSTensor.from_float(torch.randn(3), "lns16")
+    for function, given in (
+        (lambda x: net(x).sum(), x),
+        (lambda x: (1 / (y + x)).sum(), x),
+        (lambda y: (1 / y).sum(), y),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"{name}.*torch\.autograd\.functional"):
+            FORWARD[name](function, given)
+        for works in (functional.jacobian, functional.hessian):
+            assert works(function, given).shape[0] == 3
+        assert functional.jvp(function, given, given)[1].shape == ()
+
+
+def test_forward_mode_elsewhere_leaves_lns_alone() -> None:
+    y = LNSTensor.from_float(torch.ones(3), "lns16")
+    with forward_ad.dual_level():
+        forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        made = LNSTensor.from_float(torch.ones(3), "lns16") + torch.tanh(y)
+    assert torch.equal(made, 1 + torch.tanh(y))
 
 
 def test_gradients_of_another_format_are_converted() -> None:

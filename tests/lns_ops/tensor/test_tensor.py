@@ -344,3 +344,12 @@ def test_powers_of_tensors() -> None:
         assert got_grad is not None
         assert wanted is not None
         torch.testing.assert_close(got_grad.to_float(), wanted, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("fmt", [lns8, lns12, lns16], ids=str)
+def test_saturated_values_are_finite_and_found(fmt: LNSFormat) -> None:
+    x = LNSTensor.from_float(torch.tensor([1.0, -1e39, 1e39, 0.0], dtype=torch.float64), fmt)
+    assert torch.isfinite(x).all()
+    for infinite in (torch.isinf, torch.isnan, torch.isposinf, torch.isneginf):
+        assert not infinite(x).any()
+    assert (x.abs() == x.fmt.largest).tolist() == [False, True, True, False]
