@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
@@ -16,7 +17,7 @@ from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.functional.indexed import index_sum
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
-from lns_ops.tensor.registry import aten, handles
+from lns_ops.tensor.registry import aten, handles, replaces
 
 
 def transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: Any) -> list[int]:
@@ -83,6 +84,13 @@ def _convolution_backward(
         grads[2] = lns.sum(lns.sum(grad_codes, range(2, grad_codes.dim()), fmt), [0], fmt)
     first, second, third = (None if g is None else LNSTensor(g, fmt) for g in grads)
     return first, second, third
+
+
+@replaces(torch.conv_tbc)
+def conv_tbc(input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
+    """Return the convolution of sequences ``[T, B, C]`` with a weight ``[taps, C, C']``."""
+    x = F.conv1d(input.permute(1, 2, 0), weight.permute(2, 1, 0), bias, padding=pad)
+    return x.permute(2, 0, 1)
 
 
 def _columns(

@@ -21,7 +21,7 @@ from lns_ops.functional.indexed import index_sum
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.ordering import finite
-from lns_ops.tensor.registry import aten, handles
+from lns_ops.tensor.registry import aten, handles, replaces
 
 
 @handles(aten.embedding.default)
@@ -359,3 +359,68 @@ def _put(
         return LNSTensor(func(codes, index, terms), fmt)
     positions = torch.where(index < 0, index + codes.numel(), index)
     return LNSTensor(_added(codes, terms, positions, fmt), fmt)
+
+
+def _segments(
+    lengths: Tensor | None, offsets: Tensor | None, axis: int, count: int, unsafe: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the sizes ``[..., S]`` of segments, and the row in ``[..., S + 1]`` of each of the
+    ``count`` values ``[...]``; the last row takes those in no segment.
+
+    Raises:
+        ValueError: no lengths and no offsets, or lengths of more or fewer values.
+    """
+    bounds = offsets if lengths is None else pad(lengths.cumsum(-1), (1, 0))
+    if bounds is None or bounds.dim() != axis + 1:
+        raise ValueError(
+            "segment_reduce takes lengths or offsets of axis + 1 dimensions; for indices there are"
+            " index_add and scatter_reduce"
+        )
+    sizes = bounds.diff()
+    if not (unsafe or lengths is None) and ((sizes < 0).any() or (bounds[..., -1] != count).any()):
+        raise ValueError(
+            f"segment_reduce with lengths={lengths.tolist()}: must not be negative and sum to"
+            f" {count}, as many values as there are"
+        )
+    places = torch.arange(count, device=bounds.device, dtype=bounds.dtype)
+    places = places.expand(*bounds.shape[:-1], count).contiguous()
+    row = torch.searchsorted(bounds.contiguous(), places, right=True) - 1
+    row, width = torch.where(row < 0, sizes.shape[-1], row), bounds.shape[-1]
+    first = width * torch.arange(bounds[..., 0].numel(), device=bounds.device)
+    return sizes, (row.reshape(len(first), count) + first[:, None]).reshape(-1)
+
+
+@replaces(torch.segment_reduce)
+def segment_reduce(
+    data: LNSTensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
+    offsets: Tensor | None = None, axis: int = 0, unsafe: bool = False, initial: Any = None,
+) -> Tensor:  # fmt: skip
+    """Return ``torch.segment_reduce``; sums are those of ``index_add``, in the contract's order.
+
+    Raises:
+        ValueError: segments that :func:`_segments` refuses, or an empty one of which there is no
+            maximum, minimum or mean.
+    """
+    sizes, at = _segments(lengths, offsets, axis, data.shape[axis], unsafe)
+    if initial is None and reduce not in ("sum", "prod") and not sizes.all():
+        raise ValueError(
+            f"segment_reduce of an empty segment: it has no {reduce}, and LNS neither NaN nor"
+            " infinity; pass initial"
+        )
+    added, alone = reduce in ("sum", "mean"), initial is None and reduce != "prod"
+    outer, rest = sizes.shape[:-1], data.shape[axis + 1 :]
+    terms = data.reshape(-1, *rest)
+    start = 0 if added or alone else 1 if initial is None else initial
+    out = data.new_full((outer.numel() * (sizes.shape[-1] + 1), *rest), start)
+    if added:
+        out = out.index_add(0, at, terms)
+    else:
+        spread = at.reshape(-1, *[1] * len(rest)).expand(terms.shape)
+        name = {"max": "amax", "min": "amin"}.get(reduce, reduce)
+        out = out.scatter_reduce(0, spread, terms, name, include_self=not alone)
+    out = out.reshape(*outer, -1, *rest).narrow(axis, 0, sizes.shape[-1])
+    if added and initial is not None:
+        out = out + initial
+    if reduce == "mean":
+        out = out / sizes.clamp_min(1).reshape(*sizes.shape, *[1] * len(rest))
+    return out

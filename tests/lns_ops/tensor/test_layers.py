@@ -417,3 +417,19 @@ def test_products_that_do_not_fit_are_refused_as_torch_does() -> None:
         x @ y
     assert (x @ y.mT[0]).shape == (2, 3, 5)
     assert torch.equal((x @ y[0].mT).codes, (x @ y.mT[:1]).codes)
+
+
+class TimeFirst(nn.Module):
+    """A convolution of sequences whose first dimension is time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3, 4, 5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.conv_tbc(x, self.weight, self.bias, 1)
+
+
+def test_convolutions_over_time() -> None:
+    torch.manual_seed(0)
+    check(TimeFirst(), (torch.randn(6, 2, 4),), ROUNDINGS["few"])

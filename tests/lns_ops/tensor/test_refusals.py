@@ -247,3 +247,32 @@ def test_the_fallback_writes_to_lists() -> None:
         double_(tensors)
     assert [t.to_float().tolist() for t in tensors] == [[2.0, 4.0], 8.0]
     assert converted.counts.total() == 1
+
+
+def test_segments_are_torchs() -> None:
+    """Rows of segments of an axis, also those that leave values out."""
+    x = lns(torch.arange(1.0, 25.0).reshape(2, 4, 3))
+    lengths = torch.tensor([[1, 3], [2, 1]])
+    offsets = torch.tensor([[1, 2, 4], [0, 3, 3]])
+    for reduce in ("sum", "prod", "mean", "max", "min"):
+        for given in ({"lengths": lengths, "unsafe": True}, {"offsets": offsets, "initial": 2}):
+            found = torch.segment_reduce(x, reduce, axis=1, **given)
+            wanted = torch.segment_reduce(x.to_float(), reduce, axis=1, **given)
+            torch.testing.assert_close(found.to_float(), wanted, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "given", "message"),
+    [
+        ("sum", {"lengths": torch.tensor([1, 2])}, r"lengths=\[1, 2\].*sum to 2"),
+        ("sum", {"lengths": torch.tensor([3, -1])}, "must not be negative"),
+        ("sum", {"indices": torch.tensor([0, 1])}, "index_add"),
+        ("max", {"lengths": torch.tensor([2, 0])}, "no max.*pass initial"),
+        ("mean", {"lengths": torch.tensor([2, 0])}, "no mean.*pass initial"),
+    ],
+)
+def test_segments_that_have_no_result_are_refused(
+    reduce: str, given: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.segment_reduce(X, reduce, **given)

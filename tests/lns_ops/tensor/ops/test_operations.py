@@ -254,6 +254,7 @@ DIFFERENTIABLE = [
     "nn.functional.interpolate.nearest", "nn.functional.interpolate.bilinear", "sum", "mean", "var",
     "std", "mm", "bmm", "addmm", "einsum", "matmul", "nn.functional.linear",
     "nn.functional.bilinear", "logsumexp", "softmax", "nn.functional.glu", "norm",
+    "_segment_reduce.lengths", "_segment_reduce.offsets",
 ]  # fmt: skip
 
 
