@@ -30,7 +30,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
 from functools import lru_cache
 
 import numpy as np
@@ -210,14 +209,23 @@ lns8 = LNSFormat(8, 3)
 PRESETS: dict[str, LNSFormat] = {"lns16": lns16, "lns12": lns12, "lns8": lns8}
 
 
-def _power_of_two(numerator: int, denominator: int) -> Decimal:
-    """Return ``2^(numerator/denominator)`` to 40 digits.
+_UNIT_BITS = 160
+"""Fraction bits of the powers of two of which tables are rounded to some 53 bits."""
 
-    Callers keep 53 bits at most, some 16 digits.
+
+def _powers_of_two(bits: int) -> list[int]:
+    """Return ``2^(j / 2^bits)`` for ``j`` in ``0 .. 2^bits - 1``, in units of ``2^-160``.
+
+    Each is below the exact value, by less than ``2^(bits + 3)`` units: the root is by two, and each
+    of up to ``2^bits`` products is cut off.
     """
-    with localcontext() as context:
-        context.prec = 40
-        return Decimal(2) ** (Decimal(numerator) / Decimal(denominator))
+    root = 2 << _UNIT_BITS
+    for _ in range(bits):
+        root = math.isqrt(root << _UNIT_BITS)
+    powers = [1 << _UNIT_BITS]
+    for _ in range((1 << bits) - 1):
+        powers.append(powers[-1] * root >> _UNIT_BITS)
+    return powers
 
 
 @lru_cache(maxsize=32)
@@ -228,9 +236,8 @@ def encode_thresholds(fraction_bits: int) -> NDArray[np.int64]:
     ``m`` in ``[2^52, 2^53)`` has the rounded fractional logarithm ``#{j : m > threshold[j]}``, 0 to
     ``2^f`` (the last means the next power of two).
     """
-    n = 1 << fraction_bits
-    values = [int(_power_of_two(2 * j + 1, 2 * n) * (1 << MANTISSA_BITS)) for j in range(n)]
-    table = np.array(values, dtype=np.int64)
+    odd = _powers_of_two(fraction_bits + 1)[1::2]
+    table = np.array([power >> _UNIT_BITS - MANTISSA_BITS for power in odd], dtype=np.int64)
     table.setflags(write=False)
     return table
 
@@ -250,8 +257,8 @@ def logarithm(value: float, fraction_bits: int) -> int:
 @lru_cache(maxsize=32)
 def decode_significands(fraction_bits: int) -> NDArray[np.float64]:
     """Return ``2^(j / 2^f)`` for ``j`` in ``0 .. 2^f - 1``, correctly rounded to float64."""
-    n = 1 << fraction_bits
-    table = np.array([float(_power_of_two(j, n)) for j in range(n)], dtype=np.float64)
+    unit = 1 << _UNIT_BITS
+    table = np.array([power / unit for power in _powers_of_two(fraction_bits)], dtype=np.float64)
     table.setflags(write=False)
     return table
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lns_ops import LNSFormat, NonFiniteError, cpu, lns8, lns12, lns16, reference
+from lns_ops.spec.format import decode_significands, encode_thresholds
 from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 
@@ -105,3 +106,15 @@ def test_encode_saturates_and_underflows(fmt: LNSFormat) -> None:
 def test_encode_refuses_what_lns_cannot_hold(value: float) -> None:
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
         reference.encode(np.array([1.0, value]), lns16)
+
+
+@pytest.mark.parametrize("fraction_bits", range(15))
+def test_tables_are_powers_of_two_rounded_once(fraction_bits: int) -> None:
+    """Against decimals of 40 digits, of 64 places in each table."""
+    n = 1 << fraction_bits
+    with localcontext() as context:
+        context.prec = 40
+        for j in np.unique(np.linspace(0, n - 1, 64).astype(int)).tolist():
+            power, above = (Decimal(2) ** (Decimal(k) / (2 * n)) for k in (2 * j, 2 * j + 1))
+            assert decode_significands(fraction_bits)[j] == float(power)
+            assert encode_thresholds(fraction_bits)[j] == int(above * (1 << 52))

@@ -3,6 +3,8 @@ where there is no value."""
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import mpmath
 import numpy as np
 import pytest
@@ -120,8 +122,8 @@ def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
     for code in some_codes(lns16, 120):
         with mpmath.workdps(60):
             x = value_of(code, lns16)
-            quick, exists = unary_functions._at(function, float(x), parameters)
-            if exists and 1e-200 < abs(quick) < 1e200:
+            (quick,), missing = unary_functions._values(function, [float(x)], parameters)
+            if not missing and 1e-200 < abs(quick) < 1e200:
                 exact = function(mpmath, mpmath.mpf(float(x)), *parameters)
                 assert abs(mpmath.mpf(quick) / exact - 1) < unary_functions.TRUSTED / 4
 
@@ -161,6 +163,20 @@ def test_powers_are_exact_in_the_logarithm(fmt: LNSFormat, exponent: float) -> N
             assert got == int(
                 reference.pack(np.array(sign and exponent % 2 == 1), np.array(rounded), fmt)
             )
+
+
+def test_zero_to_a_small_power_is_zero() -> None:
+    assert unary_functions.table("power", (1e-12,), lns16)[0] == 0
+
+
+@pytest.mark.parametrize("exponent", [1 / 3, 0.1, 1.5, 2.5**-30, -1e-300, -1e300, 2.5 + 2**-50])
+def test_powers_are_rounded_as_fractions_are(exponent: float) -> None:
+    """Of all logarithms: products of float64 decide but near ties."""
+    logs = np.arange(-lns16.max_log, lns16.max_log + 1)
+    limit = 1 << 20
+    exact = [min(max(round(Fraction(exponent) * x), -limit), limit) for x in logs.tolist()]
+    got = unary_functions._rounded_products(Fraction(exponent), logs)
+    np.testing.assert_array_equal(got, exact)
 
 
 def test_the_root_is_the_power_of_one_half_and_division_that_of_minus_one() -> None:
