@@ -30,7 +30,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
@@ -74,6 +74,26 @@ class Conversion:
     fmt: LNSFormat
 
 
+def _in_lns(x: Any, fmt: LNSFormat) -> Any:
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
+        return x
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            f"torch.autocast (mixed precision) of a layer in {fmt}: would compute in"
+            " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
+            " disable it around the module (torch.autocast(..., enabled=False))"
+        )
+    return in_format(x, fmt.bits, fmt.fraction_bits)
+
+
+def _in_float(x: Any) -> Any:
+    return in_float32(x) if isinstance(x, LNSTensor) else x
+
+
+for _name in ("_in_lns", "_in_float"):  # so torch.fx.symbolic_trace records what hooks do
+    fx.wrap(_name)
+
+
 @dataclass(frozen=True)
 class _Encode:
     """The forward hook that encodes a converted layer's float inputs.
@@ -109,15 +129,7 @@ class _Encode:
         )
 
     def _encoded(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
-            return x
-        if torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"torch.autocast (mixed precision) of a layer in {self.fmt}: would compute in"
-                " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
-                " disable it around the module (torch.autocast(..., enabled=False))"
-            )
-        return in_format(x, self.fmt.bits, self.fmt.fraction_bits)
+        return _in_lns(x, self.fmt)
 
 
 @dataclass(frozen=True)
@@ -127,9 +139,7 @@ class _Decode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        decoded: tuple[Any, dict[str, Any]] = tree_map(
-            lambda x: in_float32(x) if isinstance(x, LNSTensor) else x, (args, kwargs)
-        )
+        decoded: tuple[Any, dict[str, Any]] = tree_map(lambda x: _in_float(x), (args, kwargs))
         return decoded
 
 

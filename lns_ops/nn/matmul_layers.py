@@ -18,6 +18,7 @@ nn.MultiheadAttention as elsewhere; so does the second sum of nn.Bilinear.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import in_float32, underflow
+from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -205,10 +207,6 @@ def _convolution(
     return (out[0] if single else out).to(input.dtype)
 
 
-for _name in ("_linear", "_convolution"):  # torch.fx.symbolic_trace records calls of them as such
-    fx.wrap(_name)
-
-
 def _options(
     fmt: LNSFormat, dims: int, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> tuple[conv.Geometry, LNSFormat, str]:
@@ -304,14 +302,22 @@ _COMPOSED = (
     torch.rnn_tanh_cell, torch.rnn_relu_cell, F.multi_head_attention_forward, F.bilinear,
 )  # fmt: skip
 """Functions that are composed of linear ones, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
+_PLACES = {function: place for place, function in enumerate(_COMPOSED)}
+"""Where each is: graphs hold numbers, not functions."""
 _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    F.linear: lambda *args, **kwargs: _linear(*args, **kwargs),
     **dict.fromkeys(
-        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _transposed_convolution
+        (F.conv1d, F.conv2d, F.conv3d), lambda *args, **kwargs: _convolution(*args, **kwargs)
+    ),
+    **dict.fromkeys(
+        (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+        lambda *args, **kwargs: _transposed_convolution(*args, **kwargs),
     ),
 }
-"""The torch functions that are LNS within a layer that keeps its forward."""
+"""The torch functions that are LNS within a layer that keeps its forward.
+
+They are called by their names, to which ``fx.wrap`` gives others while it traces.
+"""
 
 
 class _Products(TorchFunctionMode):
@@ -328,10 +334,25 @@ class _Products(TorchFunctionMode):
         if func in _PRODUCTS:
             self.used = True
             return _PRODUCTS[func](self.fmt, *args, **(kwargs or {}))
-        if func in _COMPOSED:
-            with self:
-                return REPLACEMENTS[func](*args, **(kwargs or {}))
+        if func in _PLACES:
+            self.used = True
+            named = self.fmt.bits, self.fmt.fraction_bits, _PLACES[func]
+            return _composed(*named, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _composed(bits: int, fraction_bits: int, which: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Return a function of :data:`_COMPOSED` with its products in LNS.
+
+    A compiled graph calls it as a whole, as it calls those functions, and so within the context.
+    """
+    with _Products(LNSFormat(bits, fraction_bits)):
+        return REPLACEMENTS[_COMPOSED[which]](*args, **kwargs)
+
+
+allow_in_graph(_composed)
+for _name in ("_linear", "_convolution", "_transposed_convolution", "_composed"):
+    fx.wrap(_name)  # torch.fx.symbolic_trace records calls of them as such
 
 
 class _KeepsForward:
@@ -345,13 +366,6 @@ class _KeepsForward:
     fmt: LNSFormat
     stays_float32 = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward, its products in LNS."""
-        with _Products(self.fmt) as products:
-            result = super().forward(*args, **kwargs)  # type: ignore[misc]
-        self.stays_float32 = not products.used
-        return result
-
     def extra_repr(self) -> str:
         """Return the layer's line plus the format."""
         of_layer = super().extra_repr()  # type: ignore[misc]
@@ -361,6 +375,20 @@ class _KeepsForward:
         """Return what pickle keeps: the class of before, of which this one is made again."""
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _new, (original_class(type(self)),), *reduced[2:]  # type: ignore[arg-type]
+
+
+def _forward_of(original: type[nn.Module]) -> Callable[..., Any]:
+    """Return a layer's own forward with its products in LNS, and with its signature."""
+
+    @wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        products = _Products(self.fmt)
+        with products:  # whose name torch.compile would give to None
+            result = original.forward(self, *args, **kwargs)
+        self.stays_float32 = not products.used
+        return result
+
+    return forward
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
@@ -378,7 +406,10 @@ def layer_class(original: type[nn.Module]) -> type[nn.Module]:
     if _is_parametrized(original):
         return _on(layer_class(original.__bases__[0]), original)
     if original not in _MADE:
-        _MADE[original] = type(f"LNSMatmul{original.__name__}", (_KeepsForward, original), {})
+        # torch.fx leaves layers of torch.nn whole, and finds them by this
+        of_torch = original.__module__.startswith(("torch.nn", "torch.ao.nn"))
+        own = {"__module__": "torch.nn" if of_torch else __name__, "forward": _forward_of(original)}
+        _MADE[original] = type(f"LNSMatmul{original.__name__}", (_KeepsForward, original), own)
     return _MADE[original]
 
 

@@ -446,11 +446,21 @@ def test_products_are_exported() -> None:
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)], ids=str)
-def test_products_are_traced(layer: nn.Module) -> None:
-    model = convert_(nn.Sequential(layer, nn.ReLU()), lns16, scope="matmul")
-    x = torch.randn(2, 4, 4)
-    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+class Scaled(nn.Linear):
+    """A layer into which torch.fx traces, whose first operation rounds in LNS."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear function of the sigmoid of 1.37 times the input."""
+        return super().forward(torch.sigmoid(1.37 * input))
+
+
+@pytest.mark.parametrize("left_out", ["1", "2"])
+def test_encoding_and_decoding_between_layers_are_traced(left_out: str) -> None:
+    model = nn.Sequential(Scaled(4, 4), Scaled(4, 4), Scaled(4, 4))
+    convert_(model, lns12, "everywhere", lambda _, name: name != left_out)
+    x = torch.randn(5, 4)
+    got, wanted = (lns_ops.tensor.in_float32(f(x)) for f in (torch.fx.symbolic_trace(model), model))
+    assert torch.equal(got, wanted)
 
 
 def test_a_scripted_layer_is_named_and_nothing_changes() -> None:

@@ -233,6 +233,83 @@ def test_gradients_of_single_examples_by_torch_func(name: str) -> None:
             torch.testing.assert_close(found[n][i], expected, rtol=1e-5, atol=1e-6)
 
 
+class DoubledForm(nn.Bilinear):
+    """A subclass of what is composed of products."""
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        """Twice the bilinear form."""
+        return 2 * super().forward(input1, input2)
+
+
+TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = LAYERS | {
+    "linear": (lambda: nn.Linear(4, 3), lambda: (torch.randn(2, 4),)),
+    "conv": (lambda: nn.Conv1d(4, 3, 2, padding="same"), lambda: (torch.randn(2, 4, 5),)),
+    "subclass": (lambda: Doubled(4, 3), lambda: (torch.randn(2, 4),)),
+    "subclass-conv": (lambda: SameConv2d(2, 3, 2), lambda: (torch.randn(2, 2, 4, 4),)),
+    "subclass-bilinear": (lambda: DoubledForm(4, 5, 3), LAYERS["bilinear"][1]),
+    "embedding": (lambda: nn.Embedding(4, 3), lambda: (torch.arange(3),)),
+}
+
+
+class Calls(nn.Module):
+    """A network of one layer, whose further inputs are constants."""
+
+    def __init__(self, layer: nn.Module, others: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.layer, self.others = layer, others
+
+    def forward(self, x: Tensor) -> Any:
+        """What the layer gives."""
+        return self.layer(x, *self.others)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_layers_are_traced_by_fx(name: str) -> None:
+    """The graph has the same bits, forward and backward; layers that torch.fx leaves whole stay so,
+    so that their hooks are called once a step."""
+    make, inputs = TRACED[name]
+    x, *others = inputs()
+    model = convert_(Calls(make(), tuple(others)), lns12)
+    called = []
+    model.layer.register_forward_hook(lambda *_: called.append(1))
+    wanted, gradients = moved(model, (x,))
+    graph = torch.fx.symbolic_trace(model)
+    called.clear()
+    got, own = moved(graph, (x,))
+    assert torch.equal(got, wanted)
+    for a, b in zip(own, gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+    kept = any(node.op == "call_module" for node in graph.graph.nodes)
+    assert len(called) == kept
+    assert kept == (name not in ("linear", "conv") and not name.startswith("subclass"))
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm-cell", "attention", "bilinear", "subclass"])
+def test_layers_that_keep_their_forward_are_compiled(name: str) -> None:
+    """In one graph, whose products are LNS as well: the bits are those of calls."""
+    make, inputs = TRACED[name]
+    torch.compiler.reset()
+    layer, given = convert_(make(), lns8), inputs()
+    wanted, gradients = moved(layer, given)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        got, own = moved(torch.compile(layer, backend="aot_eager", fullgraph=True), given)
+    assert torch.equal(got, wanted)
+    for a, b in zip(own, gradients, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["subclass", "subclass-conv", "bilinear", "subclass-bilinear"])
+def test_a_layer_alone_is_traced_by_fx(name: str) -> None:
+    """A layer of scope ``matmul`` has the arguments of the layer of before."""
+    make, inputs = TRACED[name]
+    layer, given = convert_(make(), lns12), inputs()
+    assert torch.equal(torch.fx.symbolic_trace(layer)(*given), layer(*given))
+
+
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_parametrizations_come_off_whenever_they_were_put_on(before: bool) -> None:
     x, made = torch.randn(5, 6), []
