@@ -8,7 +8,8 @@ Two scopes:
   convolution layer (recurrent layers and attention's projections too, and subclasses of all
   these), forward and both backward ones, and their sums are LNS. The layer's class becomes one of
   :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without products
-  (normalization, embeddings) are left alone; layers whose products have no LNS form stay float32,
+  (normalization, embeddings) are left alone; layers whose products have no LNS form (complex or
+  quantized weights, other functions than linear ones and convolutions) stay as they are,
   which :func:`summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
@@ -36,6 +37,14 @@ from torch.nn.parameter import is_lazy
 from lns_ops import functional as lns
 from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
+from lns_ops.nn.layer_kinds import (
+    is_quantized,
+    multiplies,
+    own_format,
+    owners_of,
+    parameters_of,
+    reason_to_stay,
+)
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
 from lns_ops.nn.successors import follow, successor
@@ -43,20 +52,6 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion, underflow
 
 SCOPES = ("matmul", "everywhere")
-_PRODUCTS_INSIDE = (
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.MultiheadAttention,
-    nn.Bilinear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
-"""The layers with products."""
 Format = LNSFormat | str
 Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
@@ -152,11 +147,6 @@ def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List a layer's own parameters, under each of their names."""
-    return list(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
 def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Parameter, LNSTensor]:
     """Return the values in LNS of parameters of numbers; those of integers stay as they are.
 
@@ -165,13 +155,15 @@ def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Paramete
     """
     found: dict[nn.Parameter, LNSTensor] = {}
     for name, layer, fmt in chosen:
-        for its_name, parameter in _parameters(layer):
+        for its_name, parameter in parameters_of(layer):
             if parameter.is_floating_point() or parameter.is_complex():
                 try:
                     found[parameter] = LNSTensor(lns.encode(parameter.detach(), fmt), fmt)
-                except ValueError as error:
-                    where = f"parameter {its_name} of layer {name or '(root)'!r}"
-                    raise type(error)(f"{where}: {error}") from error
+                except (ValueError, NotImplementedError) as error:  # the latter of other classes
+                    raise type(error)(
+                        f"parameter {its_name} of layer {name or '(root)'!r}: {error}; or leave the"
+                        " layer out with filter_fn"
+                    ) from error
     return found
 
 
@@ -179,7 +171,7 @@ def _convert_everywhere(
     module: nn.Module, fmt: LNSFormat, successors: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
-    for name, parameter in _parameters(module):
+    for name, parameter in parameters_of(module):
         if parameter in successors:
             setattr(module, name, successors[parameter])
     _hook(module, _Encode(fmt))
@@ -275,7 +267,7 @@ def _check_ties(
         dict[nn.Parameter, tuple[str, nn.Module]](),
     )
     for name, layer in owners:
-        for its_name, parameter in _parameters(layer):
+        for its_name, parameter in parameters_of(layer):
             if layer in formats and hasattr(parameter, "lns_replaced"):
                 raise ValueError(
                     f"layer {name!r}: its {its_name} was converted with another layer before, which"
@@ -355,32 +347,23 @@ def _simulate(
 def _convert_to_lns(
     module: nn.Module, fmt: Format | Mapping[str, Format], scope: str, filter_fn: Filter | None
 ) -> None:
-    if scope == "everywhere":
+    everywhere = scope == "everywhere"
+    if everywhere:
         _check_replicas(module)
-    owners = _owners(module)
-    relevant = [(n, m) for n, m in owners if scope == "everywhere" or _multiplies(m)]
+    owners = owners_of(module)
+    relevant = [(n, m) for n, m in owners if (everywhere and not is_quantized(m)) or multiplies(m)]
     chosen = _choose(relevant, fmt, filter_fn)
     for name, layer, _ in chosen:
         _check(name, layer)
-    if scope == "everywhere":
+    if everywhere:
         _check_ties(owners, chosen)
     underflow.start_over()
     follow(module, _convert_layers(chosen, scope))
-    for part in module.modules() if scope == "matmul" else ():
+    for part in module.modules() if not everywhere else ():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
-    if scope == "everywhere":
+    if everywhere:
         _decode_at_float_layers(owners)
-
-
-def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the modules that own parameters, a parametrized layer's original ones included."""
-    return [(n, m) for n, m in module.named_modules() if _parameters(m) or _multiplies(m)]
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Return whether scope ``matmul`` converts a layer."""
-    return isinstance(module, _PRODUCTS_INSIDE)
 
 
 def _convert_layers(
@@ -426,7 +409,7 @@ def revert_(module: nn.Module) -> nn.Module:
             layer.__class__ = original
             layer.__dict__.pop("stays_float32", None)
             del layer.fmt
-        for name, parameter in _parameters(layer):
+        for name, parameter in parameters_of(layer):
             if isinstance(parameter, LNSTensor):
                 if parameter not in decoded:
                     values = lns.decode(parameter.codes, parameter.fmt)
@@ -445,7 +428,7 @@ def summary(module: nn.Module) -> str:
     """Describe the conversion of a module, one line for each layer that owns parameters.
 
     A line has name, type, scope, format and number of parameters. Below are notes: layers with
-    products that scope ``matmul`` leaves in float32, and how many float tensors were encoded where
+    products that scope ``matmul`` leaves as they are, and how many float tensors were encoded where
     they met LNS (:mod:`lns_ops.tensor.promotion`).
 
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
@@ -454,14 +437,16 @@ def summary(module: nn.Module) -> str:
     """
     rows = [("layer", "type", "scope", "format", "parameters")]
     notes = []
-    for name, layer in _owners(module):
+    for name, layer in owners_of(module):
         conversion = getattr(layer, "lns_conversion", None)
         count = sum(p.numel() for p in layer.parameters(recurse=False))
         kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
         if conversion is None and kept is not None:  # a layer was parametrized later
             conversion = Conversion(scope="everywhere", fmt=kept)
         scope, fmt = (
-            (conversion.scope, str(conversion.fmt)) if conversion is not None else ("-", "float32")
+            (conversion.scope, str(conversion.fmt))
+            if conversion is not None
+            else ("-", own_format(layer))
         )
         if hasattr(layer, "simulation"):
             scope, fmt = "simulated", str(layer.simulation.format)  # type: ignore[union-attr]
@@ -470,6 +455,8 @@ def summary(module: nn.Module) -> str:
                 f"{name or '(root)'} stays float32: its forward calls neither linear functions nor"
                 " convolutions"
             )
+        if conversion is None and (kind := reason_to_stay(layer)):
+            notes.append(f"{name or '(root)'} stays {fmt}: {kind}")
         rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [

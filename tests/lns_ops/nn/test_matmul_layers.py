@@ -183,6 +183,52 @@ def test_what_has_no_form_stays_float32_with_a_note() -> None:
     assert summary(model).splitlines()[3:] == [note]
 
 
+COMPLEX: dict[str, Callable[..., nn.Module]] = {
+    "linear": lambda **dtype: nn.Linear(4, 4, **dtype),
+    "rnn": lambda **dtype: nn.RNN(4, 4, **dtype),
+    "conv": lambda **dtype: nn.ConvTranspose1d(4, 4, 1, **dtype),
+    "parametrized": lambda **dtype: parametrizations.orthogonal(nn.Linear(4, 4, **dtype)),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_layers_stay_with_a_note(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), COMPLEX[name](dtype=torch.complex64))
+    kept, x = copy.deepcopy(model[1]), torch.randn(2, 4, 4, dtype=torch.complex64)
+    convert_(model, lns12)
+    assert type(model[0]) is LNSMatmulLinear
+    assert type(model[1]).__bases__ == type(kept).__bases__
+    assert summary(model).splitlines()[-1] == "1 stays complex64: LNS values are real"
+    assert torch.equal(first(model[1](x)), first(kept(x)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+def test_quantized_layers_stay_with_a_note() -> None:
+    """They take decoded values in scope ``everywhere``."""
+    torch.manual_seed(0)
+    dynamic = torch.ao.quantization.quantize_dynamic
+    model = dynamic(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)), {nn.LSTM})
+    model = dynamic(nn.Sequential(nn.Linear(4, 4), *model), {"1"})
+    x = torch.randn(3, 2, 4)
+    exact = first(model(x))
+    for scope in ("matmul", "everywhere"):
+        convert_(model, lns16, scope)
+        got = first(model(x))
+        assert type(got) is torch.Tensor
+        assert (got - exact).norm() <= 0.1 * exact.norm()  # steps of 8 bits among it
+        notes = summary(model).splitlines()[4:6]
+        reason = "stays integers: its weights are those of torch.ao.quantization"
+        assert notes == [f"1 {reason}", f"2 {reason}"]
+        revert_(model)
+        exact = first(model(x))
+
+
+def test_the_summary_tells_the_dtype_of_what_stays() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, dtype=torch.float64))
+    assert summary(convert_(model, lns12)).splitlines()[2].split()[3] == "float64"
+
+
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_layers_without_parameters_so_far_are_refused(scope: str) -> None:
     model = nn.Sequential(nn.LazyLinear(3))

@@ -1,0 +1,75 @@
+"""Which layers a conversion finds in a module, and which of them have no LNS form."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+PRODUCTS_INSIDE = (
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+    nn.Bilinear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+"""The layers with products."""
+
+
+def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List a layer's own parameters, under each of their names."""
+    return list(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def owners_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules that own parameters, or integers in their place.
+
+    A parametrized layer's original ones are included.
+    """
+    return [
+        (n, m)
+        for n, m in module.named_modules()
+        if parameters_of(m) or multiplies(m) or is_quantized(m)
+    ]
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Return whether scope ``matmul`` converts a layer."""
+    return isinstance(module, PRODUCTS_INSIDE) and not _is_complex(module)
+
+
+def _is_complex(module: nn.Module) -> bool:
+    """Return whether a layer has complex parameters, parametrized ones included."""
+    return any(
+        parameter.is_complex()
+        for name, parameter in module.named_parameters()
+        if "." not in name or name.startswith("parametrizations.")
+    )
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a layer has integers of ``torch.ao.quantization`` in place of parameters."""
+    of_torch = type(module).__module__.startswith("torch.ao.nn.")
+    has_weights = hasattr(module, "set_weight_bias") and hasattr(module, "from_float")
+    return of_torch and has_weights and not parameters_of(module)
+
+
+def own_format(layer: nn.Module) -> str:
+    """Return the dtype of the parameters of a layer that is not converted, as a word."""
+    if is_quantized(layer):
+        return "integers"
+    dtypes = (p.dtype for p in layer.parameters() if p.is_floating_point() or p.is_complex())
+    return str(next(dtypes, torch.float32)).removeprefix("torch.")
+
+
+def reason_to_stay(layer: nn.Module) -> str:
+    """Return why a layer's products have no LNS form, or nothing."""
+    if is_quantized(layer):
+        return "its weights are those of torch.ao.quantization"
+    complex_products = isinstance(layer, PRODUCTS_INSIDE) and _is_complex(layer)
+    return "LNS values are real" if complex_products else ""
