@@ -32,7 +32,7 @@ from lns_ops._compat import is_transforming, reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import in_float32, underflow
+from lns_ops.tensor import in_float32, promotion, underflow
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
@@ -54,6 +54,7 @@ def _in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tens
     quick = type(f"{function.__name__}WithContext", (torch.autograd.Function,), members)
 
     def call(*inputs: Any) -> Tensor:
+        promotion.refuse_tangents("a product in LNS", *inputs)
         chosen: Any = function if is_transforming() else quick
         result: Tensor = chosen.apply(*inputs)
         return result

@@ -55,16 +55,28 @@ def refuse_transforms(x: Tensor | None = None) -> None:
     Raises:
         NotImplementedError: such a transform goes on, or ``x`` has a tangent.
     """
-    if is_transforming() or (
-        x is not None and is_forward_mode() and unpack_dual(x).tangent is not None
-    ):
-        refuse_forward_mode("from_float")
+    refuse_tangents("from_float", x)
     if is_transforming():
         raise NotImplementedError(
             "torch.func.grad, vmap and the like around LNS layers: LNS functions have no rules"
             " for them; use torch.autograd.grad, one call for each gradient (jacobian without"
             " vectorize), or convert with scope='matmul', for which they work"
         )
+
+
+def refuse_tangents(name: str, *inputs: Any) -> None:
+    """Refuse an operation on inputs of which one has a forward-mode tangent.
+
+    Within transforms of ``torch.func``, where only an outer one may know of it, any may have one.
+
+    Raises:
+        NotImplementedError: one has.
+    """
+    if is_forward_mode() and (
+        is_transforming()
+        or any(isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in inputs)
+    ):
+        refuse_forward_mode(name)
 
 
 def refuse_forward_mode(name: str) -> None:

@@ -358,6 +358,17 @@ def test_forward_mode_is_refused_with_what_works(name: str) -> None:
         assert functional.jvp(function, given, given)[1].shape == ()
 
 
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused_of_products_too(name: str) -> None:
+    for layer, shape in ((nn.Linear(3, 2), (4, 3)), (nn.ConvTranspose1d(3, 2, 2), (4, 3, 5))):
+        net, x = convert_(layer, "lns16", "matmul"), torch.randn(shape)
+        with pytest.raises(NotImplementedError, match=rf"{name}.*torch\.autograd\.functional"):
+            FORWARD[name](lambda x, net=net: net(x).sum(), x)
+        assert torch.func.jacrev(lambda x, net=net: net(x).sum())(x).shape == shape
+        with forward_ad.dual_level():
+            assert net(x).shape[0] == 4
+
+
 def test_forward_mode_elsewhere_leaves_lns_alone() -> None:
     y = LNSTensor.from_float(torch.ones(3), "lns16")
     with forward_ad.dual_level():
