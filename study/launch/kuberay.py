@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import io
+import lzma
 import re
 import subprocess
 import tarfile
@@ -34,6 +35,9 @@ from study.launch.slurm import run_tool
 from trainers.object_store import is_url, local_folder
 
 ARCHIVE = "package.tar.xz"
+TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
+"""Compression of text, which is 1 % smaller than by the preset alone: the code nearly fills a
+ConfigMap."""
 VOLUME = "package"
 """Name of the template's volumes that hold the package."""
 CODE = "lns-study/code"
@@ -325,7 +329,7 @@ def _archive(package: Package) -> bytes:
         return info
 
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name in ("folder", "site", "start.sh"):
             archive.add(package.stage / name, name, filter=plain)
-    return buffer.getvalue()
+    return lzma.compress(buffer.getvalue(), filters=[TEXT])
