@@ -134,6 +134,7 @@ class _Decode:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        # by its name, which fx.wrap gives to another function while it traces
         decoded: tuple[Any, dict[str, Any]] = tree_map(lambda x: _in_float(x), (args, kwargs))
         return decoded
 

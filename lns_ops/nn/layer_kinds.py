@@ -44,11 +44,11 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def _is_complex(module: nn.Module) -> bool:
-    """Return whether a layer has complex parameters, parametrized ones included."""
+    """Return whether the weights of a layer's products are complex, parametrized ones included."""
     return any(
         parameter.is_complex()
         for name, parameter in module.named_parameters()
-        if "." not in name or name.startswith("parametrizations.")
+        if "weight" in name and ("." not in name or name.startswith("parametrizations."))
     )
 
 

@@ -33,7 +33,7 @@ from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import in_float32, promotion, underflow
-from lns_ops.tensor.dynamo import allow_in_graph
+from lns_ops.tensor.dynamo import allow_in_graph, once_imported
 from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -347,11 +347,25 @@ def _composed(bits: int, fraction_bits: int, which: int, /, *args: Any, **kwargs
 
     A compiled graph calls it as a whole, as it calls those functions, and so within the context.
     """
-    with _Products(LNSFormat(bits, fraction_bits)):
+    return _in_context(LNSFormat(bits, fraction_bits), which, args, kwargs)
+
+
+def _in_context(fmt: LNSFormat, which: int, args: Any, kwargs: Any) -> Any:
+    with _Products(fmt):
         return REPLACEMENTS[_COMPOSED[which]](*args, **kwargs)
 
 
+def _keep_whole() -> None:
+    """Have the tracer leave the context alone, of which its graphs would have the inside alone.
+
+    It meets it where it runs a layer as it is and looks at what the layer calls, as of nn.LSTM.
+    """
+    global _in_context
+    _in_context = torch.compiler.disable(_in_context)
+
+
 allow_in_graph(_composed)
+once_imported(_keep_whole)
 for _name in ("_linear", "_convolution", "_transposed_convolution", "_composed"):
     fx.wrap(_name)  # torch.fx.symbolic_trace records calls of them as such
 

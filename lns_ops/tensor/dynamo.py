@@ -19,15 +19,20 @@ import torch
 
 from lns_ops._compat import COMPILER
 
-_waiting: list[Callable[..., Any]] = []
+_waiting: list[Callable[[], object]] = []
 
 
 def allow_in_graph(function: Callable[..., Any]) -> None:
     """Call ``torch.compiler.allow_in_graph(function)``, now or when the tracer is imported."""
+    once_imported(lambda: torch.compiler.allow_in_graph(function))
+
+
+def once_imported(action: Callable[[], object]) -> None:
+    """Call ``action``, now or when the tracer is imported."""
     if COMPILER in sys.modules:
-        torch.compiler.allow_in_graph(function)
+        action()
     else:
-        _waiting.append(function)
+        _waiting.append(action)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -47,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 while _waiting:
-                    torch.compiler.allow_in_graph(_waiting.pop())
+                    _waiting.pop()()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -401,16 +401,19 @@ def segment_reduce(
         ValueError: segments that :func:`_segments` refuses, or an empty one of which there is no
             maximum, minimum or mean.
     """
+    axis %= data.dim()
     sizes, at = _segments(lengths, offsets, axis, data.shape[axis], unsafe)
     if initial is None and reduce not in ("sum", "prod") and not sizes.all():
         raise ValueError(
             f"segment_reduce of an empty segment: it has no {reduce}, and LNS neither NaN nor"
             " infinity; pass initial"
         )
-    added, alone = reduce in ("sum", "mean"), initial is None and reduce != "prod"
+    added, alone = reduce in ("sum", "mean"), reduce != "prod"
     outer, rest = sizes.shape[:-1], data.shape[axis + 1 :]
     terms = data.reshape(-1, *rest)
-    start = 0 if added or alone else 1 if initial is None else initial
+    # a start that no value equals, since one that does has a part of the gradient
+    ends = {"max": -data.fmt.largest, "min": data.fmt.largest, "prod": 1.0}
+    start = ends.get(reduce, 0.0) if alone or initial is None else initial
     out = data.new_full((outer.numel() * (sizes.shape[-1] + 1), *rest), start)
     if added:
         out = out.index_add(0, at, terms)
@@ -421,6 +424,10 @@ def segment_reduce(
     out = out.reshape(*outer, -1, *rest).narrow(axis, 0, sizes.shape[-1])
     if added and initial is not None:
         out = out + initial
+    elif alone and initial is not None:  # which has no part of the gradient where it is as large
+        beyond = out < initial if reduce == "max" else out > initial
+        empty = (sizes == 0).reshape(*sizes.shape, *[1] * len(rest))
+        out = torch.where(beyond | empty, torch.full_like(out, initial), out)
     if reduce == "mean":
         out = out / sizes.clamp_min(1).reshape(*sizes.shape, *[1] * len(rest))
     return out

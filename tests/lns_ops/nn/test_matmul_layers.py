@@ -348,6 +348,27 @@ def test_layers_that_keep_their_forward_are_compiled(name: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_around_which_graphs_break_are_lns(kind: type[nn.RNNBase]) -> None:
+    """The compiler runs them as they are and looks at what they call."""
+    torch.compiler.reset()
+    layer = convert_(kind(4, 5, num_layers=2), lns8)
+    given = (torch.randn(3, 2, 4, requires_grad=True),)
+    wanted, gradients = moved(layer, given)
+    got, own = moved(torch.compile(layer, backend="aot_eager"), given)
+    assert torch.equal(got, wanted)
+    assert all(torch.equal(a, b) for a, b in zip(own, gradients, strict=True))
+
+
+def test_layers_of_real_weights_beside_complex_parameters_are_converted() -> None:
+    class Turned(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    assert "LNSMatmulTurned" in summary(convert_(nn.Sequential(Turned()), lns12))
+
+
 @pytest.mark.parametrize("name", ["subclass", "subclass-conv", "bilinear", "subclass-bilinear"])
 def test_a_layer_alone_is_traced_by_fx(name: str) -> None:
     """A layer of scope ``matmul`` has the arguments of the layer of before."""

@@ -276,3 +276,20 @@ def test_segments_that_have_no_result_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         torch.segment_reduce(X, reduce, **given)
+
+
+@pytest.mark.parametrize("initial", [None, 0.0, 2.0])
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_equal_ends_of_a_segment_share_its_gradient_alone(
+    reduce: str, initial: float | None
+) -> None:
+    """Not with ``initial``, nor with where the search starts; rows by a negative axis."""
+    values = torch.tensor([[2.0, 2.0, 0.0, 0.0], [0.0, -1.0, 2.0, 4.0]])
+    x, given = LNSTensor.from_float(values, "lns16").requires_grad_(), values.requires_grad_()
+    lengths = torch.tensor([[2, 2], [2, 2]])
+    for leaf, axis in ((x, -1), (given, 1)):
+        options = {"lengths": lengths, "axis": axis, "initial": initial}
+        torch.segment_reduce(leaf, reduce, **options).sum().backward()
+    assert x.grad is not None
+    assert given.grad is not None
+    assert torch.equal(x.grad.to_float(), given.grad)
