@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-PRODUCTS_INSIDE = (
+_PRODUCTS_INSIDE = (
     nn.RNNBase,
     nn.RNNCellBase,
     nn.MultiheadAttention,
@@ -40,7 +40,7 @@ def owners_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def multiplies(module: nn.Module) -> bool:
     """Return whether scope ``matmul`` converts a layer."""
-    return isinstance(module, PRODUCTS_INSIDE) and not _is_complex(module)
+    return isinstance(module, _PRODUCTS_INSIDE) and not _is_complex(module)
 
 
 def _is_complex(module: nn.Module) -> bool:
@@ -71,5 +71,5 @@ def reason_to_stay(layer: nn.Module) -> str:
     """Return why a layer's products have no LNS form, or nothing."""
     if is_quantized(layer):
         return "its weights are those of torch.ao.quantization"
-    complex_products = isinstance(layer, PRODUCTS_INSIDE) and _is_complex(layer)
+    complex_products = isinstance(layer, _PRODUCTS_INSIDE) and _is_complex(layer)
     return "LNS values are real" if complex_products else ""

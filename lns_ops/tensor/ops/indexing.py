@@ -408,23 +408,23 @@ def segment_reduce(
             f"segment_reduce of an empty segment: it has no {reduce}, and LNS neither NaN nor"
             " infinity; pass initial"
         )
-    added, alone = reduce in ("sum", "mean"), reduce != "prod"
+    added, product = reduce in ("sum", "mean"), 1.0 if initial is None else initial
+    # a search starts where no value is, since one that is there has a part of the gradient
+    starts = {"max": -data.fmt.largest, "min": data.fmt.largest, "prod": product}
     outer, rest = sizes.shape[:-1], data.shape[axis + 1 :]
     terms = data.reshape(-1, *rest)
-    # a start that no value equals, since one that does has a part of the gradient
-    ends = {"max": -data.fmt.largest, "min": data.fmt.largest, "prod": 1.0}
-    start = ends.get(reduce, 0.0) if alone or initial is None else initial
-    out = data.new_full((outer.numel() * (sizes.shape[-1] + 1), *rest), start)
+    out = data.new_full((outer.numel() * (sizes.shape[-1] + 1), *rest), starts.get(reduce, 0.0))
     if added:
         out = out.index_add(0, at, terms)
     else:
         spread = at.reshape(-1, *[1] * len(rest)).expand(terms.shape)
         name = {"max": "amax", "min": "amin"}.get(reduce, reduce)
-        out = out.scatter_reduce(0, spread, terms, name, include_self=not alone)
+        out = out.scatter_reduce(0, spread, terms, name, include_self=reduce == "prod")
     out = out.reshape(*outer, -1, *rest).narrow(axis, 0, sizes.shape[-1])
     if added and initial is not None:
         out = out + initial
-    elif alone and initial is not None:  # which has no part of the gradient where it is as large
+    elif reduce in ("max", "min") and initial is not None:
+        # which has no part of the gradient where it is as large
         beyond = out < initial if reduce == "max" else out > initial
         empty = (sizes == 0).reshape(*sizes.shape, *[1] * len(rest))
         out = torch.where(beyond | empty, torch.full_like(out, initial), out)
