@@ -223,6 +223,12 @@ def compile_function(source: str, name: str, options: tuple[str, ...], device: i
 
 
 @lru_cache(maxsize=16)
+def most_shared_bytes(device: int) -> int:
+    """Return the shared memory that a thread block of a device can ask for."""
+    return int(_cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+@lru_cache(maxsize=16)
 def shared_base(device: int) -> int:
     """Return where dynamic shared memory begins in the shared window.
 

@@ -82,10 +82,13 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         return "only small nets on a GPU share processes by themselves"
     if not captured(config):
         return "their step is no CUDA graph"
-    if not config.model.feedforward:
+    if not (config.model.feedforward or config.recurrence_fused):
         if config.model.name == "lstm":
             return "a recurrent net keeps Python busy, for which trials in a process wait"
-        return "only nets of the kinds mlp, cnn, vanilla and capsules share processes by themselves"
+        return (
+            "only nets of the kinds mlp, cnn, vanilla and capsules, and an LSTM's variants in"
+            " float32, share processes by themselves"
+        )
     if choose_share(config) == 1:
         return f"a step's mean layer takes more than {SHARES[-1][0]:.0g} multiply-accumulates"
     if share > SHARES[-1][1]:

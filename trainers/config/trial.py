@@ -386,6 +386,13 @@ class TrialKeys:
         return self.model.feedforward or (tried and not self.memory.activation_checkpoints)
 
     @property
+    def recurrence_fused(self) -> bool:
+        """Whether a GPU runs all steps of an LSTM, unless it is too wide, in one kernel
+        (:mod:`trainers.models.lstm.kernels`)."""
+        lstm = self.model.name == "lstm" and self.model.arguments.variant != "torch"
+        return lstm and self.precision.format == "float32" and self.autocast == "none"
+
+    @property
     def update_captured(self) -> bool:
         """Whether the CUDA graph of a step includes the optimizer's update."""
         return not self.lr_schedule.varies or self.optimizer.name not in RATE_OF_HOST

@@ -139,11 +139,13 @@ def packs(config: TrialConfig) -> bool:
     It is where it is small, so that processes would take turns on its GPU, and Python has little to
     do, for which threads wait for each other: the graph has the update. An LSTM has a layer for
     each step of its sequences: twelve of them are twice as fast in processes of their own (an H100,
-    docs/benchmarks/studies.md). Telemetry counts in Python, and the memory of the whole process.
+    docs/benchmarks/studies.md), unless all steps are one kernel. Telemetry counts in Python, and
+    the memory of the whole process.
     """
     if config.gpus is None or config.gpus > SHARES[-1][1] or config.telemetry:
         return False
-    if not (config.model.feedforward and captured(config) and config.update_captured):
+    few_layers = config.model.feedforward or config.recurrence_fused
+    if not (few_layers and captured(config) and config.update_captured):
         return False
     return sum(1 for _ in _layers(config)) <= MOST_LAYERS
 

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lns_ops import LNSTensor, convert_
+from lns_ops import LNSTensor, convert_, cuda
 from trainers.config import ModelConfig
 from trainers.config.model import VARIANTS
 from trainers.models import make_model
-from trainers.models.lstm import VariantLayer
+from trainers.models.lstm import kernels
+from trainers.models.lstm.variant import VariantLayer
 
 NINE = [variant for variant in VARIANTS if variant != "torch"]
 INPUTS, WIDTH, STEPS = 3, 4, 6
+needs_gpu = pytest.mark.skipif(
+    cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
+)
 TOLERANCES = {"float32": 1e-5, "lns16": 0.02}
 """Largest distance from float64, as a share of the norm: six steps of some forty roundings each,
 2^-24 of float32 and 2^-11 (octaves: 0.03 %) of lns16."""
@@ -157,3 +161,107 @@ def test_an_unknown_variant_is_refused() -> None:
         ModelConfig(name="lstm", args={"variant": "gru"})
     with pytest.raises(ValueError, match=r"must be a text; use for example model.args.variant=tor"):
         ModelConfig(name="lstm", args={"variant": 3})
+
+
+def training_step(layer: VariantLayer, x: Tensor) -> list[Tensor]:
+    """The outputs and the gradients of the input and of all parameters."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    outputs = layer(x)
+    (outputs * torch.linspace(-1, 1, outputs.shape[-1], device=x.device)).sum().backward()
+    assert x.grad is not None
+    return [outputs.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("variant", NINE)
+def test_one_node_of_all_steps_has_the_gradients_of_autograd(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    layer, x = VariantLayer(5, 7, 0.0, variant).double(), torch.randn(3, 9, 5).double()
+    ours = training_step(layer, x)
+    monkeypatch.setattr(layer, "_plain", lambda sums: False)
+    for found, expected in zip(ours, training_step(layer, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_layer_that_something_has_changed_takes_its_steps_by_modules() -> None:
+    layer, x = made("vanilla")
+    seen = []
+    layer.from_output.register_forward_hook(lambda *a: seen.append(1))
+    layer(x[None])
+    assert len(seen) == STEPS
+    plain, _ = made("vanilla")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = plain(x[None])
+    assert 1e-4 < distance(rounded.detach(), plain(x[None]).detach().double()) < 1e-1
+
+
+@pytest.mark.parametrize("variant", NINE)
+def test_second_derivatives_are_those_of_autograd(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(2)
+    layer, x = VariantLayer(3, 4, 0.0, variant).double(), torch.randn(2, 5, 3).double()
+
+    def found() -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        of = [inputs, *layer.parameters()]
+        first = torch.autograd.grad(layer(inputs).square().sum(), of, create_graph=True)
+        return list(torch.autograd.grad(sum(grad.square().sum() for grad in first), of))
+
+    ours = found()
+    monkeypatch.setattr(layer, "_plain", lambda sums: False)
+    for value, expected in zip(ours, found(), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+SHAPES = [(1, 1, 2), (20, 8, 5), (33, 5, 64), (200, 8, 64), (300, 13, 7)]
+"""Units, sequences and steps."""
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", NINE)
+def test_kernels_have_the_equations_of_the_steps(variant: str, shape: tuple[int, int, int]) -> None:
+    width, sequences, steps = shape
+    torch.manual_seed(0)
+    layer = VariantLayer(3, width, 0.0, variant)
+    x = torch.randn(sequences, steps, 3)
+    expected = training_step(layer.double(), x.double())
+    layer = layer.float().cuda()
+    assert kernels.takes(layer.from_input(x.cuda()), layer.equations)
+    ours = training_step(layer, x.cuda())
+    for found, value in zip(ours, expected, strict=True):
+        assert distance(found.cpu(), value) < 2e-5
+    again = training_step(layer, x.cuda())
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_graph_has_the_kernels() -> None:
+    torch.manual_seed(0)
+    layer, x = VariantLayer(3, 20, 0.0, "vanilla").cuda(), torch.randn(8, 16, 3, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        training_step(layer, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = training_step(layer, x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    found = [value.clone() for value in captured]
+    for value, expected in zip(found, training_step(layer, x), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_layer_too_wide_for_shared_memory_takes_its_steps_one_by_one() -> None:
+    layer, x = VariantLayer(3, 4000, 0.0, "nog").cuda(), torch.randn(2, 3, 3, device="cuda")
+    assert not kernels.takes(layer.from_input(x), layer.equations)
+    found = layer(x)
+    torch.testing.assert_close(found.cpu(), layer.cpu()(x.cpu()), atol=1e-4, rtol=1e-4)

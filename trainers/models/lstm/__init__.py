@@ -30,27 +30,19 @@ and each other one changes one thing::
                                            R_ii i_{t-1} + R_fi f_{t-1} + R_oi o_{t-1}
 
 Their weights, biases and peepholes are drawn from a normal distribution of standard deviation 0.1,
-as in the paper.
+as in the paper. In floating point their steps are one node of the graph of gradients, in float32 on
+a GPU one kernel (:mod:`trainers.models.lstm.steps`).
 
 Sources: S. Hochreiter, J. Schmidhuber 1997, "Long Short-Term Memory"; F. Gers et al. 2000 (forget
 gates, peepholes); K. Greff et al. 2015, "LSTM: A Search Space Odyssey" (arXiv:1503.04069).
-
-Shape suffixes: B sequences; T steps; I features of an input; H units; K sums of all units, those of
-z first.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from trainers.config.model import LSTMArguments
-from trainers.models.init import normal_
-
-GATES = {"nig": "fo", "nfg": "io", "nog": "if", "cifg": "io"}
-"""The gates that a variant computes; all three where it is not among these."""
-STD = 0.1
-"""Standard deviation of the initial weights of the variants."""
+from trainers.models.lstm.variant import VariantLayer
 
 
 class Layer(nn.Module):
@@ -66,78 +58,6 @@ class Layer(nn.Module):
         outputs, _ = self.lstm(x)
         y: Tensor = self.dropout(outputs)
         return y
-
-
-class VariantLayer(nn.Module):
-    """One layer of a variant and dropout after it, ``[B, T, inputs] -> [B, T, width]``.
-
-    The products of all steps' inputs are one product; the sums of z and of the gates are its
-    columns, in the order z, i, f, o.
-    """
-
-    def __init__(self, inputs: int, width: int, dropout: float, variant: str) -> None:
-        super().__init__()
-        self.variant = variant
-        self.gates = GATES.get(variant, "ifo")
-        blocks = 1 + len(self.gates)
-        self.from_input = nn.Linear(inputs, blocks * width)
-        normal_(self.from_input, weight=STD, bias=STD)
-        self.from_output = nn.Linear(width, blocks * width, bias=False)
-        normal_(self.from_output, weight=STD)
-        if variant == "fgr":
-            self.from_gates = nn.Linear(3 * width, 3 * width, bias=False)
-            normal_(self.from_gates, weight=STD)
-        if variant != "np":
-            self.peepholes = nn.Parameter(torch.empty(len(self.gates), width))
-            normal_(self, peepholes=STD)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_BTI: Tensor) -> Tensor:
-        """Return the outputs of all steps."""
-        sums_BTK = self.from_input(x_BTI)
-        width = self.from_output.in_features
-        y_BH = cell_BH = torch.zeros_like(sums_BTK[:, 0, :width])
-        gates = torch.zeros_like(sums_BTK[:, 0, width:])
-        outputs = []
-        for sums_BK in sums_BTK.unbind(1):
-            sums_BK = sums_BK + self.from_output(y_BH)
-            if self.variant == "fgr":
-                z_BH, rest = sums_BK.split([width, 3 * width], -1)
-                sums_BK = torch.cat([z_BH, rest + self.from_gates(gates)], -1)
-            y_BH, cell_BH, gates = self._step(sums_BK, cell_BH)
-            outputs.append(y_BH)
-        y_BTH: Tensor = self.dropout(torch.stack(outputs, 1))
-        return y_BTH
-
-    def _step(self, sums_BK: Tensor, cell_BH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, the cell, and i, f, o side by side where these recur."""
-        z_BH, *rest = sums_BK.chunk(1 + len(self.gates), -1)
-        sums = dict(zip(self.gates, rest, strict=True))
-        z_BH = z_BH if self.variant == "niaf" else torch.tanh(z_BH)
-        i_BH, f_BH = self._gate("i", sums, cell_BH), self._gate("f", sums, cell_BH)
-        if self.variant == "cifg":
-            assert i_BH is not None
-            f_BH = 1 - i_BH
-        cell_BH = _passed(z_BH, i_BH) + _passed(cell_BH, f_BH)
-        o_BH = self._gate("o", sums, cell_BH)
-        shown = cell_BH if self.variant == "noaf" else torch.tanh(cell_BH)
-        gates = cell_BH
-        if self.variant == "fgr":
-            gates = torch.cat([gate for gate in (i_BH, f_BH, o_BH) if gate is not None], -1)
-        return _passed(shown, o_BH), cell_BH, gates
-
-    def _gate(self, name: str, sums: dict[str, Tensor], cell_BH: Tensor) -> Tensor | None:
-        """Return a gate that sees ``cell_BH`` through its peephole; None for one that is open."""
-        if name not in sums:
-            return None
-        if self.variant == "np":
-            return torch.sigmoid(sums[name])
-        return torch.sigmoid(sums[name] + self.peepholes[self.gates.index(name)] * cell_BH)
-
-
-def _passed(value: Tensor, gate: Tensor | None) -> Tensor:
-    """Return what a gate lets through."""
-    return value if gate is None else value * gate
 
 
 class Last(nn.Module):

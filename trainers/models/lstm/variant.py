@@ -1,0 +1,74 @@
+"""A layer of one of the nine LSTMs of Greff et al. 2015 (:mod:`trainers.models.lstm`).
+
+Shape suffixes: B sequences; T steps; I features of an input; H units; K sums of all units, those of
+z first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainers.models.init import normal_
+from trainers.models.lstm.equations import Equations
+from trainers.models.lstm.steps import all_steps, step_by_step
+
+STD = 0.1
+"""Standard deviation of the initial weights."""
+
+
+class VariantLayer(nn.Module):
+    """One layer of a variant and dropout after it, ``[B, T, inputs] -> [B, T, width]``.
+
+    The products of all steps' inputs are one product; the sums of z and of the gates are its
+    columns, in the order z, i, f, o.
+    """
+
+    def __init__(self, inputs: int, width: int, dropout: float, variant: str) -> None:
+        super().__init__()
+        self.equations = Equations(variant, width)
+        gates = len(self.equations.gates)
+        self.from_input = nn.Linear(inputs, (1 + gates) * width)
+        normal_(self.from_input, weight=STD, bias=STD)
+        self.from_output = nn.Linear(width, (1 + gates) * width, bias=False)
+        normal_(self.from_output, weight=STD)
+        if variant == "fgr":
+            self.from_gates = nn.Linear(3 * width, 3 * width, bias=False)
+            normal_(self.from_gates, weight=STD)
+        if variant != "np":
+            self.peepholes = nn.Parameter(torch.empty(gates, width))
+            normal_(self, peepholes=STD)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTI: Tensor) -> Tensor:
+        """Return the outputs of all steps."""
+        sums_TBK = self.from_input(x_BTI).transpose(0, 1)
+        variant = self.equations.variant
+        p_GH = self.peepholes if variant != "np" else None
+        from_gates = self.from_gates if variant == "fgr" else None
+        if self._plain(sums_TBK):
+            G_KK = None if from_gates is None else from_gates.weight
+            y_TBH = all_steps(self.equations, sums_TBK, self.from_output.weight, p_GH, G_KK)
+        else:
+            y_TBH = step_by_step(self.equations, sums_TBK, self.from_output, p_GH, from_gates)
+        y_BTH: Tensor = self.dropout(y_TBH.transpose(0, 1))
+        return y_BTH
+
+    def _plain(self, sums: Tensor) -> bool:
+        """Return whether all is floating point of one dtype, in layers that nothing has changed.
+
+        LNS, simulated formats and what watches or replaces a layer need its calls.
+        """
+        layers = [self.from_output, *([self.from_gates] if self.equations.variant == "fgr" else [])]
+        return (
+            type(sums) is Tensor
+            and sums.device.type in ("cpu", "cuda")
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled(sums.device.type)
+            and all(type(p) is nn.Parameter and p.dtype == sums.dtype for p in self.parameters())
+            and all(
+                type(layer) is nn.Linear
+                and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+                for layer in layers
+            )
+        )
