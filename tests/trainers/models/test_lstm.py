@@ -163,6 +163,15 @@ def test_an_unknown_variant_is_refused() -> None:
         ModelConfig(name="lstm", args={"variant": 3})
 
 
+def drawn(inputs: int, width: int, variant: str) -> VariantLayer:
+    """A layer with weights, biases and peepholes that are drawn."""
+    torch.manual_seed(1)
+    layer = VariantLayer(inputs, width, 0.0, variant)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
 def training_step(layer: VariantLayer, x: Tensor) -> list[Tensor]:
     """The outputs and the gradients of the input and of all parameters."""
     x = x.detach().requires_grad_()
@@ -170,15 +179,15 @@ def training_step(layer: VariantLayer, x: Tensor) -> list[Tensor]:
     outputs = layer(x)
     (outputs * torch.linspace(-1, 1, outputs.shape[-1], device=x.device)).sum().backward()
     assert x.grad is not None
-    return [outputs.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+    grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+    return [outputs.detach(), x.grad, *grads]
 
 
 @pytest.mark.parametrize("variant", NINE)
 def test_one_node_of_all_steps_has_the_gradients_of_autograd(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(1)
-    layer, x = VariantLayer(5, 7, 0.0, variant).double(), torch.randn(3, 9, 5).double()
+    layer, x = drawn(5, 7, variant).double(), torch.randn(3, 9, 5).double()
     ours = training_step(layer, x)
     monkeypatch.setattr(layer, "_plain", lambda sums: False)
     for found, expected in zip(ours, training_step(layer, x), strict=True):
@@ -201,8 +210,7 @@ def test_a_layer_that_something_has_changed_takes_its_steps_by_modules() -> None
 def test_second_derivatives_are_those_of_autograd(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(2)
-    layer, x = VariantLayer(3, 4, 0.0, variant).double(), torch.randn(2, 5, 3).double()
+    layer, x = drawn(3, 4, variant).double(), torch.randn(2, 5, 3).double()
 
     def found() -> list[Tensor]:
         inputs = x.clone().requires_grad_()
@@ -226,9 +234,8 @@ SHAPES = [(1, 1, 2), (20, 8, 5), (33, 5, 64), (200, 8, 64), (300, 13, 7)]
 @pytest.mark.parametrize("variant", NINE)
 def test_kernels_have_the_equations_of_the_steps(variant: str, shape: tuple[int, int, int]) -> None:
     width, sequences, steps = shape
-    torch.manual_seed(0)
-    layer = VariantLayer(3, width, 0.0, variant)
-    x = torch.randn(sequences, steps, 3)
+    layer, x = drawn(3, width, variant), torch.randn(sequences, steps, 3)
+    nn.init.normal_(layer.from_output.weight, std=0.3 / width**0.5)
     expected = training_step(layer.double(), x.double())
     layer = layer.float().cuda()
     assert kernels.takes(layer.from_input(x.cuda()), layer.equations)
@@ -242,8 +249,7 @@ def test_kernels_have_the_equations_of_the_steps(variant: str, shape: tuple[int,
 @pytest.mark.gpu
 @needs_gpu
 def test_a_graph_has_the_kernels() -> None:
-    torch.manual_seed(0)
-    layer, x = VariantLayer(3, 20, 0.0, "vanilla").cuda(), torch.randn(8, 16, 3, device="cuda")
+    layer, x = drawn(3, 20, "vanilla").cuda(), torch.randn(8, 16, 3, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         training_step(layer, x)
@@ -261,7 +267,8 @@ def test_a_graph_has_the_kernels() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_layer_too_wide_for_shared_memory_takes_its_steps_one_by_one() -> None:
-    layer, x = VariantLayer(3, 4000, 0.0, "nog").cuda(), torch.randn(2, 3, 3, device="cuda")
+    layer, x = drawn(3, 4000, "nog").cuda(), torch.randn(2, 3, 3, device="cuda")
+    nn.init.normal_(layer.from_output.weight, std=0.01)
     assert not kernels.takes(layer.from_input(x), layer.equations)
     found = layer(x)
     torch.testing.assert_close(found.cpu(), layer.cpu()(x.cpu()), atol=1e-4, rtol=1e-4)
