@@ -3,7 +3,9 @@
 A step of a small net is some forty kernels of a few microseconds, which Python takes longer to
 launch than the GPU to run. Captured once in a CUDA graph and replayed, they run back to back. The
 graph reads its batch through a counter on the device, so an epoch is a sequence of replays without
-input from the host; losses and wrong answers are added up on the device and read once at the end.
+input from the host; every step leaves its loss and its wrong answers in a place of their own on the
+device, which are read once at the end. A GPU begins some 700,000 small kernels a second (an H100),
+whatever they do, and that is what small nets side by side wait for: a step should have few.
 
 A graph repeats its numbers, so a learning rate that varies lies on the device, and is filled in
 before each replay. For the few optimizers that take their rate as a number the graph has the
@@ -13,6 +15,7 @@ anew at each replay, from torch's generator as it is seeded then.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,9 +84,9 @@ class GraphedEpochs:
             self.steps, batch_size
         )
         self._step = torch.zeros((), dtype=torch.int64, device=device)
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._counts = torch.zeros(3, dtype=torch.int64, device=device)
-        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._losses = torch.zeros(self.steps, device=device)
+        self._wrong = torch.zeros(self.steps, dtype=torch.int64, device=device)
+        self._asked: Tensor | int = torch.zeros_like(self._wrong)  # or the number of every step
         with _capturing, self._unchanged():
             current = torch.cuda.current_stream(device)
             stream = (
@@ -118,7 +121,7 @@ class GraphedEpochs:
                 it are not counted.
         """
         self._order.copy_(order[: self._order.numel()].view_as(self._order))
-        self._begin()
+        self._step.zero_()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # where a replay writes it
         queued = torch.cuda.Event(blocking=True)
@@ -131,15 +134,21 @@ class GraphedEpochs:
             self._graph.replay()
             if not self._updates:
                 self._optimizer.step()
-        loss, finite = float(self._loss), bool(self._finite)
-        wrong, answers, counted = self._counts.tolist()
-        return Tally(loss if finite else float("nan"), wrong, counted * self._batch_size, answers)
+        return self._tally()
 
-    def _begin(self) -> None:
-        """Reset the sums and the step counter on the device."""
-        for tensor in (self._step, self._loss, self._counts):
-            tensor.zero_()
-        self._finite.fill_(True)
+    def _tally(self) -> Tally:
+        """Return what the steps left, added up in their order."""
+        loss, counted = 0.0, 0
+        for value in self._losses.tolist():
+            counted += 1
+            loss += value
+            if not math.isfinite(value):
+                loss = math.nan
+                break
+        asked = self._asked
+        answers = int(asked[:counted].sum()) if isinstance(asked, Tensor) else counted * asked
+        wrong = int(self._wrong[:counted].sum())
+        return Tally(loss, wrong, counted * self._batch_size, answers)
 
     def _train_step(self) -> None:
         """Run what the graph has of a step: the batch at the step counter, forward, backward, the
@@ -149,14 +158,17 @@ class GraphedEpochs:
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]
         if self._updates:
             self._optimizer.step()
-        value, counts = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
-        self._counts[:2].add_(torch.where(self._finite, counts, 0))
-        self._counts[2].add_(self._finite)
-        self._finite.logical_and_(torch.isfinite(value))
-        self._loss.add_(torch.where(self._finite, value, 0))
+        loss, wrong, asked = (sum(values[1:], values[0]) for values in zip(*parts, strict=True))
+        place = self._step.view(1)
+        self._losses.index_copy_(0, place, loss.float().view(1))
+        self._wrong.index_copy_(0, place, wrong.view(1))
+        if isinstance(asked, Tensor) and isinstance(self._asked, Tensor):
+            self._asked.index_copy_(0, place, asked.view(1))
+        else:
+            self._asked = asked
         self._step.add_(1)
 
-    def _forward_backward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward_backward(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
         """Add the gradients of ``chosen`` examples.
 
         Returns:
@@ -166,10 +178,7 @@ class GraphedEpochs:
         outputs = self._model(x)
         loss = self._lose(outputs, y)
         loss.backward()
-        counts = torch.zeros(2, dtype=torch.int64, device=y.device)
-        counts[0].add_(self._lose.wrong(outputs, y))
-        counts[1].add_(self._lose.answers(y))
-        return loss.detach(), counts
+        return loss.detach(), self._lose.wrong(outputs, y), self._lose.answers(y)
 
     @contextmanager
     def _unchanged(self) -> Iterator[None]:

@@ -45,9 +45,10 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 """C library, loaded here: between fork and exec of a process with threads nothing may be."""
 PR_SET_NAME = 15
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
-compute elsewhere."""
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""What worker processes have where the user says nothing else. NumPy's library makes its threads
+when it is loaded; they would not survive the fork, and trials compute elsewhere. Trials that share
+a process have a stream each, and CUDA by default eight queues for all streams."""
 
 
 class ForkServer:

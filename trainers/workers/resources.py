@@ -21,7 +21,8 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
 MOST_TRIALS = 32
 """Trials at once in a process: CUDA streams that torch gives one."""
 TRIALS_PER_PROCESS = 12
-"""Trials at once in a process where nothing else is asked for: as many as share a GPU by default.
+"""Trials at once in a process where nothing else is asked for: as many as share a GPU by default,
+or more where their shares are smaller.
 Two processes of six had 12 % fewer trials a second of a whole study on four H100, and 4 % more of
 one kind of net on an H200 (docs/benchmarks/studies.md)."""
 SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
@@ -29,6 +30,9 @@ SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
 share so many trials at once were faster than fewer on an H200 (docs/benchmarks/studies.md); a
 larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
 other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
+FUSED_SHARE = 1 / 24
+"""Share of a GPU of an LSTM whose steps are one kernel: 24 in a process train 1.4 times as fast as
+twelve (an H100, docs/benchmarks/studies.md)."""
 FEW_LAYERS = 32
 """Most layers of a net that shares a GPU with eleven others. Twelve of 100 layers at once are no
 faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
@@ -160,7 +164,9 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
         return 1
     if executor == "packed":
         return MOST_TRIALS
-    return TRIALS_PER_PROCESS if executor == "auto" and packs(config) else 1
+    if executor != "auto" or config.gpus is None or not packs(config):
+        return 1
+    return max(TRIALS_PER_PROCESS, min(MOST_TRIALS, round(1 / config.gpus)))
 
 
 def choose_share(config: TrialConfig) -> float:
@@ -181,7 +187,9 @@ def choose_share(config: TrialConfig) -> float:
         config.model.name == "lstm"
         and config.batch_size * config.model.arguments.width > RECURRENT_UNITS
     )
-    return max(share, SHARES[-1][1]) if is_long else share
+    if is_long:
+        return max(share, SHARES[-1][1])
+    return min(share, FUSED_SHARE) if config.recurrence_fused else share
 
 
 def parameters(config: TrialConfig) -> float:

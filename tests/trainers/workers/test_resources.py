@@ -24,6 +24,7 @@ from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, trials_
 SMALL = TrialConfig(device="cuda")
 DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
 DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
+VARIANT = ModelConfig(name="lstm", args={"variant": "fgr"})
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
 LOADED = DataConfig(name="data.py:make", num_workers=1)
@@ -42,6 +43,9 @@ LOADED = DataConfig(name="data.py:make", num_workers=1)
         (replace(SMALL, model=DEEPER), 1 / 4, 1),
         (replace(SMALL, telemetry=True), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
+        (replace(SMALL, model=VARIANT), 1 / 24, 24),
+        (replace(SMALL, model=VARIANT, batch_size=512), 1 / 4, TRIALS_PER_PROCESS),
+        (replace(SMALL, model=VARIANT, precision=PrecisionConfig(format="lns16")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), batch_size=512), 1 / 4, 1),
         (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), precision=BFLOAT16), 1.0, 1),

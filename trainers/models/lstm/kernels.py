@@ -23,14 +23,14 @@ from trainers.models.lstm.equations import Equations
 SEQUENCES = 4
 """Sequences of a batch that a thread block takes."""
 _MOST_THREADS = 1024
-_LAYOUTS = {"lstm_forward": 7 * "P" + "iii", "lstm_backward": 7 * "P" + "iii"}
+_LAYOUT = 8 * "P" + "iii"
 
 
 def shared_bytes(equations: Equations) -> int:
     """Return the shared memory of a thread block going back, which takes more than forward."""
     blocks, width = 1 + len(equations.gates), equations.width
     recurring = (blocks - 1) if equations.variant == "fgr" else 0
-    return 4 * SEQUENCES * width * (2 * blocks + 1 + recurring)
+    return 4 * SEQUENCES * width * (3 * blocks + recurring)
 
 
 def takes(sums: Tensor, equations: Equations) -> bool:
@@ -59,7 +59,7 @@ def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
     source = (resources.files("trainers.models.lstm") / "steps.cu").read_text()
     options = tuple(f"-D{key}={int(value)}" for key, value in macros.items())
     function = compile_function(source, name, options, device)
-    return CudaKernel(function, _LAYOUTS[name], shared_bytes(equations))
+    return CudaKernel(function, _LAYOUT, shared_bytes(equations))
 
 
 atexit.register(_kernel.cache_clear)
@@ -69,21 +69,22 @@ atexit.register(_kernel.cache_clear)
     "lns_study::lstm_forward",
     mutates_args=(),
     device_types="cuda",
-    schema="(Tensor sums, Tensor R, Tensor? p, Tensor? G, str variant) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor sums, Tensor R, Tensor? p, Tensor? G, str variant)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(
-    sums_TBK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None, variant: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    steps, sequences, _ = sums_TBK.shape
-    width = R_KH.shape[1]
-    values_TBK = torch.empty_like(sums_TBK)
-    y_SBH, c_SBH = (sums_TBK.new_zeros(steps + 1, sequences, width) for _ in range(2))
+    sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None, variant: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    equations, values_BTK = Equations(variant, R_KH.shape[1]), torch.empty_like(sums_BTK)
+    y_BTH, before_BTH, c_BTH = (
+        sums_BTK.new_empty(*sums_BTK.shape[:2], equations.width) for _ in range(3)
+    )
     turned = None if G_KK is None else G_KK.t().contiguous()
     _run(
-        "lstm_forward", Equations(variant, width), steps, sequences,
-        sums_TBK, R_KH.t().contiguous(), p_GH, turned, values_TBK, y_SBH, c_SBH,
+        "lstm_forward", equations, sums_BTK,
+        R_KH.t().contiguous(), p_GH, turned, values_BTK, y_BTH, before_BTH, c_BTH,
     )  # fmt: skip
-    return values_TBK, y_SBH, c_SBH
+    return y_BTH, values_BTK, before_BTH, c_BTH
 
 
 @torch.library.custom_op(
@@ -91,19 +92,20 @@ def _forward(
     mutates_args=(),
     device_types="cuda",
     schema="(Tensor grad, Tensor values, Tensor c, Tensor R, Tensor? p, Tensor? G, str variant)"
-    " -> Tensor",
+    " -> (Tensor, Tensor)",
 )
 def _backward(
-    grad_TBH: Tensor, values_TBK: Tensor, c_SBH: Tensor, R_KH: Tensor, p_GH: Tensor | None,
+    grad_BTH: Tensor, values_BTK: Tensor, c_BTH: Tensor, R_KH: Tensor, p_GH: Tensor | None,
     G_KK: Tensor | None, variant: str,
-) -> Tensor:  # fmt: skip
-    steps, sequences, _ = values_TBK.shape
-    ds_TBK = torch.empty_like(values_TBK)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ds_BTK = torch.empty_like(values_BTK)
+    blocks = -(-len(grad_BTH) // SEQUENCES)
+    dp_GH = ds_BTK.new_empty(0 if p_GH is None else (blocks, *p_GH.shape))
     _run(
-        "lstm_backward", Equations(variant, R_KH.shape[1]), steps, sequences,
-        grad_TBH.contiguous(), values_TBK, c_SBH, R_KH, p_GH, G_KK, ds_TBK,
+        "lstm_backward", Equations(variant, R_KH.shape[1]), grad_BTH,
+        values_BTK, c_BTH, R_KH, p_GH, G_KK, ds_BTK, dp_GH,
     )  # fmt: skip
-    return ds_TBK
+    return ds_BTK, dp_GH
 
 
 @register_flop_formula([torch.ops.lns_study.lstm_forward, torch.ops.lns_study.lstm_backward])
@@ -114,30 +116,36 @@ def _flops(first: Sequence[int], *others: Any, out_shape: Any = None, **kwargs: 
 
 
 def forward(
-    equations: Equations, sums_TBK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z and the gates of all steps, and outputs and cells, which begin with zeros."""
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.lns_study.lstm_forward(
-        sums_TBK, R_KH, p_GH, G_KK, equations.variant
-    )
-    return found
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the outputs of all steps, and what :func:`backward` needs."""
+    y_BTH, *kept = torch.ops.lns_study.lstm_forward(sums_BTK, R_KH, p_GH, G_KK, equations.variant)
+    return y_BTH, tuple(kept)
 
 
 def backward(
-    equations: Equations, grad_TBH: Tensor, values_TBK: Tensor, c_SBH: Tensor, R_KH: Tensor,
+    equations: Equations, grad_BTH: Tensor, kept: tuple[Tensor, ...], R_KH: Tensor,
     p_GH: Tensor | None, G_KK: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the gradients of the sums of all steps."""
-    ds_TBK: Tensor = torch.ops.lns_study.lstm_backward(
-        grad_TBH, values_TBK, c_SBH, R_KH, p_GH, G_KK, equations.variant
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of the sums, R, the peepholes and G."""
+    values_BTK, before_BTH, c_BTH = kept
+    ds_BTK, parts = torch.ops.lns_study.lstm_backward(
+        grad_BTH.contiguous(), values_BTK, c_BTH, R_KH, p_GH, G_KK, equations.variant
     )
-    return ds_TBK
+    dR = ds_BTK.flatten(0, 1).t() @ before_BTH.flatten(0, 1)
+    dp = None if p_GH is None else parts.sum(0)
+    dG = None
+    if G_KK is not None:
+        later, gates = (a[..., equations.width :] for a in (ds_BTK[:, 1:], values_BTK[:, :-1]))
+        dG = later.flatten(0, 1).t() @ gates.flatten(0, 1)
+    return ds_BTK, dR, dp, dG
 
 
-def _run(
-    name: str, equations: Equations, steps: int, sequences: int, *arrays: Tensor | None
-) -> None:
-    device = next(array.get_device() for array in arrays if array is not None)
+def _run(name: str, equations: Equations, *arrays: Tensor | None) -> None:
+    """Launch a kernel; the first array is [B, T, ...]."""
+    first = arrays[0]
+    assert first is not None
+    (sequences, steps), device = first.shape[:2], first.get_device()
     columns = (1 + len(equations.gates)) * equations.width
     _kernel(name, equations, device)(
         (-(-sequences // SEQUENCES), 1, 1), min(_MOST_THREADS, -(-columns // 32) * 32), device,

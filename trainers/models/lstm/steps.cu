@@ -2,9 +2,9 @@
 // block takes SEQUENCES of the batch, since each needs its own past alone; what they remember lies
 // in shared memory, [units or sums, SEQUENCES], and the recurrent weights stay in the caches.
 //
-// Arrays are contiguous, float: sums, values and ds [T, B, K]; y and c [T + 1, B, H], which begin
-// with zeros; grad [T, B, H]; R [K, H], forward its transpose R_HK; p [gates, H]; G [gates H, gates
-// H], forward its transpose, too.
+// Arrays are contiguous, float: sums, values (z and the gates) and ds [B, T, K]; y, y_before (that of
+// the step before), c and grad [B, T, H]; R [K, H], forward its transpose R_HK; p [gates, H]; dp, a
+// part for each thread block, [blocks, gates, H]; G [gates H, gates H], forward its transpose.
 //
 // -D: SEQUENCES, a multiple of 4; GATES, how many there are; INPUT, FORGET, OUTPUT: the block that
 // a gate is among the sums (z is 0), or 0; PEEPHOLES, COUPLED, RECURRING, Z_TANH, C_TANH: 1 or 0.
@@ -35,7 +35,7 @@ __device__ __forceinline__ void product(float* totals, const float* a, const flo
 extern "C" __global__ void __launch_bounds__(1024)
     lstm_forward(const float* __restrict__ sums, const float* __restrict__ R_HK,
                  const float* __restrict__ p, const float* __restrict__ G, float* values, float* y,
-                 float* c, int steps, int sequences, int units) {
+                 float* y_before, float* c, int steps, int sequences, int units) {
     const int K = BLOCKS * units, first = blockIdx.x * SEQUENCES;
     const int here = min(SEQUENCES, sequences - first);
     float* outputs = memory;                     // of the step before, as cells and gates
@@ -47,11 +47,11 @@ extern "C" __global__ void __launch_bounds__(1024)
         gates[e] = 0;
     __syncthreads();
     for (int t = 0; t < steps; t++) {
-        const i64 row = (i64)t * sequences + first;
+        const i64 row = (i64)first * steps + t;
         for (int k = threadIdx.x; k < K; k += blockDim.x) {
             float total[SEQUENCES] = {}, given[SEQUENCES];  // read before they are waited for
 #pragma unroll
-            for (int b = 0; b < SEQUENCES; b++) given[b] = b < here ? sums[(row + b) * K + k] : 0;
+            for (int b = 0; b < SEQUENCES; b++) given[b] = b < here ? sums[(row + b * steps) * K + k] : 0;
             product(total, outputs, R_HK + k, units, K);
             if (RECURRING && k >= units) product(total, gates, G + k - units, K - units, K - units);
 #pragma unroll
@@ -72,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             const float cell = z * i + before * f;
             const float o = OUTPUT ? gate(OUTPUT, cell) : 1;
             const float shown = (C_TANH ? tanhf(cell) : cell) * o;
+            if (b < here) y_before[(row + b * steps) * units + h] = outputs[at];
             cells[at] = cell;
             outputs[at] = shown;
             if (RECURRING) {
@@ -80,13 +81,13 @@ extern "C" __global__ void __launch_bounds__(1024)
                 gates[at + 2 * units * SEQUENCES] = o;
             }
             if (b < here) {
-                float* value = values + (row + b) * K + h;
+                float* value = values + (row + b * steps) * K + h;
                 value[0] = z;
                 if (INPUT) value[INPUT * units] = i;
                 if (FORGET) value[FORGET * units] = f;
                 if (OUTPUT) value[OUTPUT * units] = o;
-                c[(row + sequences + b) * units + h] = cell;
-                y[(row + sequences + b) * units + h] = shown;
+                c[(row + b * steps) * units + h] = cell;
+                y[(row + b * steps) * units + h] = shown;
             }
         }
         __syncthreads();
@@ -96,48 +97,52 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     lstm_backward(const float* __restrict__ grad, const float* __restrict__ values,
                   const float* __restrict__ c, const float* __restrict__ R,
-                  const float* __restrict__ p, const float* __restrict__ G, float* ds, int steps,
-                  int sequences, int units) {
+                  const float* __restrict__ p, const float* __restrict__ G, float* ds, float* dp,
+                  int steps, int sequences, int units) {
     const int K = BLOCKS * units, first = blockIdx.x * SEQUENCES;
     const int here = min(SEQUENCES, sequences - first);
     float* of_sums = memory;                         // ds of this step
     float* of_outputs = of_sums + K * SEQUENCES;     // R^T ds of the step after, of each block
     float* of_cells = of_outputs + K * SEQUENCES;    // C dc of the step after
-    float* of_gates = of_cells + units * SEQUENCES;  // G^T ds of the step after
-    const int remembered = (K + units + (RECURRING ? K - units : 0)) * SEQUENCES;
+    float* of_peepholes = of_cells + units * SEQUENCES;
+    float* of_gates = of_peepholes + (K - units) * SEQUENCES;  // G^T ds of the step after
+    const int remembered = (K + K + (RECURRING ? K - units : 0)) * SEQUENCES;
     for (int e = threadIdx.x; e < remembered; e += blockDim.x) of_outputs[e] = 0;
     __syncthreads();
     for (int t = steps - 1; t >= 0; t--) {
-        const i64 row = (i64)t * sequences + first;
+        const i64 row = (i64)first * steps + t;
         for (int e = threadIdx.x; e < units * SEQUENCES; e += blockDim.x) {
             const int b = e / units, h = e % units, at = h * SEQUENCES + b;
             if (b >= here) continue;
-            const float* value = values + (row + b) * K + h;
+            const i64 here_row = row + b * steps;
+            const float* value = values + here_row * K + h;
             const float z = value[0], i = INPUT ? value[INPUT * units] : 1;
             const float f = COUPLED ? 1 - i : FORGET ? value[FORGET * units] : 1;
             const float o = OUTPUT ? value[OUTPUT * units] : 1;
-            const float cell = c[(row + sequences + b) * units + h];
-            const float before = c[(row + b) * units + h];
+            const float cell = c[here_row * units + h];
+            const float before = t ? c[(here_row - 1) * units + h] : 0;
             const float shown = C_TANH ? tanhf(cell) : cell;
-            float of_y = grad[(row + b) * units + h];
+            float of_y = grad[here_row * units + h];
             for (int block = 0; block < BLOCKS; block++)
                 of_y += of_outputs[at + block * units * SEQUENCES];
             float of_c = of_cells[at] + of_y * o * (C_TANH ? 1 - shown * shown : 1);
             float of_before = 0;
             auto put = [&](int block, float value) {
                 of_sums[at + block * units * SEQUENCES] = value;
-                ds[(row + b) * K + block * units + h] = value;
+                ds[here_row * K + block * units + h] = value;
             };
-            auto through = [&](int block, float x, float of_x) {
-                if (RECURRING) of_x += of_gates[at + (block - 1) * units * SEQUENCES];
+            auto through = [&](int block, float x, float of_x, float seen) {
+                const int place = at + (block - 1) * units * SEQUENCES;
+                if (RECURRING) of_x += of_gates[place];
                 const float of_sum = of_x * x * (1 - x);
                 put(block, of_sum);
+                if (PEEPHOLES) of_peepholes[place] += of_sum * seen;
                 return PEEPHOLES ? of_sum * p[(block - 1) * units + h] : 0;
             };
-            if (OUTPUT) of_c += through(OUTPUT, o, of_y * shown);
+            if (OUTPUT) of_c += through(OUTPUT, o, of_y * shown, cell);
             put(0, of_c * i * (Z_TANH ? 1 - z * z : 1));
-            if (INPUT) of_before += through(INPUT, i, of_c * (COUPLED ? z - before : z));
-            if (FORGET) of_before += through(FORGET, f, of_c * before);
+            if (INPUT) of_before += through(INPUT, i, of_c * (COUPLED ? z - before : z), before);
+            if (FORGET) of_before += through(FORGET, f, of_c * before, before);
             of_cells[at] = of_before + of_c * f;
         }
         __syncthreads();
@@ -156,5 +161,10 @@ extern "C" __global__ void __launch_bounds__(1024)
             }
         }
         __syncthreads();
+    }
+    for (int e = threadIdx.x; PEEPHOLES && e < K - units; e += blockDim.x) {
+        float total = 0;
+        for (int b = 0; b < here; b++) total += of_peepholes[e * SEQUENCES + b];
+        dp[(i64)blockIdx.x * (K - units) + e] = total;
     }
 }

@@ -40,7 +40,7 @@ from trainers.models.lstm.equations import Equations
 
 def step_by_step(
     equations: Equations,
-    sums_TBK: Tensor,
+    sums_BTK: Tensor,
     from_output: Callable[[Tensor], Tensor],
     p_GH: Tensor | None,
     from_gates: Callable[[Tensor], Tensor] | None,
@@ -49,23 +49,23 @@ def step_by_step(
 
     Args:
         equations: the variant's.
-        sums_TBK: W x + b of all steps.
+        sums_BTK: W x + b of all steps.
         from_output: the product with R.
         p_GH: the peepholes.
         from_gates: the product with G, of ``fgr``.
     """
     width = equations.width
-    y_BH = cell_BH = torch.zeros_like(sums_TBK[0, :, :width])
-    gates = torch.zeros_like(sums_TBK[0, :, width:])
+    y_BH = cell_BH = torch.zeros_like(sums_BTK[:, 0, :width])
+    gates = torch.zeros_like(sums_BTK[:, 0, width:])
     outputs = []
-    for sums_BK in sums_TBK.unbind(0):
+    for sums_BK in sums_BTK.unbind(1):
         sums_BK = sums_BK + from_output(y_BH)
         if from_gates is not None:
             z_BH, rest = sums_BK.split([width, 3 * width], -1)
             sums_BK = torch.cat([z_BH, rest + from_gates(gates)], -1)
         y_BH, cell_BH, gates = _step(equations, sums_BK, cell_BH, p_GH)
         outputs.append(y_BH)
-    return torch.stack(outputs)
+    return torch.stack(outputs, 1)
 
 
 def _step(
@@ -103,81 +103,66 @@ def _passed(value: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def all_steps(
-    equations: Equations, sums_TBK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
 ) -> Tensor:
     """Return the outputs of all steps as one node of the graph of gradients.
 
     Args:
         equations: the variant's.
-        sums_TBK: W x + b of all steps, in floating point.
+        sums_BTK: W x + b of all steps, in floating point.
         R_KH: from outputs to sums, in the same dtype, as all others.
         p_GH: the peepholes.
         G_KK: from gates to gates, of ``fgr``.
     """
-    y_TBH: Tensor = _Steps.apply(sums_TBK.contiguous(), R_KH, p_GH, G_KK, equations)  # type: ignore[no-untyped-call]
-    return y_TBH
+    y_BTH: Tensor = _Steps.apply(sums_BTK.contiguous(), R_KH, p_GH, G_KK, equations)  # type: ignore[no-untyped-call]
+    return y_BTH
 
 
 class _Steps(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        sums_TBK: Tensor,
-        R_KH: Tensor,
-        p_GH: Tensor | None,
-        G_KK: Tensor | None,
+        ctx: Any, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None,
         equations: Equations,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the outputs of all steps."""
-        run = kernels.forward if kernels.takes(sums_TBK, equations) else _forward
-        values_TBK, y_SBH, c_SBH = run(equations, sums_TBK, R_KH, p_GH, G_KK)
-        ctx.save_for_backward(sums_TBK, values_TBK, y_SBH, c_SBH, R_KH, p_GH, G_KK)
+        forward = kernels.forward if kernels.takes(sums_BTK, equations) else _forward
+        y_BTH, kept = forward(equations, sums_BTK, R_KH, p_GH, G_KK)
+        ctx.save_for_backward(sums_BTK, R_KH, p_GH, G_KK, *kept)
         ctx.equations = equations
-        return y_SBH[1:]
+        return y_BTH
 
     @staticmethod
-    def backward(ctx: Any, grad_TBH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the sums, R, the peepholes and G."""
-        sums_TBK, values_TBK, y_SBH, c_SBH, R_KH, p_GH, G_KK = ctx.saved_tensors
+        sums_BTK, R_KH, p_GH, G_KK, *kept = ctx.saved_tensors
         equations: Equations = ctx.equations
         if torch.is_grad_enabled():  # second derivatives are wanted
-            return *_recorded(equations, grad_TBH, sums_TBK, R_KH, p_GH, G_KK), None
-        run = kernels.backward if kernels.takes(values_TBK, equations) else _backward
-        ds_TBK = run(equations, grad_TBH, values_TBK, c_SBH, R_KH, p_GH, G_KK)
-        later = ds_TBK[1:].flatten(0, 1)
-        dR = later.t() @ y_SBH[1:-1].flatten(0, 1)
-        dp = dG = None
-        if p_GH is not None:
-            dp = (equations.of(ds_TBK, equations.early) * c_SBH[:-1].unsqueeze(-2)).sum((0, 1))
-            if "o" in equations.gates:
-                late = (equations.of(ds_TBK, "o") * c_SBH[1:].unsqueeze(-2)).sum((0, 1))
-                dp = torch.cat([dp, late])
-        if G_KK is not None:
-            gates = values_TBK[:-1, :, equations.width :].flatten(0, 1)
-            dG = later[:, equations.width :].t() @ gates
-        return ds_TBK, dR, dp, dG, None
+            return *_recorded(equations, grad_BTH, sums_BTK, R_KH, p_GH, G_KK), None
+        backward = kernels.backward if kernels.takes(sums_BTK, equations) else _backward
+        return *backward(equations, grad_BTH, tuple(kept), R_KH, p_GH, G_KK), None
 
 
 def _recorded(
-    equations: Equations, grad_TBH: Tensor, *inputs: Tensor | None
+    equations: Equations, grad_BTH: Tensor, *inputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the sums, R, the peepholes and G, which have gradients themselves."""
-    sums_TBK, R_KH, p_GH, G_KK = inputs
-    assert sums_TBK is not None
+    sums_BTK, R_KH, p_GH, G_KK = inputs
+    assert sums_BTK is not None
     assert R_KH is not None
     from_gates = None if G_KK is None else partial(linear, weight=G_KK)
-    y_TBH = step_by_step(equations, sums_TBK, partial(linear, weight=R_KH), p_GH, from_gates)
+    y_BTH = step_by_step(equations, sums_BTK, partial(linear, weight=R_KH), p_GH, from_gates)
     wanted = [each for each in inputs if each is not None and each.requires_grad]
-    found = iter(torch.autograd.grad(y_TBH, wanted, grad_TBH, create_graph=True))
+    found = iter(torch.autograd.grad(y_BTH, wanted, grad_BTH, create_graph=True))
     return tuple(
         next(found) if each is not None and each.requires_grad else None for each in inputs
     )
 
 
 def _forward(
-    equations: Equations, sums_TBK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z and the gates of all steps, and outputs and cells, which begin with zeros."""
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the outputs of all steps, and what :func:`_backward` needs."""
+    sums_TBK = sums_BTK.transpose(0, 1).contiguous()
     steps, sequences, _ = sums_TBK.shape
     y_SBH, c_SBH = sums_TBK.new_zeros(2, steps + 1, sequences, equations.width).unbind()
     values_TBK = torch.empty_like(sums_TBK)
@@ -208,10 +193,32 @@ def _forward(
             torch.mul(cell, o[t].sigmoid_(), out=y[t + 1])
         else:
             y[t + 1].copy_(cell)
-    return values_TBK, y_SBH, c_SBH
+    return y_SBH[1:].transpose(0, 1), (values_TBK, y_SBH, c_SBH)
 
 
 def _backward(
+    equations: Equations, grad_BTH: Tensor, kept: tuple[Tensor, ...], R_KH: Tensor,
+    p_GH: Tensor | None, G_KK: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of the sums, R, the peepholes and G."""
+    values_TBK, y_SBH, c_SBH = kept
+    grad_TBH = grad_BTH.transpose(0, 1)
+    ds_TBK = _of_sums(equations, grad_TBH, values_TBK, c_SBH, R_KH, p_GH, G_KK)
+    later = ds_TBK[1:].flatten(0, 1)
+    dR = later.t() @ y_SBH[1:-1].flatten(0, 1)
+    dp = dG = None
+    if p_GH is not None:
+        dp = (equations.of(ds_TBK, equations.early) * c_SBH[:-1].unsqueeze(-2)).sum((0, 1))
+        if "o" in equations.gates:
+            late = (equations.of(ds_TBK, "o") * c_SBH[1:].unsqueeze(-2)).sum((0, 1))
+            dp = torch.cat([dp, late])
+    if G_KK is not None:
+        gates = values_TBK[:-1, :, equations.width :].flatten(0, 1)
+        dG = later[:, equations.width :].t() @ gates
+    return ds_TBK.transpose(0, 1), dR, dp, dG
+
+
+def _of_sums(
     equations: Equations, grad_TBH: Tensor, values_TBK: Tensor, c_SBH: Tensor, R_KH: Tensor,
     p_GH: Tensor | None, G_KK: Tensor | None,
 ) -> Tensor:  # fmt: skip

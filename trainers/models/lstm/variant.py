@@ -42,17 +42,17 @@ class VariantLayer(nn.Module):
 
     def forward(self, x_BTI: Tensor) -> Tensor:
         """Return the outputs of all steps."""
-        sums_TBK = self.from_input(x_BTI).transpose(0, 1)
+        sums_BTK = self.from_input(x_BTI)
         variant = self.equations.variant
         p_GH = self.peepholes if variant != "np" else None
         from_gates = self.from_gates if variant == "fgr" else None
-        if self._plain(sums_TBK):
+        if self._plain(sums_BTK):
             G_KK = None if from_gates is None else from_gates.weight
-            y_TBH = all_steps(self.equations, sums_TBK, self.from_output.weight, p_GH, G_KK)
+            y_BTH = all_steps(self.equations, sums_BTK, self.from_output.weight, p_GH, G_KK)
         else:
-            y_TBH = step_by_step(self.equations, sums_TBK, self.from_output, p_GH, from_gates)
-        y_BTH: Tensor = self.dropout(y_TBH.transpose(0, 1))
-        return y_BTH
+            y_BTH = step_by_step(self.equations, sums_BTK, self.from_output, p_GH, from_gates)
+        outputs_BTH: Tensor = self.dropout(y_BTH)
+        return outputs_BTH
 
     def _plain(self, sums: Tensor) -> bool:
         """Return whether all is floating point of one dtype, in layers that nothing has changed.
