@@ -119,11 +119,17 @@ class LiveView:
 
 
 class PlainView:
-    """One line per event, for logs and pipes."""
+    """One line per event, for logs and pipes.
+
+    The time left is estimated anew for every line, but takes at most a twentieth of the time where
+    an estimate, which looks at every trial, takes a millisecond or more.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state, self._clock = StudyState(), Clock()
+        self._left: float | None = None
+        self._next_estimate = 0.0
         self._metric: Metric  # known once there is a state
 
     def start(self, state: StudyState) -> None:
@@ -140,10 +146,16 @@ class PlainView:
         self._clock.hear(event, trial)
         text = describe(event, trial, self._metric)
         if text:
-            left = self._clock.left(self._state)
-            self._line(
-                text + (f" | {duration(left)} left" if left and event["event"] == "report" else "")
-            )
+            left = self._time_left() if event["event"] == "report" else None
+            self._line(text + (f" | {duration(left)} left" if left else ""))
+
+    def _time_left(self) -> float | None:
+        began = time.monotonic()
+        if began >= self._next_estimate:
+            self._left = self._clock.left(self._state)
+            now = time.monotonic()
+            self._next_estimate = now + 19 * (now - began) if now - began >= 1e-3 else 0.0
+        return self._left
 
     def stop(self) -> None:
         """Do nothing: there is nothing to remove."""

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from study.config import Metric, StudyConfig
-from study.ledger.state import fold
+from study.ledger.state import StudyState, fold
 from study.text import duration, percent
 from study.views.progress import Clock, LiveView, PlainView, describe, render
 from tests.study.conftest import made_up_events
@@ -44,6 +44,32 @@ def test_the_log_has_a_line_an_epoch_with_the_time_left(tiny: Tiny) -> None:
     assert sum("validation error" in line for line in lines) == 6
     assert "epoch 1/3, validation error 20.00 % | 5 s left" in "\n".join(lines)
     assert sum("finished, test error 2.00 %" in line for line in lines) == 2
+
+
+def test_an_estimate_that_takes_long_is_not_made_for_every_line(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, made = [0.0], []
+
+    def left(self: Clock, state: StudyState) -> float:
+        made.append(now[0])
+        now[0] += 0.01  # as with thousands of trials
+        return 60.0
+
+    monkeypatch.setattr(Clock, "left", left)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    events = made_up_events(tiny("progress"))
+    state, view = fold(events[:1]), PlainView(console)
+    view.start(state)
+    for event in (event for event in events[1:] if event["event"] == "report"):
+        now[0] += 0.1
+        state.apply(event)
+        view.listen(event)
+    lines = console.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
+    assert len(lines) == 6
+    assert all(line.endswith("| 60 s left") for line in lines)
+    assert made == pytest.approx([0.1, 0.31, 0.52])
 
 
 def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
