@@ -12,7 +12,8 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,6 +41,7 @@ from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
 from study.text import counted, duration
 
+T = TypeVar("T")
 STYLES = {
     PLANNED: "dim",
     RUNNING: "bold cyan",
@@ -86,11 +88,30 @@ class Clock:
         return max([sum(todo) / self._at_once, *todo], default=0.0)
 
 
+class _Sparing(Generic[T]):
+    """What ``make`` returns: made anew at each call, but in at most a twentieth of the time where
+    that takes a millisecond or more, as what looks at each of thousands of trials does."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: T
+        self._next = -math.inf
+
+    def __call__(self) -> T:
+        began = time.monotonic()
+        if began >= self._next:
+            self._made = self._make()
+            took = time.monotonic() - began
+            self._next = began + 20 * took if took >= 1e-3 else -math.inf
+        return self._made
+
+
 class LiveView:
     """A table of trials and a bar, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._state, self._clock = StudyState(), Clock()
+        self._view = _Sparing(lambda: render(self._state, self._clock, time.time()))
         self._lock = threading.Lock()
         self._console = console
         self._live: Live | None = None
@@ -115,21 +136,16 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            return render(self._state, self._clock, time.time())
+            return self._view()
 
 
 class PlainView:
-    """One line per event, for logs and pipes.
-
-    The time left is estimated anew for every line, but takes at most a twentieth of the time where
-    an estimate, which looks at every trial, takes a millisecond or more.
-    """
+    """One line per event, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._state, self._clock = StudyState(), Clock()
-        self._left: float | None = None
-        self._next_estimate = 0.0
+        self._left = _Sparing(lambda: self._clock.left(self._state))
         self._metric: Metric  # known once there is a state
 
     def start(self, state: StudyState) -> None:
@@ -146,16 +162,8 @@ class PlainView:
         self._clock.hear(event, trial)
         text = describe(event, trial, self._metric)
         if text:
-            left = self._time_left() if event["event"] == "report" else None
+            left = self._left() if event["event"] == "report" else None
             self._line(text + (f" | {duration(left)} left" if left else ""))
-
-    def _time_left(self) -> float | None:
-        began = time.monotonic()
-        if began >= self._next_estimate:
-            self._left = self._clock.left(self._state)
-            now = time.monotonic()
-            self._next_estimate = now + 19 * (now - began) if now - began >= 1e-3 else 0.0
-        return self._left
 
     def stop(self) -> None:
         """Do nothing: there is nothing to remove."""
