@@ -321,11 +321,16 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
 
 
 def _modules() -> list[tuple[str, Path]]:
-    """Return name and path of every file of the three packages, ``conf`` as the wheel has it."""
+    """Return name and path of every file of the three packages, ``conf`` as the wheel has it.
+
+    Pages for readers are left out, as in the wheel that is installed.
+    """
     found: dict[str, Path] = {}
     for top in _packages():
         found |= {
-            f"{top.name}/{path.relative_to(top).as_posix()}": path for path in _walk(top, set())
+            f"{top.name}/{path.relative_to(top).as_posix()}": path
+            for path in _walk(top, set())
+            if path.suffix != ".md"
         }
         if (
             top.name == "study"

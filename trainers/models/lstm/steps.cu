@@ -2,9 +2,9 @@
 // block takes SEQUENCES of the batch, since each needs its own past alone; what they remember lies
 // in shared memory, [units or sums, SEQUENCES], and the recurrent weights stay in the caches.
 //
-// Arrays are contiguous, float: sums, values (z and the gates) and ds [B, T, K]; y, y_before (that of
-// the step before), c and grad [B, T, H]; R [K, H], forward its transpose R_HK; p [gates, H]; dp, a
-// part for each thread block, [blocks, gates, H]; G [gates H, gates H], forward its transpose.
+// Arrays are contiguous, float: sums, values (z and the gates) and ds [B, T, K]; y, y_before (that
+// of the step before), c and grad [B, T, H]; R [K, H], forward its transpose R_HK; p [gates, H];
+// dp, a part for each thread block, [blocks, gates, H]; G [gates H, gates H], forward its transpose.
 //
 // -D: SEQUENCES, a multiple of 4; GATES, how many there are; INPUT, FORGET, OUTPUT: the block that
 // a gate is among the sums (z is 0), or 0; PEEPHOLES, COUPLED, RECURRING, Z_TANH, C_TANH: 1 or 0.
@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int k = threadIdx.x; k < K; k += blockDim.x) {
             float total[SEQUENCES] = {}, given[SEQUENCES];  // read before they are waited for
 #pragma unroll
-            for (int b = 0; b < SEQUENCES; b++) given[b] = b < here ? sums[(row + b * steps) * K + k] : 0;
+            for (int b = 0; b < SEQUENCES; b++)
+                given[b] = b < here ? sums[(row + b * steps) * K + k] : 0;
             product(total, outputs, R_HK + k, units, K);
             if (RECURRING && k >= units) product(total, gates, G + k - units, K - units, K - units);
 #pragma unroll

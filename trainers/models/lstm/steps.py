@@ -114,7 +114,8 @@ def all_steps(
         p_GH: the peepholes.
         G_KK: from gates to gates, of ``fgr``.
     """
-    y_BTH: Tensor = _Steps.apply(sums_BTK.contiguous(), R_KH, p_GH, G_KK, equations)  # type: ignore[no-untyped-call]
+    arguments = (sums_BTK.contiguous(), R_KH, p_GH, G_KK, equations)
+    y_BTH: Tensor = _Steps.apply(*arguments)  # type: ignore[no-untyped-call]
     return y_BTH
 
 
