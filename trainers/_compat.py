@@ -79,6 +79,30 @@ def forget_forward_order(module: Any) -> None:
         state._fsdp_param_group._post_forward_indices.clear()
 
 
+def transformed() -> bool:
+    """Return whether code runs within a transform of torch.func, or is traced.
+
+    ``torch.autograd.Function`` asks the same where it refuses the transforms (torch 2.11, 2.13).
+    """
+    return bool(torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
+
+
+def untouched(layer: torch.nn.Module) -> bool:
+    """Return whether a call of ``layer``, an nn.Linear, is its product with its weight, alone.
+
+    It is not where it has hooks, or all modules have, or another ``forward``, or is a subclass
+    (torch 2.11, 2.13).
+    """
+    hooks = (
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+    )
+    plain = type(layer) is torch.nn.Linear and "forward" not in layer.__dict__
+    return plain and not any(hooks) and not torch.nn.modules.module._has_any_global_hook()
+
+
 def google_storage_asked_once() -> type[Any]:
     """Return ``gcsfs.core.GCSFileSystem`` with requests that are sent once.
 

@@ -139,14 +139,16 @@ class CudaKernel:
     """A compiled kernel with the memory layout of its arguments, as ``struct`` writes it.
 
     A kernel that takes a list as its last argument has ``most`` entries of the layout ``entry``
-    there, of which a launch gives as many as it has.
+    there, of which a launch gives as many as it has. Kernels of one ``function`` with other shared
+    memory say what it is ``allowed`` in all, which is a property of the function.
     """
 
     def __init__(
-        self, function: Any, layout: str, shared: int, entry: str = "", most: int = 0
-    ) -> None:
-        if shared > 48 << 10:
-            function.max_dynamic_shared_size_bytes = shared
+        self, function: Any, layout: str, shared: int, entry: str = "", most: int = 0,
+        allowed: int = 0,
+    ) -> None:  # fmt: skip
+        if max(shared, allowed) > 48 << 10:
+            function.max_dynamic_shared_size_bytes = max(shared, allowed)
         self._pointer = function.kernel.ptr
         self._function = function  # keeps the module loaded
         arguments = struct.Struct("@" + layout + "0q" * bool(entry))

@@ -89,6 +89,8 @@ def _why_alone(config: TrialConfig, share: float) -> str:
             "only nets of the kinds mlp, cnn, vanilla and capsules, and an LSTM's variants in"
             " float32, share processes by themselves"
         )
+    if config.model.name == "lstm" and not config.model.stateless:
+        return "LSTMs with dropout were not measured side by side"
     if choose_share(config) == 1:
         return f"a step's mean layer takes more than {SHARES[-1][0]:.0g} multiply-accumulates"
     if share > SHARES[-1][1]:

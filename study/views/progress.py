@@ -90,7 +90,8 @@ class Clock:
 
 class _Sparing(Generic[T]):
     """What ``make`` returns: made anew at each call, but in at most a twentieth of the time where
-    that takes a millisecond or more, as what looks at each of thousands of trials does."""
+    that takes a millisecond or more, as what looks at each of thousands of trials does, and every
+    ten seconds in any case."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -102,7 +103,7 @@ class _Sparing(Generic[T]):
         if began >= self._next:
             self._made = self._make()
             took = time.monotonic() - began
-            self._next = began + 20 * took if took >= 1e-3 else -math.inf
+            self._next = began + min(20 * took, 10.0) if took >= 1e-3 else -math.inf
         return self._made
 
 

@@ -387,10 +387,12 @@ class TrialKeys:
 
     @property
     def recurrence_fused(self) -> bool:
-        """Whether a GPU runs all steps of an LSTM, unless it is too wide, in one kernel
+        """Whether any GPU runs all steps of an LSTM's layer in one kernel
         (:mod:`trainers.models.lstm.kernels`)."""
-        lstm = self.model.name == "lstm" and self.model.arguments.variant != "torch"
-        return lstm and self.precision.format == "float32" and self.autocast == "none"
+        if self.model.name != "lstm" or self.precision.format != "float32":
+            return False
+        arguments = self.model.arguments
+        return arguments.variant != "torch" and arguments.width <= 256 and self.autocast == "none"
 
     @property
     def update_captured(self) -> bool:

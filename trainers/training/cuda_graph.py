@@ -152,7 +152,7 @@ class GraphedEpochs:
 
     def _train_step(self) -> None:
         """Run what the graph has of a step: the batch at the step counter, forward, backward, the
-        update and sums."""
+        update and what it leaves."""
         chosen = self._order.index_select(0, self._step.view(1)).view(-1)
         self._optimizer.zero_grad(set_to_none=True)
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]

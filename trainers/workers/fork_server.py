@@ -45,10 +45,9 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 """C library, loaded here: between fork and exec of a process with threads nothing may be."""
 PR_SET_NAME = 15
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-"""What worker processes have where the user says nothing else. NumPy's library makes its threads
-when it is loaded; they would not survive the fork, and trials compute elsewhere. Trials that share
-a process have a stream each, and CUDA by default eight queues for all streams."""
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
+compute elsewhere."""
 
 
 class ForkServer:
@@ -251,6 +250,8 @@ def _become_worker(
         for end in pipe:
             os.close(end)
         os.environ.update(request["environment"])
+        if request["lanes"] > 1:  # streams, for which CUDA has eight queues by default
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         from trainers.workers.worker_process import serve
 
         serve(Connection(descriptor), request["lanes"])

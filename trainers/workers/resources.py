@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,14 +35,14 @@ FUSED_SHARE = 1 / 24
 """Share of a GPU of an LSTM whose steps are one kernel: 24 in a process train 1.4 times as fast as
 twelve (an H100, docs/benchmarks/studies.md)."""
 FEW_LAYERS = 32
-"""Most layers of a net that shares a GPU with eleven others. Twelve of 100 layers at once are no
-faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
+"""Most layers of a net that shares a GPU with eleven or more others. Twelve of 100 layers at once
+are no faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
 MOST_LAYERS = 1000
 """Most layers of a net that shares a process: four of 1,000 are twice as fast there as by turns,
 four of 3,000 are not (docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
-"""Most units of an LSTM, times the batch, that shares a GPU with eleven others: twelve with 1,000
-steps keep some 8 GB."""
+"""Most units of an LSTM, times the batch, that shares a GPU with eleven or more others: twelve with
+1,000 steps keep some 8 GB."""
 
 
 def choose_executor(wanted: str, lanes: int) -> str:
@@ -189,7 +190,8 @@ def choose_share(config: TrialConfig) -> float:
     )
     if is_long:
         return max(share, SHARES[-1][1])
-    return min(share, FUSED_SHARE) if config.recurrence_fused else share
+    small = share == SHARES[0][1] and config.recurrence_fused
+    return FUSED_SHARE if small and packs(replace(config, gpus=FUSED_SHARE)) else share
 
 
 def parameters(config: TrialConfig) -> float:

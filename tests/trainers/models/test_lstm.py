@@ -194,16 +194,75 @@ def test_one_node_of_all_steps_has_the_gradients_of_autograd(
         torch.testing.assert_close(found, expected)
 
 
-def test_a_layer_that_something_has_changed_takes_its_steps_by_modules() -> None:
+def watched_forward(layer: nn.Linear, seen: list[int]) -> None:
+    own = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(1)
+        return own(x)
+
+    layer.forward = forward  # type: ignore[method-assign]
+
+
+WATCHES = {
+    "forward hook": lambda layer, seen: layer.register_forward_hook(lambda *_: seen.append(1)),
+    "pre-hook": lambda layer, seen: layer.register_forward_pre_hook(lambda *_: seen.append(1)),
+    "backward hook": lambda layer, seen: layer.register_full_backward_hook(
+        lambda *_: seen.append(1)
+    ),
+    "backward pre-hook": lambda layer, seen: layer.register_full_backward_pre_hook(
+        lambda *_: seen.append(1)
+    ),
+    "forward": watched_forward,
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_layer_that_something_watches_takes_its_steps_by_modules(watch: str) -> None:
     layer, x = made("vanilla")
-    seen = []
-    layer.from_output.register_forward_hook(lambda *a: seen.append(1))
-    layer(x[None])
+    seen: list[int] = []
+    WATCHES[watch](layer.from_output, seen)
+    layer(x[None]).sum().backward()
     assert len(seen) == STEPS
-    plain, _ = made("vanilla")
+
+
+def test_hooks_of_all_modules_and_a_bias_are_heeded() -> None:
+    layer, x = made("vanilla")
+    plain, seen = layer(x[None]), []
+    with torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(module)
+    ):
+        torch.testing.assert_close(layer(x[None]), plain)
+    assert seen.count(layer.from_output) == STEPS
+    layer.from_output.bias = nn.Parameter(torch.ones(4 * WIDTH))
+    assert distance(layer(x[None]).detach(), plain.detach().double()) > 0.1
+
+
+def test_autocast_rounds_its_products() -> None:
+    layer, x = made("vanilla")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rounded = plain(x[None])
-    assert 1e-4 < distance(rounded.detach(), plain(x[None]).detach().double()) < 1e-1
+        rounded = layer(x[None])
+    assert 1e-4 < distance(rounded.detach(), layer(x[None]).detach().double()) < 1e-1
+
+
+def test_it_runs_under_transforms_and_tracing() -> None:
+    layer, x = made("fgr")
+    expected = layer(x[None])
+    torch.testing.assert_close(torch.vmap(lambda one: layer(one[None])[0])(x[None]), expected)
+    ours = torch.func.grad(lambda one: layer(one).sum())(x[None])
+    found = training_step(layer, x[None])  # of another sum
+    assert ours.shape == found[1].shape
+    torch.testing.assert_close(torch.jit.trace(layer, x[None])(x[None]), expected)
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    layer, x = made("vanilla")
+    nn.Sequential(layer, nn.ReLU(inplace=True))(x[None]).sum().backward()
+    ours = [p.grad for p in layer.parameters()]
+    again, _ = made("vanilla")
+    torch.relu(again(x[None])).sum().backward()
+    for found, parameter in zip(ours, again.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
 
 
 @pytest.mark.parametrize("variant", NINE)
@@ -238,12 +297,37 @@ def test_kernels_have_the_equations_of_the_steps(variant: str, shape: tuple[int,
     nn.init.normal_(layer.from_output.weight, std=0.3 / width**0.5)
     expected = training_step(layer.double(), x.double())
     layer = layer.float().cuda()
-    assert kernels.takes(layer.from_input(x.cuda()), layer.equations)
+    assert kernels.fits(layer.from_input(x.cuda()), layer.equations)
     ours = training_step(layer, x.cuda())
     for found, value in zip(ours, expected, strict=True):
         assert distance(found.cpu(), value) < 2e-5
     again = training_step(layer, x.cuda())
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_layers_of_two_widths_have_the_shared_memory_that_each_needs() -> None:
+    """What a function is allowed is one figure for all layers of a variant."""
+    wide, narrow = drawn(3, 1000, "vanilla").cuda(), drawn(3, 300, "vanilla").cuda()
+    x = torch.randn(2, 3, 3, device="cuda")
+    first = training_step(wide, x)
+    training_step(narrow, x)
+    assert all(torch.equal(a, b) for a, b in zip(first, training_step(wide, x), strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_take_weights_that_lie_transposed() -> None:
+    layer, x = drawn(3, 20, "fgr").cuda(), torch.randn(8, 16, 3, device="cuda")
+    expected = training_step(layer, x)
+    for holder, name in (
+        (layer.from_output, "weight"), (layer.from_gates, "weight"), (layer, "peepholes"),
+    ):  # fmt: skip
+        value = getattr(holder, name).detach()
+        setattr(holder, name, nn.Parameter(value.t().contiguous().t()))
+    for found, value in zip(training_step(layer, x), expected, strict=True):
+        torch.testing.assert_close(found, value)
 
 
 @pytest.mark.gpu
@@ -269,6 +353,6 @@ def test_a_graph_has_the_kernels() -> None:
 def test_a_layer_too_wide_for_shared_memory_takes_its_steps_one_by_one() -> None:
     layer, x = drawn(3, 4000, "nog").cuda(), torch.randn(2, 3, 3, device="cuda")
     nn.init.normal_(layer.from_output.weight, std=0.01)
-    assert not kernels.takes(layer.from_input(x), layer.equations)
+    assert not kernels.fits(layer.from_input(x), layer.equations)
     found = layer(x)
     torch.testing.assert_close(found.cpu(), layer.cpu()(x.cpu()), atol=1e-4, rtol=1e-4)

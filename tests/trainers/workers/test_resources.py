@@ -25,6 +25,7 @@ SMALL = TrialConfig(device="cuda")
 DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
 DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
 VARIANT = ModelConfig(name="lstm", args={"variant": "fgr"})
+WIDE = ModelConfig(name="lstm", args={"variant": "vanilla", "width": 512})
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 COSINE = LRSchedule(decay="cosine")
 LOADED = DataConfig(name="data.py:make", num_workers=1)
@@ -45,6 +46,8 @@ LOADED = DataConfig(name="data.py:make", num_workers=1)
         (replace(SMALL, model=ModelConfig(name="lstm")), 1 / 12, 1),
         (replace(SMALL, model=VARIANT), 1 / 24, 24),
         (replace(SMALL, model=VARIANT, batch_size=512), 1 / 4, TRIALS_PER_PROCESS),
+        (replace(SMALL, model=WIDE, batch_size=4), 1 / 12, 1),
+        (replace(SMALL, model=VARIANT, telemetry=True), 1 / 12, 1),
         (replace(SMALL, model=VARIANT, precision=PrecisionConfig(format="lns16")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), batch_size=512), 1 / 4, 1),
         (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),

@@ -1,7 +1,7 @@
 """The steps of an LSTM's variant on NVIDIA GPUs: a kernel for all of them, and one for all back.
 
 The kernels are those of ``steps.cu``. A step of a small LSTM is some microseconds of work:
-launched one by one, its operations take thirty times as long.
+launched one by one, its operations take several times as long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def shared_bytes(equations: Equations) -> int:
     return 4 * SEQUENCES * width * (3 * blocks + recurring)
 
 
-def takes(sums: Tensor, equations: Equations) -> bool:
+def fits(sums: Tensor, equations: Equations) -> bool:
     """Return whether the kernels take a layer: float32 on a GPU whose shared memory holds it."""
     if not sums.is_cuda or sums.dtype != torch.float32 or not sums.numel() or unavailable():
         return False
@@ -41,8 +41,9 @@ def takes(sums: Tensor, equations: Equations) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
-    """Return a kernel, compiled for a variant."""
+def _function(name: str, variant: str, device: int) -> Any:
+    """Return a kernel's function, compiled for a variant."""
+    equations = Equations(variant, 1)
     columns = "z" + equations.gates
     macros = {
         "SEQUENCES": SEQUENCES,
@@ -58,11 +59,22 @@ def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
     }
     source = (resources.files("trainers.models.lstm") / "steps.cu").read_text()
     options = tuple(f"-D{key}={int(value)}" for key, value in macros.items())
-    function = compile_function(source, name, options, device)
-    return CudaKernel(function, _LAYOUT, shared_bytes(equations))
+    return compile_function(source, name, options, device)
 
 
-atexit.register(_kernel.cache_clear)
+@lru_cache(maxsize=4096)
+def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
+    """Return a layer's kernel; those of all widths of a variant have one function."""
+    function = _function(name, equations.variant, device)
+    shared, allowed = shared_bytes(equations), most_shared_bytes(device)
+    return CudaKernel(function, _LAYOUT, shared, allowed=allowed)
+
+
+@atexit.register
+def _forget() -> None:
+    """Let go of kernels before CuPy goes; see :mod:`lns_ops.cuda.runtime`."""
+    _kernel.cache_clear()
+    _function.cache_clear()
 
 
 @torch.library.custom_op(
@@ -73,16 +85,16 @@ atexit.register(_kernel.cache_clear)
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(
-    sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None, variant: str
+    sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None, variant: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     equations, values_BTK = Equations(variant, R_KH.shape[1]), torch.empty_like(sums_BTK)
     y_BTH, before_BTH, c_BTH = (
         sums_BTK.new_empty(*sums_BTK.shape[:2], equations.width) for _ in range(3)
     )
-    turned = None if G_KK is None else G_KK.t().contiguous()
+    R_HK, G_transposed = (None if a is None else a.t() for a in (R_KH, G_JJ))
     _run(
         "lstm_forward", equations, sums_BTK,
-        R_KH.t().contiguous(), p_GH, turned, values_BTK, y_BTH, before_BTH, c_BTH,
+        R_HK, p_GH, G_transposed, values_BTK, y_BTH, before_BTH, c_BTH,
     )  # fmt: skip
     return y_BTH, values_BTK, before_BTH, c_BTH
 
@@ -96,14 +108,14 @@ def _forward(
 )
 def _backward(
     grad_BTH: Tensor, values_BTK: Tensor, c_BTH: Tensor, R_KH: Tensor, p_GH: Tensor | None,
-    G_KK: Tensor | None, variant: str,
+    G_JJ: Tensor | None, variant: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ds_BTK = torch.empty_like(values_BTK)
     blocks = -(-len(grad_BTH) // SEQUENCES)
     dp_GH = ds_BTK.new_empty(0 if p_GH is None else (blocks, *p_GH.shape))
     _run(
         "lstm_backward", Equations(variant, R_KH.shape[1]), grad_BTH,
-        values_BTK, c_BTH, R_KH, p_GH, G_KK, ds_BTK, dp_GH,
+        values_BTK, c_BTH, R_KH, p_GH, G_JJ, ds_BTK, dp_GH,
     )  # fmt: skip
     return ds_BTK, dp_GH
 
@@ -116,35 +128,34 @@ def _flops(first: Sequence[int], *others: Any, out_shape: Any = None, **kwargs: 
 
 
 def forward(
-    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the outputs of all steps, and what :func:`backward` needs."""
-    y_BTH, *kept = torch.ops.lns_study.lstm_forward(sums_BTK, R_KH, p_GH, G_KK, equations.variant)
+    y_BTH, *kept = torch.ops.lns_study.lstm_forward(sums_BTK, R_KH, p_GH, G_JJ, equations.variant)
     return y_BTH, tuple(kept)
 
 
 def backward(
     equations: Equations, grad_BTH: Tensor, kept: tuple[Tensor, ...], R_KH: Tensor,
-    p_GH: Tensor | None, G_KK: Tensor | None,
+    p_GH: Tensor | None, G_JJ: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of the sums, R, the peepholes and G."""
     values_BTK, before_BTH, c_BTH = kept
     ds_BTK, parts = torch.ops.lns_study.lstm_backward(
-        grad_BTH.contiguous(), values_BTK, c_BTH, R_KH, p_GH, G_KK, equations.variant
+        grad_BTH, values_BTK, c_BTH, R_KH, p_GH, G_JJ, equations.variant
     )
     dR = ds_BTK.flatten(0, 1).t() @ before_BTH.flatten(0, 1)
     dp = None if p_GH is None else parts.sum(0)
     dG = None
-    if G_KK is not None:
+    if G_JJ is not None:
         later, gates = (a[..., equations.width :] for a in (ds_BTK[:, 1:], values_BTK[:, :-1]))
         dG = later.flatten(0, 1).t() @ gates.flatten(0, 1)
     return ds_BTK, dR, dp, dG
 
 
-def _run(name: str, equations: Equations, *arrays: Tensor | None) -> None:
-    """Launch a kernel; the first array is [B, T, ...]."""
-    first = arrays[0]
-    assert first is not None
+def _run(name: str, equations: Equations, first: Tensor, *others: Tensor | None) -> None:
+    """Launch a kernel; the first array is [B, T, ...]. What is written to is contiguous."""
+    arrays = [None if array is None else array.contiguous() for array in (first, *others)]
     (sequences, steps), device = first.shape[:2], first.get_device()
     columns = (1 + len(equations.gates)) * equations.width
     _kernel(name, equations, device)(

@@ -4,7 +4,7 @@
 //
 // Arrays are contiguous, float: sums, values (z and the gates) and ds [B, T, K]; y, y_before (that
 // of the step before), c and grad [B, T, H]; R [K, H], forward its transpose R_HK; p [gates, H];
-// dp, a part for each thread block, [blocks, gates, H]; G [gates H, gates H], forward its transpose.
+// dp, a part for each thread block, [blocks, gates, H]; G [gates H, gates H], forward transposed.
 //
 // -D: SEQUENCES, a multiple of 4; GATES, how many there are; INPUT, FORGET, OUTPUT: the block that
 // a gate is among the sums (z is 0), or 0; PEEPHOLES, COUPLED, RECURRING, Z_TANH, C_TANH: 1 or 0.
@@ -128,22 +128,22 @@ extern "C" __global__ void __launch_bounds__(1024)
                 of_y += of_outputs[at + block * units * SEQUENCES];
             float of_c = of_cells[at] + of_y * o * (C_TANH ? 1 - shown * shown : 1);
             float of_before = 0;
-            auto put = [&](int block, float value) {
+            auto write = [&](int block, float value) {
                 of_sums[at + block * units * SEQUENCES] = value;
                 ds[here_row * K + block * units + h] = value;
             };
-            auto through = [&](int block, float x, float of_x, float seen) {
+            auto of_gate = [&](int block, float x, float of_x, float seen) {
                 const int place = at + (block - 1) * units * SEQUENCES;
                 if (RECURRING) of_x += of_gates[place];
                 const float of_sum = of_x * x * (1 - x);
-                put(block, of_sum);
+                write(block, of_sum);
                 if (PEEPHOLES) of_peepholes[place] += of_sum * seen;
                 return PEEPHOLES ? of_sum * p[(block - 1) * units + h] : 0;
             };
-            if (OUTPUT) of_c += through(OUTPUT, o, of_y * shown, cell);
-            put(0, of_c * i * (Z_TANH ? 1 - z * z : 1));
-            if (INPUT) of_before += through(INPUT, i, of_c * (COUPLED ? z - before : z), before);
-            if (FORGET) of_before += through(FORGET, f, of_c * before, before);
+            if (OUTPUT) of_c += of_gate(OUTPUT, o, of_y * shown, cell);
+            write(0, of_c * i * (Z_TANH ? 1 - z * z : 1));
+            if (INPUT) of_before += of_gate(INPUT, i, of_c * (COUPLED ? z - before : z), before);
+            if (FORGET) of_before += of_gate(FORGET, f, of_c * before, before);
             of_cells[at] = of_before + of_c * f;
         }
         __syncthreads();
@@ -155,10 +155,10 @@ extern "C" __global__ void __launch_bounds__(1024)
 #pragma unroll
             for (int b = 0; b < SEQUENCES; b++) of_outputs[e * SEQUENCES + b] = total[b];
             if (RECURRING && e < K - units) {
-                float of_gate[SEQUENCES] = {};
-                product(of_gate, of_sums + units * SEQUENCES, G + e, K - units, K - units);
+                float recurred[SEQUENCES] = {};
+                product(recurred, of_sums + units * SEQUENCES, G + e, K - units, K - units);
 #pragma unroll
-                for (int b = 0; b < SEQUENCES; b++) of_gates[e * SEQUENCES + b] = of_gate[b];
+                for (int b = 0; b < SEQUENCES; b++) of_gates[e * SEQUENCES + b] = recurred[b];
             }
         }
         __syncthreads();

@@ -20,8 +20,8 @@ With ``fgr`` the derivative by a gate x has a part of G^T ds_{t+1}, too; x (1 - 
 
 Source: K. Greff et al. 2015, "LSTM: A Search Space Odyssey" (arXiv:1503.04069), appendix A.
 
-Shape suffixes: B sequences; T steps; H units; K sums of all units, those of z first; G gates; S the
-zeros before the first step and the steps.
+Shape suffixes: B sequences; T steps; H units; K sums of all units, those of z first; J those of the
+gates alone; G gates; S the zeros before the first step and the steps.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _passed(value: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def all_steps(
-    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> Tensor:
     """Return the outputs of all steps as one node of the graph of gradients.
 
@@ -112,9 +112,9 @@ def all_steps(
         sums_BTK: W x + b of all steps, in floating point.
         R_KH: from outputs to sums, in the same dtype, as all others.
         p_GH: the peepholes.
-        G_KK: from gates to gates, of ``fgr``.
+        G_JJ: from gates to gates, of ``fgr``.
     """
-    arguments = (sums_BTK.contiguous(), R_KH, p_GH, G_KK, equations)
+    arguments = (sums_BTK.contiguous(), R_KH, p_GH, G_JJ, equations)
     y_BTH: Tensor = _Steps.apply(*arguments)  # type: ignore[no-untyped-call]
     return y_BTH
 
@@ -122,35 +122,35 @@ def all_steps(
 class _Steps(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None,
+        ctx: Any, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None,
         equations: Equations,
     ) -> Tensor:  # fmt: skip
         """Return the outputs of all steps."""
-        forward = kernels.forward if kernels.takes(sums_BTK, equations) else _forward
-        y_BTH, kept = forward(equations, sums_BTK, R_KH, p_GH, G_KK)
-        ctx.save_for_backward(sums_BTK, R_KH, p_GH, G_KK, *kept)
+        forward = kernels.forward if kernels.fits(sums_BTK, equations) else _forward
+        y_BTH, kept = forward(equations, sums_BTK, R_KH, p_GH, G_JJ)
+        ctx.save_for_backward(sums_BTK, R_KH, p_GH, G_JJ, *kept)
         ctx.equations = equations
         return y_BTH
 
     @staticmethod
     def backward(ctx: Any, grad_BTH: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the sums, R, the peepholes and G."""
-        sums_BTK, R_KH, p_GH, G_KK, *kept = ctx.saved_tensors
+        sums_BTK, R_KH, p_GH, G_JJ, *kept = ctx.saved_tensors
         equations: Equations = ctx.equations
         if torch.is_grad_enabled():  # second derivatives are wanted
-            return *_recorded(equations, grad_BTH, sums_BTK, R_KH, p_GH, G_KK), None
-        backward = kernels.backward if kernels.takes(sums_BTK, equations) else _backward
-        return *backward(equations, grad_BTH, tuple(kept), R_KH, p_GH, G_KK), None
+            return *_recorded(equations, grad_BTH, sums_BTK, R_KH, p_GH, G_JJ), None
+        backward = kernels.backward if kernels.fits(sums_BTK, equations) else _backward
+        return *backward(equations, grad_BTH, tuple(kept), R_KH, p_GH, G_JJ), None
 
 
 def _recorded(
     equations: Equations, grad_BTH: Tensor, *inputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the sums, R, the peepholes and G, which have gradients themselves."""
-    sums_BTK, R_KH, p_GH, G_KK = inputs
+    sums_BTK, R_KH, p_GH, G_JJ = inputs
     assert sums_BTK is not None
     assert R_KH is not None
-    from_gates = None if G_KK is None else partial(linear, weight=G_KK)
+    from_gates = None if G_JJ is None else partial(linear, weight=G_JJ)
     y_BTH = step_by_step(equations, sums_BTK, partial(linear, weight=R_KH), p_GH, from_gates)
     wanted = [each for each in inputs if each is not None and each.requires_grad]
     found = iter(torch.autograd.grad(y_BTH, wanted, grad_BTH, create_graph=True))
@@ -160,7 +160,7 @@ def _recorded(
 
 
 def _forward(
-    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_KK: Tensor | None
+    equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the outputs of all steps, and what :func:`_backward` needs."""
     sums_TBK = sums_BTK.transpose(0, 1).contiguous()
@@ -174,8 +174,8 @@ def _forward(
     shown, R_HK = torch.empty_like(c[0]), R_KH.t()
     for t, sums_BK in enumerate(sums_TBK.unbind()):
         torch.addmm(sums_BK, y[t], R_HK, out=values[t])
-        if G_KK is not None and t:
-            torch.addmm(gates[t], gates[t - 1], G_KK.t(), out=gates[t])
+        if G_JJ is not None and t:
+            torch.addmm(gates[t], gates[t - 1], G_JJ.t(), out=gates[t])
         if p_GH is not None:
             early[t].addcmul_(p_GH[: len(equations.early)], c[t].unsqueeze(1))
         early[t].sigmoid_()
@@ -194,17 +194,18 @@ def _forward(
             torch.mul(cell, o[t].sigmoid_(), out=y[t + 1])
         else:
             y[t + 1].copy_(cell)
-    return y_SBH[1:].transpose(0, 1), (values_TBK, y_SBH, c_SBH)
+    y_BTH = y_SBH[1:].transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return y_BTH, (values_TBK, y_SBH, c_SBH)
 
 
 def _backward(
     equations: Equations, grad_BTH: Tensor, kept: tuple[Tensor, ...], R_KH: Tensor,
-    p_GH: Tensor | None, G_KK: Tensor | None,
+    p_GH: Tensor | None, G_JJ: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Return the gradients of the sums, R, the peepholes and G."""
     values_TBK, y_SBH, c_SBH = kept
     grad_TBH = grad_BTH.transpose(0, 1)
-    ds_TBK = _of_sums(equations, grad_TBH, values_TBK, c_SBH, R_KH, p_GH, G_KK)
+    ds_TBK = _of_sums(equations, grad_TBH, values_TBK, c_SBH, R_KH, p_GH, G_JJ)
     later = ds_TBK[1:].flatten(0, 1)
     dR = later.t() @ y_SBH[1:-1].flatten(0, 1)
     dp = dG = None
@@ -213,7 +214,7 @@ def _backward(
         if "o" in equations.gates:
             late = (equations.of(ds_TBK, "o") * c_SBH[1:].unsqueeze(-2)).sum((0, 1))
             dp = torch.cat([dp, late])
-    if G_KK is not None:
+    if G_JJ is not None:
         gates = values_TBK[:-1, :, equations.width :].flatten(0, 1)
         dG = later[:, equations.width :].t() @ gates
     return ds_TBK.transpose(0, 1), dR, dp, dG
@@ -221,7 +222,7 @@ def _backward(
 
 def _of_sums(
     equations: Equations, grad_TBH: Tensor, values_TBK: Tensor, c_SBH: Tensor, R_KH: Tensor,
-    p_GH: Tensor | None, G_KK: Tensor | None,
+    p_GH: Tensor | None, G_JJ: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the gradients of the sums of all steps."""
     width = equations.width
@@ -230,14 +231,14 @@ def _of_sums(
     ds, by_o = ds_TBK.unbind(), equations.each(ds_TBK, "o")
     early = equations.of(ds_TBK, "z" + equations.early).unbind()
     gates_TBK = values_TBK[..., width:]
-    slopes = (gates_TBK * (1 - gates_TBK)).unbind() if G_KK is not None else ()
+    slopes = (gates_TBK * (1 - gates_TBK)).unbind() if G_JJ is not None else ()
     dc_BH = torch.zeros_like(c_SBH[0])
     for t in reversed(range(len(ds))):
         dy_BH, of_gates = grad_TBH[t], None
         if t + 1 < len(ds):
             dy_BH = torch.addmm(dy_BH, ds[t + 1], R_KH)
-            if G_KK is not None:
-                of_gates = torch.mm(ds[t + 1][:, width:], G_KK).mul_(slopes[t])
+            if G_JJ is not None:
+                of_gates = torch.mm(ds[t + 1][:, width:], G_JJ).mul_(slopes[t])
         dc_BH.addcmul_(dy_BH, Y[t])
         if by_o:
             torch.mul(dy_BH, U[t], out=by_o[t])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trainers._compat import transformed, untouched
 from trainers.models.init import normal_
 from trainers.models.lstm.equations import Equations
 from trainers.models.lstm.steps import all_steps, step_by_step
@@ -47,8 +48,8 @@ class VariantLayer(nn.Module):
         p_GH = self.peepholes if variant != "np" else None
         from_gates = self.from_gates if variant == "fgr" else None
         if self._plain(sums_BTK):
-            G_KK = None if from_gates is None else from_gates.weight
-            y_BTH = all_steps(self.equations, sums_BTK, self.from_output.weight, p_GH, G_KK)
+            G_JJ = None if from_gates is None else from_gates.weight
+            y_BTH = all_steps(self.equations, sums_BTK, self.from_output.weight, p_GH, G_JJ)
         else:
             y_BTH = step_by_step(self.equations, sums_BTK, self.from_output, p_GH, from_gates)
         outputs_BTH: Tensor = self.dropout(y_BTH)
@@ -57,18 +58,20 @@ class VariantLayer(nn.Module):
     def _plain(self, sums: Tensor) -> bool:
         """Return whether all is floating point of one dtype, in layers that nothing has changed.
 
-        LNS, simulated formats and what watches or replaces a layer need its calls.
+        LNS, simulated formats, torch.func and what watches or replaces a layer need its calls.
         """
-        layers = [self.from_output, *([self.from_gates] if self.equations.variant == "fgr" else [])]
-        return (
-            type(sums) is Tensor
-            and sums.device.type in ("cpu", "cuda")
-            and not torch.compiler.is_compiling()
-            and not torch.is_autocast_enabled(sums.device.type)
-            and all(type(p) is nn.Parameter and p.dtype == sums.dtype for p in self.parameters())
-            and all(
-                type(layer) is nn.Linear
-                and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
-                for layer in layers
-            )
+        width, kind, dtype = self.equations.width, sums.device.type, sums.dtype
+        if type(sums) is not Tensor or kind not in ("cpu", "cuda") or transformed():
+            return False
+        if torch.is_autocast_enabled(kind) or torch.compiler.is_compiling():
+            return False
+        layers = {self.from_output: (sums.shape[-1], width)}
+        if self.equations.variant == "fgr":
+            layers[self.from_gates] = (3 * width, 3 * width)
+        return all(
+            type(p) is nn.Parameter and p.dtype == dtype and p.device == sums.device
+            for p in self.parameters()
+        ) and all(
+            untouched(layer) and layer.bias is None and layer.weight.shape == shape
+            for layer, shape in layers.items()
         )
