@@ -46,14 +46,18 @@ def test_the_log_has_a_line_an_epoch_with_the_time_left(tiny: Tiny) -> None:
     assert sum("finished, test error 2.00 %" in line for line in lines) == 2
 
 
+@pytest.mark.parametrize(
+    ("takes", "between", "times"), [(0.01, 0.1, [0.1, 0.31, 0.52]), (3.0, 4.0, [4.0, 15.0, 26.0])]
+)
 def test_an_estimate_that_takes_long_is_not_made_for_every_line(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, takes: float, between: float, times: list[float]
 ) -> None:
+    """It takes a twentieth of the time, as with thousands of trials, or is ten seconds old."""
     now, made = [0.0], []
 
     def left(self: Clock, state: StudyState) -> float:
         made.append(now[0])
-        now[0] += 0.01  # as with thousands of trials
+        now[0] += takes
         return 60.0
 
     monkeypatch.setattr(Clock, "left", left)
@@ -63,13 +67,13 @@ def test_an_estimate_that_takes_long_is_not_made_for_every_line(
     state, view = fold(events[:1]), PlainView(console)
     view.start(state)
     for event in (event for event in events[1:] if event["event"] == "report"):
-        now[0] += 0.1
+        now[0] += between
         state.apply(event)
         view.listen(event)
     lines = console.file.getvalue().splitlines()[1:]  # type: ignore[attr-defined]
     assert len(lines) == 6
     assert all(line.endswith("| 60 s left") for line in lines)
-    assert made == pytest.approx([0.1, 0.31, 0.52])
+    assert made == pytest.approx(times)
 
 
 def test_too_many_trials_for_a_screen_are_summed_up(tiny: Tiny) -> None:
