@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+import lns_ops
 from trainers.models.lstm.variant import VariantLayer
 
 
@@ -41,40 +42,26 @@ def drawn(layer: nn.Module, device: str) -> nn.Module:
     return layer.to(device)
 
 
-def replayed(step: Callable[[], None]) -> Callable[[], None]:
-    """Return the replay of a step's CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-    return graph.replay
-
-
 def milliseconds(layer: nn.Module, x: Tensor, seconds: float) -> float:
-    """Return the median time of ten parts of a run of steps."""
+    """Return the median time of a step, after five."""
 
-    def step() -> None:
+    def step(x: Tensor) -> None:
         layer.zero_grad()
         loss: Tensor = layer(x).square().mean()
         loss.backward()
 
-    def wait() -> None:
+    run, times = lns_ops.cuda_graph(step) if x.is_cuda else step, list[float]()
+    for _ in range(5):
+        run(x)
+    while sum(times) < seconds or len(times) < 10:
         if x.is_cuda:
             torch.cuda.synchronize()
-
-    run = replayed(step) if x.is_cuda else step
-    run()
-    wait()
-    times: list[float] = []
-    while sum(times) < seconds or len(times) < 10:
         began = time.perf_counter()
-        run()
-        wait()
+        run(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    return 1e3 * sorted(times)[len(times) // 2]
+    return 1e3 * median(times)
 
 
 def main() -> None:
