@@ -1,7 +1,7 @@
 """Time a training step of the LSTM's variants: all steps as one node, one by one, and torch's LSTM.
 
     python scripts/bench_lstm.py [--variants vanilla,np,fgr] [--widths 20,64,128,200] [--batch 8]
-    [--steps 64] [--inputs 88] [--device cpu] [--seconds 1.0]
+    [--steps 64] [--inputs 88] [--device cpu] [--seconds 1.0] [--json FILE]
 
 A step is a layer forward and back, float32; on a GPU it is replayed from a CUDA graph, on a CPU it
 has one thread. A layer that something watches goes step by step. Printed are milliseconds, and
@@ -12,7 +12,9 @@ minute.
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -75,9 +77,11 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=88)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--json", type=Path, help="write the milliseconds to this file as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
     x = torch.randn(options.batch, options.steps, options.inputs, device=options.device)
+    results: list[dict[str, str | int | float]] = []
     print("variant  width   all steps  one by one  nn.LSTM  (ms; times nn.LSTM's)")
     for width in map(int, options.widths.split(",")):
         peer = milliseconds(drawn(Peer(options.inputs, width), options.device), x, options.seconds)
@@ -91,6 +95,11 @@ def main() -> None:
                 f"  ({whole / peer:.2f}, {each / peer:.2f})",
                 flush=True,
             )
+            results.append(
+                {"variant": variant, "width": width, "all": whole, "each": each, "peer": peer}
+            )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
