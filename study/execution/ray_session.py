@@ -64,6 +64,8 @@ ENVIRONMENT = {
 TOKEN_BYTES = 32
 """Length of a token, as Ray takes it."""
 START_SECONDS = 120.0
+END_SECONDS = 15.0
+"""Seconds that `ray start` has to end: it takes 2, or hangs in a call to a dead control store."""
 LOOK_SECONDS = 1.0
 """Seconds between looks at a cluster."""
 AGAIN_SECONDS = 10.0
@@ -137,7 +139,7 @@ class OwnRay(Session):
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
         self._resources = {"CPU": cpus, "GPU": gpus}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._raylet: psutil.Process | None = None
+        self._parts: dict[str, psutil.Process] = {}
         self._before = {name: os.environ.get(name) for name in TOKEN}
         # whatever the variables say of clusters: of this one nobody else may have the token
         os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
@@ -154,11 +156,13 @@ class OwnRay(Session):
     def look(self) -> bool:
         """Check that its processes run, see :meth:`Session.look`.
 
-        A raylet whose agents died ends in order, and ``ray start`` takes that for intended.
+        ``ray start`` takes the end of a raylet whose agents died for intended, and may itself wait
+        for a control store that has died.
         """
-        if self._raylet is None:
-            self._raylet = _child(self._process.pid, "raylet")
-        died = self._process.poll() is not None or (self._raylet and not _runs(self._raylet))
+        for name in {"gcs_server", "raylet"} - self._parts.keys():
+            if part := _child(self._process.pid, name):
+                self._parts[name] = part
+        died = self._process.poll() is not None or not all(map(_runs, self._parts.values()))
         self.lost = "one of its processes died" if died else ""
         return True
 
@@ -181,7 +185,7 @@ class OwnRay(Session):
             "--port=0",
             "--disable-usage-stats",
         ]
-        printed, self._raylet = folder.with_name("start.log"), None
+        printed, self._parts = folder.with_name("start.log"), {}
         with printed.open("wb") as log:
             self._process = subprocess.Popen(
                 [*start, *self._options, f"--temp-dir={folder}"],
@@ -216,7 +220,11 @@ class OwnRay(Session):
     def _end(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()  # it ends its processes, then itself
-            self._process.wait()
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from study.errors import UserError
-from study.execution import ray_token
+from study.execution import ray_session, ray_token
 from study.execution.ray_session import Joined, OwnRay
 from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
 from study.ledger.log import read_ledger
@@ -80,6 +80,27 @@ def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
     finally:
         ray.close()
     until(lambda: not ours("raylet"), 10)
+
+
+@pytest.mark.slow
+def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs in a call to its dead control store; here it is stopped."""
+    monkeypatch.setattr(ray_session, "END_SECONDS", 3.0)
+    ray = OwnRay(1, 0, dashboard=False)
+    try:
+        ray.look()
+        (start,) = (child for child in psutil.Process().children() if "--head" in child.cmdline())
+        below = start.children(recursive=True)
+        start.suspend()
+        next(part for part in below if part.name() == "gcs_server").kill()
+        until(lambda: ray.look() and ray.lost, 10)
+        assert ray.renew()
+        _, alive = psutil.wait_procs(below, timeout=10)
+        assert not alive
+        ray.look()
+        assert not ray.lost
+    finally:
+        ray.close()
 
 
 @pytest.mark.slow
