@@ -19,35 +19,28 @@ Learning" (arXiv:1703.03864), algorithm 2 with antithetic samples and rank shapi
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import lns_ops
 import study as lns_study
 from lns_ops import LNSTensor
 from study import Study
+from study.claims.verdict import of_mean
 from study.errors import UserError
 from study.ledger.state import ENDED
-from study.results.resampling import FEWEST, bootstrap_between
-from study.results.statistics import METRIC, entries
 from study.results.summary import figures_by_seed, summarise
-from study.results.ties import mean_of
 from trainers import LoopContext
 from trainers.config import DataConfig
 from trainers.data import Split, load
 
 SMALL = "-small"
-Figures = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Validation and test errors of a search's configurations."""
 EPOCHS, STEPS = 1 << 20, 1 << 20
 """Distances between the seeds of trials, and of epochs."""
 FORWARD_SHARE = 3
@@ -166,12 +159,9 @@ def gain_in_lns12(study: Study) -> dict[str, Any]:
 def gain(study: Study, row: str) -> dict[str, Any]:
     """Return the gain over ``evolution``, random search with gradients.
 
-    It compares the mean test error of the best configuration of each, chosen on the validation set.
-    What varies from one search to the next is the draw of configurations, of which each study has
-    one. Where both are random searches, the interval is by the bootstrap over the configurations
-    of both, each resample chosen from anew. The members of a population depend on each other, so
-    no part of one is another search: there seeds alone would give an interval, too narrow or of no
-    width, and the claim is undecided.
+    Every seed of both is a search of its own (``search.per_seed``), which chooses on the validation
+    set; the gain is the mean difference of their test errors over seeds. Searches of one seed and
+    one space begin with the same configurations and weights.
     """
     name = "evolution" + (SMALL if study.config.name.endswith(SMALL) else "")
     try:
@@ -183,41 +173,20 @@ def gain(study: Study, row: str) -> dict[str, Any]:
     if left:
         note = f"{left} of {len(other.state.trials)} trials of {name} are left"
         return {"figure": math.nan, "verdict": "undecided", "note": note}
-    best = [statistics.fmean(_by_seed(each, row).values()) for each in (other, study)]
-    note = f"random search {best[0]:.2f} %, here {best[1]:.2f} %"
-    found = {"figure": best[0] - best[1], "unit": "points", "runs": len(_by_seed(study, row)) * 2}
-    if study.config.search.population:
-        note += "; one search of each, and seeds do not tell what another one would find"
-        return found | {"verdict": "undecided", "note": note}
-    searches = [_figures(each, row) for each in (other, study)]
-    ends = bootstrap_between([len(of[0]) for of in searches], functools.partial(_gains, searches))
-    if ends is None:
-        note += f"; needs {FEWEST} configurations of each search"
-        return found | {"verdict": "undecided", "note": note}
-    over = " and ".join(str(len(of[0])) for of in searches)
-    note += f"; interval over {over} configurations"
-    return found | {"low": ends[0], "high": ends[1], "note": note}
-
-
-def _gains(searches: list[Figures], *drawn: NDArray[np.int_]) -> NDArray[np.float64]:
-    """Return the gain of the second search over the first, of configurations that were drawn."""
-    best = []
-    for (validation, test), places in zip(searches, drawn, strict=True):
-        first = validation[places].argmin(axis=-1, keepdims=True)
-        best.append(np.take_along_axis(test[places], first, axis=-1)[..., 0])
-    return best[0] - best[1]
-
-
-def _figures(study: Study, row: str) -> Figures:
-    """Return the mean validation and test errors of a row's configurations, in per cent."""
-    metric = study.config.primary_metric
-    mine = [entry for entry in entries(study.state) if entry.row == row]
-    tests = [mean_of(figures_by_seed(entry.trials, metric).values()) for entry in mine]
-    return np.array([entry.values[METRIC] for entry in mine]), np.array(tests)
+    alone, here = (_by_seed(each, row) for each in (other, study))
+    shared = sorted(alone.keys() & here.keys())
+    if not shared:
+        note = "no search of a seed has ended in both"
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
+    found = of_mean([alone[seed] - here[seed] for seed in shared], "points", "searches")
+    means = (statistics.fmean(each[seed] for seed in shared) for each in (alone, here))
+    note = "random search {:.2f} %, here {:.2f} %".format(*means)
+    note += f"; {found['note']}" if "note" in found else f"; over {len(shared)} searches of each"
+    return found | {"runs": 2 * len(shared), "note": note}
 
 
 def _by_seed(study: Study, row: str) -> dict[int, float]:
-    """Return the test error, in per cent, of a row's best configuration by seed."""
+    """Return the test error, in per cent, of the best configuration of every seed's search."""
     table = summarise(study.state)
     trials = next(each.trials for each in table.rows if each.label == row)
     return figures_by_seed(trials, table.metric)

@@ -45,6 +45,7 @@ MARKED = {
     "comparable": _KEYS,
     "small": "keys of the study, with values that they may have",
     "storage": "a path, `file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`",
+    "search.per_seed": "not with `grid`, `confirm` or a scheduler that ends trials early",
     "search.confirm_seeds": "whole numbers of at least 0, each once, none of `seeds`",
     "rows[].overrides": _KEYS,
     "rows[].comparable": _KEYS,

@@ -145,7 +145,8 @@ def _judge_mean(claim: ClaimConfig, rows: list[Row], summary: Summary) -> Verdic
     first, *second = [figures_by_seed(row.trials, metric) for row in rows]
     if not second:
         verdict = judge_mean(claim, list(first.values()), metric.unit.strip(), "seeds")
-        return replace(verdict, note="; ".join(filter(None, [verdict.note, _luck(rows[0])])))
+        luck = "" if summary.searches > 1 else _luck(rows[0])
+        return replace(verdict, note="; ".join(filter(None, [verdict.note, luck])))
     shared = sorted(first.keys() & second[0].keys())
     if not shared:
         return _undecided(claim, "the rows share no seed")
@@ -160,7 +161,8 @@ def _luck(row: Row) -> str:
     The trials whose validation figures chose the configuration are those whose test figures count:
     of six equal ones the best over five seeds has a mean 1.2 standard errors too good, and its
     interval lies below the true one in 11 of 100 cases instead of 2.5. In the difference of two
-    rows that were searched alike it cancels.
+    rows that were searched alike it cancels. Where every seed is a search of its own, the mean is
+    that of what searches find, without such a bias.
     """
     if row.searched < 2:
         return ""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from study.config.metric import MODES, Metric
 from study.config.space import Space
@@ -49,6 +51,10 @@ class SearchConfig:
             rule of :func:`choose_sampler`.
         num_samples: number of configurations per row and grid point; ignored by ``grid``.
         seed: seed of the search; the same seed proposes the same configurations.
+        per_seed: whether every seed of the study is a search of its own, with configurations of its
+            own, of which it has its own best one: a row's figure is then the mean over these, and
+            its interval holds what another search would find. Otherwise every configuration is
+            trained with every seed.
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
             ``seconds`` (of training) or ``bits`` (of the number format). Only tpe, gp, nsga2 and
@@ -82,6 +88,7 @@ class SearchConfig:
     algorithm: str = "random"
     num_samples: int = 16
     seed: int = 0
+    per_seed: bool | None = None
     objectives: dict[str, str] = field(default_factory=OBJECTIVES.copy)
     constraints: dict[str, str] = field(default_factory=dict)
     scheduler: str = "none"
@@ -109,6 +116,7 @@ class SearchConfig:
                 "use for example 0.25",
             )
         self._check_rounds()
+        self._check_per_seed()
         at_least("search.confirm", self.confirm, 0, "0 repeats none")
         if bool(self.confirm) != bool(self.confirm_seeds):
             raise ValueError(
@@ -131,6 +139,22 @@ class SearchConfig:
                 f"search.scheduler={self.scheduler} with {len(self.objectives)} objectives and"
                 f" search.num_samples={self.num_samples}: they are ranked by one objective, and"
                 " there must be at least two; use for example search.num_samples=8"
+            )
+
+    def _check_per_seed(self) -> None:
+        clash = (
+            f"search.algorithm={self.algorithm}"
+            if self.algorithm == "grid"
+            else f"search.scheduler={self.scheduler}"
+            if self.ends_early
+            else f"search.confirm={self.confirm}"
+            if self.confirm
+            else ""
+        )
+        if self.per_seed and clash:
+            raise ValueError(
+                f"search.per_seed=true with {clash}: it is one search for all seeds; leave one of"
+                " the two out"
             )
 
     def _check_objectives(self) -> None:
@@ -183,6 +207,12 @@ class SearchConfig:
         """Whether proposals depend on the results of earlier trials."""
         return self.algorithm in ADAPTIVE or self.in_rounds
 
+    def by_seed(self, seeds: Sequence[int]) -> list[tuple[SearchConfig, list[int]]]:
+        """Return the searches of a row, each with its seeds: one of all, or one of each seed."""
+        if not self.per_seed:
+            return [(self, list(seeds))]
+        return [(replace(self, seed=_joined(self.seed, seed)), [seed]) for seed in seeds]
+
     @property
     def ends_early(self) -> bool:
         """Whether the scheduler ends trials before their last epoch."""
@@ -197,6 +227,11 @@ class SearchConfig:
     def population(self) -> bool:
         """Whether the configurations train as a population."""
         return self.scheduler in POPULATIONS
+
+
+def _joined(search: int, trial: int) -> int:
+    """Return the seed of the search of one seed, of 32 bits."""
+    return int(np.random.SeedSequence([search, trial]).generate_state(1)[0])
 
 
 def excess(name: str, bound: str, value: float) -> float:

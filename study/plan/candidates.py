@@ -105,17 +105,17 @@ If equal points use them up, a row has fewer configurations; if refused ones do,
 
 
 def candidates(
-    study: StudyConfig, space: Space
+    search: SearchConfig, space: Space
 ) -> Iterator[tuple[Params | None, Iterator[Params]]]:
     """Yield each point of the grids with the points to try there, in order.
 
     For algorithm grid, yield None once, with all points.
     """
-    if study.search.algorithm == "grid" or not space.sampled:
+    if search.algorithm == "grid" or not space.sampled:
         yield None, iter(space.all_points())
         return
     for point in space.grid_points():
-        yield point, sampled_points(study.search, space, point)
+        yield point, sampled_points(search, space, point)
 
 
 def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterator[Params]:
@@ -129,16 +129,18 @@ def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterato
 def first_point(
     study: StudyConfig, base: Base, space: Space, point: Params
 ) -> PlannedTrial | Excluded:
-    """Return the first valid trial of a row at a point of the grids.
+    """Return the first valid trial of a row at a point of the grids, of the first seed's search.
 
     If none of the points that a search would try is valid, return the point of the grids with the
     rule that refuses the first.
     """
 
-    def make(params: Params, number: int) -> list[PlannedTrial]:
-        return [base.trial(study.seeds[0], None, params)]
+    search, (seed, *_) = study.search.by_seed(study.seeds)[0]
 
-    found, excluded = draw(base, make, sampled_points(study.search, space, point), set(), wanted=1)
+    def make(params: Params, number: int) -> list[PlannedTrial]:
+        return [base.trial(seed, None, params)]
+
+    found, excluded = draw(base, make, sampled_points(search, space, point), set(), wanted=1)
     return found[0][0] if found else dataclasses.replace(excluded[0], params=point)
 
 

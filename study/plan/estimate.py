@@ -110,7 +110,8 @@ def _product(plan: Plan) -> str:
     """Return the factors of a plan's size; rows of different sizes are told one by one."""
     rows, seeds = plan.rows, len(plan.study.seeds)
     sizes = [plan.size_of(row) // seeds for row in rows]
-    of_seeds = f" x {counted(seeds, 'seed')}"
+    alone = ", each a search of its own" if plan.study.search.per_seed else ""
+    of_seeds = f" x {counted(seeds, 'seed')}{alone}"
     if len(set(sizes)) > 1:
         each = ", ".join(f"{row.label}: {n}" for row, n in zip(rows, sizes, strict=True))
         return f"{_configurations(plan, sum(sizes))} of {len(rows)} rows ({each}){of_seeds}"

@@ -16,11 +16,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from study.config import RowConfig, StudyConfig
 from study.config.compose import overridden
-from study.config.space import Params, Space
+from study.config.space import Params, Space, canonical
 from study.plan.candidates import (
     bind_space,
     candidates,
@@ -278,18 +279,21 @@ def _configurations(
 ) -> tuple[list[PlannedTrial], list[Excluded]]:
     """Return a row's trials over all seeds, and the configurations left out."""
     trials: list[PlannedTrial] = []
-    excluded: list[Excluded] = []
+    excluded: dict[str, Excluded] = {}
     seen: set[str] = set()
 
-    def make(params: Params, number: int) -> list[PlannedTrial]:
-        return [base.trial(seed, number, params) for seed in study.seeds]
+    def make(seeds: list[int], params: Params, number: int) -> list[PlannedTrial]:
+        return [base.trial(seed, number, params) for seed in seeds]
 
-    for group, sampled in candidates(study, space):
-        wanted = None if group is None else study.search.num_samples
-        found, left_out = draw(base, make, sampled, seen, wanted=wanted, before=len(seen))
-        trials += [trial for of_seeds in found for trial in of_seeds]
-        excluded += left_out
-    return trials, excluded
+    for search, seeds in study.search.by_seed(study.seeds):
+        for group, sampled in candidates(search, space):
+            wanted = None if group is None else search.num_samples
+            found, left_out = draw(
+                base, partial(make, seeds), sampled, seen, wanted=wanted, before=len(seen)
+            )
+            trials += [trial for of_seeds in found for trial in of_seeds]
+            excluded |= {canonical(entry.params): entry for entry in left_out}
+    return trials, list(excluded.values())
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:

@@ -104,6 +104,8 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
     study, metric = state.config, summary.metric
     counts = sorted({row.searched for row in summary.rows})
     count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
+    if summary.searches > 1:
+        count += f" in {summary.searches} searches"
     found = [BEST.format(count=count, metric=study.search.first.name)] if summary.searched else []
     named = {"figure": metric.heading(metric.test_words), "baseline": study.baseline or "baseline"}
     return [*(heading.format(**named) for heading in HEADINGS), *found]
@@ -116,7 +118,8 @@ def cells(row: Row, summary: Summary) -> list[str]:
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
     published = metric.figure(row.published) if row.published is not None else "-"
     gap = metric.difference(row.gap) if row.gap is not None else "-"
-    found = [describe(row.params) or "-"] if summary.searched else []
+    several = "one of each seed" if summary.searches > 1 and row.trials else "-"
+    found = [describe(row.params) or several] if summary.searched else []
     return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
 
 

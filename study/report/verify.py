@@ -74,6 +74,7 @@ class Source:
         self.metric = study.primary_metric
         self.objective, self.mode = next(iter(study.search.objectives.items()))
         self.constraints, self.known = study.search.constraints, fold(self.events).known
+        self.alone = study.seeds if study.search.per_seed else []
         begin = ("started", "report")
         started = [n for n, event in enumerate(self.events) if event["event"] in begin]
         before = self.events[: started[0]] if started else self.events
@@ -110,7 +111,8 @@ class Source:
 
     def of_row(self, label: str) -> list[str]:
         """Return the ids of the trials whose figures are a row's; of a searched row those of the
-        configuration with the best mean of the first objective, the first of equals."""
+        configuration with the best mean of the first objective, the first of equals, or of the best
+        of every seed that is a search of its own."""
         mine = [trial for trial in self.trials.values() if trial["row"] == label]
         groups: dict[tuple[int | None, str], list[str]] = {}
         for trial in mine:
@@ -129,7 +131,12 @@ class Source:
             if math.isfinite(entry[1])
             and not broken(self.constraints, {m: self._mean(m, entry[2]) for m in self.constraints})
         ]
-        return min(usable, key=lambda entry: entry[:2])[2] if usable else []
+        usable.sort(key=lambda entry: entry[:2])  # equals keep their order
+        if not self.alone:
+            return usable[0][2] if usable else []
+        first = {self.trials[ids[0]]["seed"]: ids for *_, ids in reversed(usable)}
+        lacks = any(seed not in first for seed in self.alone)
+        return [] if lacks else [id_ for seed in self.alone for id_ in first[seed]]
 
     def _is_early(self, id_: str) -> bool:
         """Tell whether a trial is of a round before the search's last."""

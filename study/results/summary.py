@@ -7,7 +7,7 @@ counts, also one that diverged. Errors are in per cent; spread is the sample sta
 seeds (n - 1).
 
 The figures of a searched row are those of its best configuration, chosen by the first objective,
-never by the test set.
+never by the test set; with ``search.per_seed`` those of the best of every seed.
 
 The published figures are always shown, but verdicts are given only if the study has the published
 recipe (``comparable`` in the config, of the study and of each row); any other study says how it
@@ -46,9 +46,9 @@ class Row:
         rule: requirement that the verdict is about, in words.
         verdict: ``pass``, ``fail``, or "" if nothing is required or the study is not comparable.
         trials: trials behind the figures: all of the row, or those of a searched row's best
-            configuration.
+            configuration, or of its best of every seed.
         searched: number of the row's configurations that have ended; 0 if nothing is searched.
-        params: sampled values of the best configuration.
+        params: sampled values of the best configuration; empty where every seed has one.
     """
 
     label: str
@@ -76,12 +76,14 @@ class Summary:
             the study is comparable.
         metric: metric that the figures are of.
         searched: whether rows were searched, each for its own best configuration.
+        searches: number of searches of a row, each of which has its own best configuration.
     """
 
     rows: list[Row]
     departures: list[str]
     metric: Metric
     searched: bool
+    searches: int = 1
 
     @property
     def comparable(self) -> bool:
@@ -103,7 +105,11 @@ def summarise(state: StudyState) -> Summary:
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
         for label, choice in chosen.items()
     ]
-    return Summary(rows=rows, departures=departures, metric=metric, searched=bool(study.space))
+    searches = len(study.search.by_seed(study.seeds))
+    return Summary(
+        rows=rows, departures=departures, metric=metric, searched=bool(study.space),
+        searches=searches,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,18 +126,23 @@ def _chosen(
 ) -> _Choice:
     """Return all trials of a row; for a searched row, those of its best configuration.
 
-    A searched row may have no best configuration yet.
+    With ``search.per_seed`` they are those of the best of every seed. A searched row may have no
+    best configuration yet, or some seed none.
     """
     mine = [entry for entry in found if entry.row == label]
     if not mine:
         return _Choice(trials=tuple(trials))
-    winner = best(mine, study.search.objectives)
     ended = sum(entry.ended and entry.whole for entry in mine)
-    return (
-        _Choice(trials=winner.trials, searched=ended, params=winner.params)
-        if winner
-        else _Choice(trials=(), searched=ended)
-    )
+    winners = [
+        best([entry for entry in mine if entry.trials[0].seed in seeds], search.objectives)
+        for search, seeds in study.search.by_seed(study.seeds)
+    ]
+    chosen = [winner for winner in winners if winner is not None]
+    if len(chosen) < len(winners):
+        return _Choice(trials=(), searched=ended)
+    of_all = tuple(trial for winner in chosen for trial in winner.trials)
+    params = {} if study.search.per_seed else chosen[0].params
+    return _Choice(trials=of_all, searched=ended, params=params)
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:

@@ -23,6 +23,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from itertools import product
 
 from study.config.keys import apply
 from study.config.space import canonical
@@ -201,7 +202,7 @@ def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
 
 
 def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
-    """Return a proposer per row and point of the grids, with what ``state`` knows of its row.
+    """Return a proposer per row, search and point of the grids, with what ``state`` knows of it.
 
     Returns none if the search is not adaptive.
     """
@@ -210,7 +211,7 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
         return []
     space = bind_space(study)
     proposers: list[Proposer | Rounds] = []
-    points = space.grid_points()
+    places = list(product(study.search.by_seed(study.seeds), space.grid_points()))
     kind = Population if study.search.population else Halving
     for row in plan.rows:
         base = Base(study, row)
@@ -220,15 +221,16 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
                 default=0,
             )
         )
-        for place, point in enumerate(points):
+        for place, ((search, seeds), point) in enumerate(places):
             if isinstance(first_point(study, base, space, point), Excluded):
                 continue
             proposer: Proposer | Rounds = (
-                kind(base, space, point, study.search, study.seeds, place, len(points))
-                if study.search.in_rounds
-                else Proposer(base, space, point, study.search, study.seeds, numbers)
+                kind(base, space, point, search, seeds, place, len(places))
+                if search.in_rounds
+                else Proposer(base, space, point, search, seeds, numbers)
             )
-            proposer.recall(state, [trial for trial in state.trials if trial.row == row.label])
+            mine = [each for each in state.trials if each.row == row.label and each.seed in seeds]
+            proposer.recall(state, mine)
             proposers.append(proposer)
     return proposers
 

@@ -40,7 +40,7 @@ class Proposer:
         space: search space.
         point: point of the grids.
         search: options of the search.
-        seeds: seeds of the study; a proposal is a trial for each.
+        seeds: seeds of this search; a proposal is a trial for each.
         numbers: counter of the row's configurations.
     """
 

@@ -43,9 +43,9 @@ class Rounds(ABC):
         space: search space.
         point: point of the grids.
         search: options of the search; ``num_samples`` configurations take part in the first round.
-        seeds: seeds of the study; every configuration is a trial for each.
-        place: index of the point of the grids.
-        places: number of points of the grids.
+        seeds: seeds of this search; every configuration is a trial for each.
+        place: index of the search and the point of the grids.
+        places: number of these searches and points.
 
     Attributes:
         excluded: points of the space that make no valid trial.

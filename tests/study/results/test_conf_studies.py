@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +19,7 @@ from torch import Tensor
 
 import lns_ops
 from study.config.compose import load
-from study.results.resampling import bootstrap_between
+from study.ledger.state import TrialState
 from tests.trainers.processes import spawned
 from trainers import LoopContext
 from trainers.config import TrialConfig
@@ -266,16 +265,6 @@ def test_a_loss_that_did_not_train_keeps_the_claim_open(gans: ModuleType) -> Non
     assert gans.judge_losses(untrained)["verdict"] == "undecided"
 
 
-def test_one_search_in_common_shows_no_gain(evolution: ModuleType) -> None:
-    """The same configurations on both sides: an interval around nothing, with a width."""
-    errors = np.array([10.0, 12.0, 14.0, 30.0, 60.0, 88.0])
-    gains = functools.partial(evolution._gains, [(errors, errors + 1)] * 2)
-    low, high = bootstrap_between([6, 6], gains) or (0.0, 0.0)
-    assert low < 0 < high
-    same = np.arange(6)[None]
-    assert gains(same, same).tolist() == [0.0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
@@ -301,4 +290,33 @@ def test_a_tiny_form_runs_to_its_verdicts(
             file, _, function = Path(claim.check).name.partition(".py:")
             found = getattr(module(file), function)(done)
             assert found["verdict"] == "undecided"
-            assert math.isnan(found["figure"])  # there are too few configurations
+            assert math.isnan(found["figure"])  # there is nothing to compare with
+
+
+@pytest.mark.slow
+def test_the_gain_over_random_search_is_the_mean_over_the_searches_of_seeds(
+    evolution: ModuleType, tmp_path: Path
+) -> None:
+    import study
+
+    tiny = {"trial.epochs": 2, "search.num_samples": 3, "storage": str(tmp_path), "seeds": [0, 1]}
+    alone = study.run("evolution", tiny, tracking_uri="none", cpus=2)
+    bred = {"search.perturbation_interval": 1}
+    here = study.run("evolution_pbt", tiny | bred, tracking_uri="none", cpus=2)
+    found = evolution.gain_in_lns12(here)
+    errors = [chosen(each.state.trials, "lns12", epochs=2) for each in (alone, here)]
+    expected = [first - second for first, second in zip(*errors, strict=True)]
+    assert found["figure"] == pytest.approx(sum(expected) / 2)
+    assert found["runs"] == 4
+    if expected[0] != expected[1]:
+        assert found["low"] < found["figure"] < found["high"]
+
+
+def chosen(trials: Iterable[TrialState], row: str, epochs: int) -> list[float]:
+    """The test error, in per cent, of each seed's lowest validation error."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for trial in trials:
+        if trial.row == row and trial.epochs == epochs:
+            last = trial.reports[epochs]["metrics"]["validation/error"]
+            found.setdefault(trial.seed, []).append((last, 100 * trial.test["test/error"]))
+    return [min(found[seed], key=lambda pair: pair[0])[1] for seed in sorted(found)]
