@@ -133,16 +133,17 @@ def _chosen(
     if not mine:
         return _Choice(trials=tuple(trials))
     ended = sum(entry.ended and entry.whole for entry in mine)
-    winners = [
-        best([entry for entry in mine if entry.trials[0].seed in seeds], search.objectives)
-        for search, seeds in study.search.by_seed(study.seeds)
+    alone = study.search.per_seed
+    searches = [
+        [entry for entry in mine if not alone or entry.trials[0].seed in seeds]
+        for _, seeds in study.search.by_seed(study.seeds)
     ]
+    winners = [best(of_one, study.search.objectives) for of_one in searches]
     chosen = [winner for winner in winners if winner is not None]
     if len(chosen) < len(winners):
         return _Choice(trials=(), searched=ended)
     of_all = tuple(trial for winner in chosen for trial in winner.trials)
-    params = {} if study.search.per_seed else chosen[0].params
-    return _Choice(trials=of_all, searched=ended, params=params)
+    return _Choice(trials=of_all, searched=ended, params={} if alone else chosen[0].params)
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:

@@ -211,7 +211,7 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
         return []
     space = bind_space(study)
     proposers: list[Proposer | Rounds] = []
-    places = list(product(study.search.by_seed(study.seeds), space.grid_points()))
+    points, searches = space.grid_points(), study.search.by_seed(study.seeds)
     kind = Population if study.search.population else Halving
     for row in plan.rows:
         base = Base(study, row)
@@ -221,16 +221,21 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
                 default=0,
             )
         )
-        for place, ((search, seeds), point) in enumerate(places):
-            if isinstance(first_point(study, base, space, point), Excluded):
+        mine = [trial for trial in state.trials if trial.row == row.label]
+        left_out = [
+            isinstance(first_point(study, base, space, point), Excluded) for point in points
+        ]
+        places = enumerate(product(searches, zip(points, left_out, strict=True)))
+        for place, ((search, seeds), (point, is_left_out)) in places:
+            if is_left_out:
                 continue
             proposer: Proposer | Rounds = (
-                kind(base, space, point, search, seeds, place, len(places))
+                kind(base, space, point, search, seeds, place, len(searches) * len(points))
                 if search.in_rounds
                 else Proposer(base, space, point, search, seeds, numbers)
             )
-            mine = [each for each in state.trials if each.row == row.label and each.seed in seeds]
-            proposer.recall(state, mine)
+            alone = [each for each in mine if each.seed in seeds] if search.per_seed else mine
+            proposer.recall(state, alone)
             proposers.append(proposer)
     return proposers
 
