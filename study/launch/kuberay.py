@@ -318,10 +318,12 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
 
 def _archive(package: Package) -> bytes:
     """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time,
-    without the bytecode of a job that ran there."""
+    without the bytecode of a job that ran there and the wheel's list of hashes, which are a
+    thirtieth of it: nobody installs or removes what ``start.sh`` puts on the path."""
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if "__pycache__" in info.name.split("/"):
+        path = PurePosixPath(info.name)
+        if "__pycache__" in path.parts or path.match("site/*.dist-info/RECORD"):
             return None
         info.uid = info.gid = info.mtime = 0
         info.uname = info.gname = ""
