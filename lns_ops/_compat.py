@@ -47,6 +47,8 @@ tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
 """Text of a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
 weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
 """Function that :mod:`torch.nn.utils` calls for weight normalization (torch 2.13)."""
+sample_dirichlet: Callable[..., torch.Tensor] = torch._sample_dirichlet
+"""Draws of :mod:`torch.distributions.Dirichlet`, which nothing public makes (torch 2.13)."""
 grouped_mm: Callable[..., torch.Tensor] = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls without asking tensor subclasses (torch 2.13)."""
 pack_padded_sequence, pad_packed_sequence = (

@@ -39,7 +39,7 @@ def _places(x: Tensor, window: Any) -> Tensor:
 
 def _from_floats(x: Tensor, window: Any, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
     indices = _places(order_key(x, fmt).to(torch.float32), window)
-    picked = x.reshape(*x.shape[:-2], -1).gather(-1, indices.reshape(*indices.shape[:-2], -1))
+    picked = x.flatten(-2).gather(-1, indices.flatten(-2))
     return picked.reshape(indices.shape), indices
 
 

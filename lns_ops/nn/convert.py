@@ -72,6 +72,7 @@ class Conversion:
 def _in_lns(x: Any, fmt: LNSFormat) -> Any:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return x
+    promotion.refuse_nested(x)
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"torch.autocast (mixed precision) of a layer in {fmt}: would compute in"

@@ -95,6 +95,7 @@ _product = _in_two_forms(_LinearMatmul)
 
 def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
+    promotion.refuse_nested(input)
     input = in_float32(input)  # of a layer that is LNS everywhere
     flat = input.reshape(-1, input.shape[-1])
     rows = weight if weight.dim() == 2 else weight[None]
@@ -139,7 +140,9 @@ class _ConvolutionMatmul(torch.autograd.Function):
 
     ``result`` says which of the three is computed from the other two (and what they are): ``y``
     from x and w, ``x`` from y and w (a transposed convolution), ``w`` from y and x. The gradient of
-    each is made of the other two. ``size`` is the spatial size of the result, where it is x or w.
+    each is made of the other two. ``size`` is the spatial size of the result; None for that of y.
+    A ``y`` that is a gradient may be cut to it: where a transposed convolution's output_padding is
+    as long as its stride, one more window fits.
     """
 
     generate_vmap_rule = True
@@ -152,7 +155,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
         codes = _CONVOLUTIONS[result](
             first, second, *sizes, geometry, fmt, accumulation=accumulation
         )
-        return lns.decode(codes, fmt)
+        return lns.decode(codes if size is None else transposed.cut(codes, size), fmt)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -163,7 +166,6 @@ class _ConvolutionMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         underflow.warn_of_underflow(grad, ctx.options[1])
-        sizes: dict[str, tuple[int, ...] | None] = {"y": None}
         # operands of each result, with the incoming gradient in the place of that result
         of_a, of_b = {
             "y": (("x", grad, b, a), ("w", grad, a, b)),
@@ -171,9 +173,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
             "w": (("y", b, grad, a), ("x", a, grad, b)),
         }[ctx.result]
         grads = [
-            _convolved(wanted, p, q, sizes.get(wanted, tuple(like.shape[2:])), ctx.options)
-            if needed
-            else None
+            _convolved(wanted, p, q, tuple(like.shape[2:]), ctx.options) if needed else None
             for needed, (wanted, p, q, like) in zip(
                 ctx.needs_input_grad[1:3], (of_a, of_b), strict=True
             )

@@ -35,11 +35,12 @@ max_unpool2d max_unpool3d rrelu fractional_max_pool2d fractional_max_pool3d
 fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices index_reduce rand_like
 randn_like randint_like bernoulli multinomial poisson normal exponential_ geometric_ log_normal_
 cauchy_ random_ _standard_gamma _sample_dirichlet _dirichlet_grad _standard_gamma_grad binomial
-complex polar view_as_complex stft istft angle conj_physical numpy tolist __array__ __format__
-__dlpack__ __dlpack_device__ sparse_coo_tensor sparse_csr_tensor to_sparse to_sparse_coo
-to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors nms roi_align _roi_align_backward roi_pool
-_roi_pool_backward ps_roi_align _ps_roi_align_backward ps_roi_pool _ps_roi_pool_backward
-deform_conv2d _deform_conv2d_backward
+complex polar view_as_complex stft istft angle conj_physical linspace logspace dist histogram
+histogramdd _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors frexp
+lu_unpack numpy tolist __array__ __format__ __dlpack__ __dlpack_device__ sparse_coo_tensor
+sparse_csr_tensor to_sparse to_sparse_coo to_sparse_csr _sparse_coo_tensor_with_dims_and_tensors nms
+roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align _ps_roi_align_backward
+ps_roi_pool _ps_roi_pool_backward deform_conv2d _deform_conv2d_backward
 """
 NAMES = frozenset(_TEXT.split())
 """Names of torch functions, Tensor methods, and operators of aten and torchvision."""

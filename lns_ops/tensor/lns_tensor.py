@@ -281,7 +281,7 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {k: _on_the_grid(x, fmt) if k in COMPARED else x for k, x in kwargs.items()}
     value = _whole if rounds(name) or compares(name) else _decoded
     result = func(*tree_map(value, args), **tree_map(value, kwargs))
-    if fmt is None:
+    if fmt is None or kwargs.get("dtype") not in (None, torch.float32):
         return result
     bits, fraction_bits = fmt.bits, fmt.fraction_bits
     return tree_map(

@@ -64,6 +64,19 @@ def refuse_transforms(x: Tensor | None = None) -> None:
         )
 
 
+def refuse_nested(x: Any) -> None:
+    """Refuse a nested tensor, whose kernels are others than those of its parts.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if isinstance(x, Tensor) and x.is_nested:
+        raise NotImplementedError(
+            "a nested tensor in an LNS layer: there are none in LNS; pad it"
+            " (torch.nested.to_padded_tensor(x, 0.0)), or give the layer its parts one by one"
+        )
+
+
 def refuse_tangents(name: str, *inputs: Any) -> None:
     """Refuse an operation on inputs of which one has a forward-mode tangent.
 

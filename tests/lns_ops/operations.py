@@ -80,22 +80,23 @@ log_softmax nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse
 nn.functional.l1_loss nn.functional.smooth_l1_loss nn.functional.huber_loss nn.functional.kl_div
 nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logits
 nn.functional.soft_margin_loss nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
-nn.functional.multi_margin_loss nn.functional.poisson_nll_loss nn.functional.gaussian_nll_loss
-nn.functional.ctc_loss nn.functional.cosine_embedding_loss nn.functional.triplet_margin_loss
+nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss nn.functional.poisson_nll_loss
+nn.functional.gaussian_nll_loss nn.functional.ctc_loss nn.functional.cosine_embedding_loss
+nn.functional.triplet_margin_loss
 """)
 """Losses: torch's own, of the decoded values."""
 
 DECODED = _names("""
 sin cos tan asin acos atan sinh cosh asinh acosh atanh sinc erf erfc erfinv lgamma digamma logit
 atan2 hypot heaviside xlogy logaddexp logaddexp2 logcumsumexp floor ceil round trunc frac remainder
-fmod floor_divide div.floor_rounding div.trunc_rounding prod cumprod cummax cummin median nanmedian
-mode quantile nansum unique unique_consecutive bucketize searchsorted isin isclose cdist cross
-renorm trace cov corrcoef linalg.inv linalg.det linalg.slogdet linalg.qr linalg.svd linalg.cholesky
-linalg.solve linalg.eigh matrix_exp linalg.matrix_power nn.functional.pairwise_distance
-nn.functional.cosine_similarity nn.functional.grid_sample nn.functional.interpolate.bicubic
-nn.functional.max_unpool1d nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin
-scatter_reduce.mean scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long
-bfloat16
+fmod floor_divide div.floor_rounding div.trunc_rounding frexp prod cumprod cummax cummin median
+nanmedian mode quantile histogram nansum unique unique_consecutive bucketize searchsorted isin
+isclose dist cdist cross renorm linspace.tensor_overload lu_unpack trace cov corrcoef linalg.inv
+linalg.det linalg.slogdet linalg.qr linalg.svd linalg.cholesky linalg.solve linalg.eigh matrix_exp
+linalg.matrix_power nn.functional.pairwise_distance nn.functional.cosine_similarity
+nn.functional.grid_sample nn.functional.interpolate.bicubic nn.functional.max_unpool1d
+nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
+scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long bfloat16
 """)
 """No arithmetic of their own in LNS: torch's own in float32, encoded once; so are gradients.
 Complex, boolean and integer results stay what they are."""

@@ -209,6 +209,15 @@ def test_torch_normalizes_weights_and_multiplies_groups_by_the_functions_that_ar
     )
 
 
+def test_torch_draws_shares_by_the_function_that_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Tensor] = []
+    monkeypatch.setattr(torch, "_sample_dirichlet", lambda x: seen.append(x) or x)
+    torch.distributions.Dirichlet(torch.ones(2)).sample()
+    assert seen, "torch: Dirichlet draws by another function"
+
+
 def test_torch_operators_say_what_they_write_to() -> None:
     operators = (aten.add.Tensor, aten.add_.Tensor, aten.add.out)
     written = [[a.name for a in _compat.written_arguments(each)] for each in operators]

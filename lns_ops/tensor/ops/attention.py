@@ -85,6 +85,15 @@ def _spreads(shape: torch.Size, over: torch.Size) -> bool:
     return len(shape) <= len(over) and all(a in (1, b) for a, b in zip(shape, last, strict=True))
 
 
+def _causal_bias(mask: Any, device: torch.device) -> Tensor | None:
+    """Return which scores a ``torch.nn.attention.bias`` keeps, which has no values of its own."""
+    if not hasattr(mask, "variant"):
+        return mask  # type: ignore[no-any-return]
+    behind = mask.seq_len_kv - mask.seq_len_q if mask.variant.name == "LOWER_RIGHT" else 0
+    shape = (mask.seq_len_q, mask.seq_len_kv)
+    return torch.ones(shape, dtype=torch.bool, device=device).tril(behind)
+
+
 def _masks(
     mask: Tensor | None, is_causal: bool, scores: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -93,6 +102,7 @@ def _masks(
     Raises:
         ValueError: the mask has sizes that the scores have not.
     """
+    mask = _causal_bias(mask, scores.device)
     if mask is not None and not _spreads(mask.shape, scores.shape):
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} for scores of shape {tuple(scores.shape)}: its"
@@ -243,11 +253,7 @@ def multi_head_attention_forward(
     causal = is_causal and mask is None and not need_weights
     probabilities = _weights((q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1), mask, causal)
     mixed = (F.dropout(probabilities, dropout_p) if training and dropout_p else probabilities) @ v
-    out = F.linear(
-        mixed.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1),
-        out_proj_weight,
-        out_proj_bias,
-    )
+    out = F.linear(mixed.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
     shown = None
     if need_weights:
         shown = probabilities.mean(1) if average_attn_weights else probabilities

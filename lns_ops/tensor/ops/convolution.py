@@ -6,6 +6,7 @@ The products are those of :mod:`lns_ops.functional.convolution`; the bias is add
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,16 @@ def transposed_size(x: Tensor, weight: Tensor, geometry: conv.Geometry, extra: A
     extra = list(extra) * dims if len(extra) == 1 else extra
     each = zip(x.shape[2:], weight.shape[2:], *geometry[:3], extra, strict=True)
     return [(n - 1) * s - 2 * p + d * (k - 1) + 1 + e for n, k, s, p, d, e in each]
+
+
+def cut(x: Tensor, size: Sequence[int]) -> Tensor:
+    """Return the first positions of ``x``, as many as ``size`` has along each dimension.
+
+    The gradient of a transposed convolution has more where output_padding is as long as a stride.
+    """
+    for dim, length in enumerate(size, start=2):
+        x = x.narrow(dim, 0, length)
+    return x.contiguous()
 
 
 @handles(aten.convolution.default)
@@ -72,7 +83,8 @@ def _convolution_backward(
     if output_mask[0] and output_mask[1] and not transposed:
         grads[:2] = conv.gradients(grad_codes, x_codes, w_codes, geometry, fmt, **options)
     elif output_mask[0] and transposed:
-        grads[0] = conv.convolution(grad_codes, w_codes, geometry, fmt, **options)
+        whole = conv.convolution(grad_codes, w_codes, geometry, fmt, **options)
+        grads[0] = cut(whole, x_codes.shape[2:])
     elif output_mask[0]:
         size = x_codes.shape[2:]
         grads[0] = conv.input_gradient(grad_codes, w_codes, size, geometry, fmt, **options)
@@ -130,4 +142,4 @@ def _col2im(
             f" output_size={tuple(size)} and kernel_size={tuple(kernel)}, as unfold gives it"
         )
     total = index_sum(x.codes.reshape(-1), columns.reshape(-1) - 1, places.numel(), x.fmt)
-    return LNSTensor(total.reshape(*x.shape[:-2], -1, *size), x.fmt)
+    return LNSTensor(total.reshape(*x.shape[:-2], x.shape[-2] // taps, *size), x.fmt)

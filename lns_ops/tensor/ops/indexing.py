@@ -39,7 +39,7 @@ def _embedding_backward(
     flat, fmt = indices.reshape(-1), grad.fmt
     if padding >= 0:
         flat = torch.where(flat == padding, rows, flat)  # beyond the last row: left out
-    total = index_sum(grad.codes.reshape(flat.numel(), -1), flat, rows, fmt)
+    total = index_sum(grad.codes.reshape(flat.numel(), grad.shape[-1]), flat, rows, fmt)
     if by_frequency:
         counts = torch.bincount(flat, minlength=rows)[:rows].clamp_min(1)
         total = lns.div(total, lns.encode(counts.to(torch.float64), fmt)[:, None], fmt)
@@ -194,7 +194,8 @@ def _index_put(
     ):
         _check_places("index_put", indices[0], len(codes), 0, codes.dim(), -len(codes))
         rows = torch.where(indices[0] < 0, indices[0] + codes.shape[0], indices[0])
-        terms = source.expand(*rows.shape, *codes.shape[1:]).reshape(rows.numel(), -1)
+        terms = source.expand(*rows.shape, *codes.shape[1:])
+        terms = terms.reshape(rows.numel(), math.prod(codes.shape[1:]))
         result = lns.add(
             codes, index_sum(terms, rows, codes.shape[0], fmt).reshape(codes.shape), fmt
         )

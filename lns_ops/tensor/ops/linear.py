@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
             codes = lns.matmul(rows, transposed, fmt, accumulation=sums)
         else:
             codes = lns.linear(rows, transposed, bias.codes, fmt, accumulation=sums)
-        return LNSTensor(codes if len(shape) == 2 else codes.view(*shape[:-1], -1), fmt)
+        return LNSTensor(codes if len(shape) == 2 else codes.view(*shape[:-1], codes.shape[1]), fmt)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -18,18 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from lns_ops._compat import tree_map
 from lns_ops.tensor.lns_tensor import LNSTensor
 from lns_ops.tensor.promotion import takes_floats
-from lns_ops.tensor.registry import replaces
+from lns_ops.tensor.registry import replaces, replaces_untraced
 
 LOSSES = (
     F.cross_entropy, F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax, F.nll_loss,
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
     F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss,
-    F.poisson_nll_loss, F.gaussian_nll_loss, F.ctc_loss,
+    F.multilabel_margin_loss, F.poisson_nll_loss, F.gaussian_nll_loss, F.ctc_loss,
 )  # fmt: skip
 """The functions computed in float32."""
 
@@ -43,9 +44,8 @@ _OF_CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
 def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:
     if reduction != "mean" or not isinstance(x, LNSTensor) or not x.requires_grad:
         return
-    terms = x.numel() // (
-        x.shape[min(1, x.dim() - 1)] if function in _OF_CLASSES and x.numel() else 1
-    )
+    of_classes = function in _OF_CLASSES and x.dim() and x.numel()
+    terms = x.numel() // (x.shape[min(1, x.dim() - 1)] if of_classes else 1)
     # not while shapes are symbols
     if isinstance(terms, int) and terms > 1 and terms * x.fmt.smallest > LOST:
         warnings.warn(
@@ -74,6 +74,27 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+def linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    weight: Tensor | None = None, reduction: str = "mean", ignore_index: int | None = None,
+    label_smoothing: float = 0.0, options: object = None,
+) -> Tensor:  # fmt: skip
+    """Return the cross-entropy of an LNS product ``[N, C, ...]`` and a target.
+
+    The product is never cut into chunks, which is all that ``options`` are about.
+    """
+    classes = linear_weight.shape[:-1]
+    bias = None if linear_bias is None else linear_bias.flatten()
+    scores = F.linear(input, linear_weight.flatten(0, -2), bias)
+    return F.cross_entropy(
+        scores.reshape(*input.shape[:-1], *classes), target, weight,
+        ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
+        label_smoothing=label_smoothing,
+    )  # fmt: skip
+
+
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    replaces_untraced(F.linear_cross_entropy)(linear_cross_entropy)
 takes_floats(*LOSSES)
 for _loss in LOSSES:
     replaces(_loss)(_in_float32(_loss))

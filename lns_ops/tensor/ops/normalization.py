@@ -148,16 +148,14 @@ def _normalized(
     """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and mean and variance in codes.
 
     The mean is subtracted only if ``centred``, else it is empty; the first is multiplied by
-    ``weight`` and has ``bias`` added, as they are in ``shape``.
+    ``weight`` and has ``bias`` added, as they are in ``shape``. Of an empty ``x`` all are empty.
     """
     given = [parameter for parameter in (weight, bias) if parameter is not None]
     if not isinstance(x, LNSTensor):  # floats that meet an LNS weight
         x = LNSTensor.from_float(x, next(p.fmt for p in given if isinstance(p, LNSTensor)))
-    if not x.codes.numel():
-        raise ValueError(
-            f"normalization of an empty tensor of shape {tuple(x.shape)}: it has no mean; leave"
-            " it out"
-        )
+    if not x.codes.numel():  # of no examples, as of an expert that none was sent to
+        none = x.codes.new_empty(0)
+        return _affine(x, weight, bias, shape), none, none
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
     w, b = (weight, bias) if fused else (None, None)
     apply: Callable[..., tuple[Tensor, ...]] = _Normalize.apply
@@ -258,14 +256,15 @@ def _batch(
     codes, fmt = x.codes, x.fmt
     dims = [0, *range(2, codes.dim())]
     count = codes.numel() // codes.shape[1]
-    if count < 2:
+    if count == 1:
         raise ValueError(
-            f"batch norm of {count} value per channel in training: needs more than one; use a"
-            " larger batch or eval()"
+            "batch norm of 1 value per channel in training: needs more than one; use a larger batch"
+            " or eval()"
         )
     shape = [-1, *[1] * (codes.dim() - 2)]
     y, batch_mean, batch_variance = _normalized(x, dims, eps, weight, bias, shape)
-    _track((mean, variance), batch_mean, batch_variance, fmt, count, factor)
+    if count:
+        _track((mean, variance), batch_mean, batch_variance, fmt, count, factor)
     return y
 
 
@@ -327,7 +326,7 @@ def instance_norm(
             " in a channel; use a larger input, or running statistics in eval()"
         )
     y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
-    if any(average is not None for average in averages):
+    if input.numel() and any(average is not None for average in averages):
         mean, variance = (lns.mean(v, [0], input.fmt) for v in (mean, variance))
         _track(averages, mean, variance, input.fmt, count, momentum)
     return y

@@ -18,7 +18,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
-from lns_ops.tensor.registry import aten, handles
+from lns_ops.tensor.registry import aten, handles, parts_of
 
 
 def _key(x: LNSTensor) -> Tensor:
@@ -189,6 +189,22 @@ def _nan_to_num(func: Any, x: LNSTensor, *args: Any) -> LNSTensor:
 def _logical(func: Any, x: Any, y: Any) -> Tensor:
     left, right = (v.codes & v.fmt.field_mask if isinstance(v, LNSTensor) else v for v in (x, y))
     return func(left, right)  # type: ignore[no-any-return]
+
+
+@handles(
+    *(
+        getattr(getattr(aten, f"{name}_"), operand)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        for operand in ("Scalar", "Tensor")
+    ),
+    aten.logical_not_.default, aten.logical_and_.default, aten.logical_or_.default,
+    aten.logical_xor_.default,
+)  # fmt: skip
+def _write_truth(func: Any, x: LNSTensor, *others: Any) -> LNSTensor:
+    """Write 1 where a comparison holds and 0 elsewhere, as ``x.gt_(0)``."""
+    holds = parts_of(func)[2](x, *others)
+    x.codes.copy_(lns.encode(holds.float(), x.fmt))
+    return x
 
 
 @handles(aten.hardshrink.default, aten.softshrink.default)

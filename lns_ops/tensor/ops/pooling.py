@@ -26,8 +26,7 @@ from lns_ops.tensor.registry import aten, handles, replaces
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
     """Return the codes at flat spatial ``indices``."""
-    flat = codes.reshape(*codes.shape[: codes.dim() - dims], -1)
-    picked = flat.gather(-1, indices.reshape(*indices.shape[: indices.dim() - dims], -1))
+    picked = codes.flatten(-dims).gather(-1, indices.flatten(-dims))
     return picked.reshape(indices.shape)
 
 
@@ -87,7 +86,9 @@ def _max_pool_backward(func: Any, grad: LNSTensor, x: LNSTensor, *args: Any) -> 
     planes = math.prod(x.shape[:-dims])
     size = math.prod(x.shape[-dims:])
     first = torch.arange(planes, device=indices.device) * size
-    places = (indices.reshape(planes, -1) + first[:, None]).reshape(-1)
+    places = (indices.reshape(planes, math.prod(indices.shape[-dims:])) + first[:, None]).reshape(
+        -1
+    )
     return LNSTensor(
         index_sum(grad.codes.reshape(-1), places, planes * size, x.fmt).reshape(x.shape), x.fmt
     )

@@ -24,6 +24,7 @@ from lns_ops._compat import (
     collate_functions,
     has_tensor_hooks,
     no_dispatch,
+    sample_dirichlet,
     share_tensor_hooks,
     use_count,
 )
@@ -35,7 +36,8 @@ from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
 takes_floats(
     torch.Tensor.data.__set__, torch.Tensor.grad.__set__,  # type: ignore[attr-defined, union-attr]
-    aten.copy_.default, aten.set_.source_Tensor, aten.equal.default,
+    torch.Tensor.to, torch.Tensor.type_as, aten.copy_.default, aten.set_.source_Tensor,
+    aten.equal.default,
     torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as, aten.view_as.default,
     aten.expand_as.default, aten.reshape_as.default,
 )  # fmt: skip
@@ -243,6 +245,17 @@ def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
 @handles(aten.bernoulli.p)
 def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> LNSTensor:
     return LNSTensor(lns.encode(func(_float32_like(x), p, generator=generator), x.fmt), x.fmt)
+
+
+@replaces_untraced(sample_dirichlet)
+def dirichlet(concentration: LNSTensor, generator: Any = None) -> Tensor:
+    """Draw shares whose LNS sum is exactly one, as torch.distributions checks of a value.
+
+    A quotient by a sum moves all codes alike, so the sum of the quotients is exact.
+    """
+    values = sample_dirichlet(concentration.to_float(), generator)
+    drawn = LNSTensor.from_float(values, concentration.fmt)
+    return drawn / drawn.sum(-1, keepdim=True)
 
 
 def _float32_like(x: LNSTensor) -> Tensor:

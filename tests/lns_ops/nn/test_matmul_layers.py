@@ -87,6 +87,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
         lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, dilation=2),
         lambda: (torch.randn(2, 2, 4, 5),),
     ),
+    "transposed-padded-by-a-stride": (
+        lambda: nn.ConvTranspose2d(2, 3, 3, stride=2, output_padding=2, dilation=3),
+        lambda: (torch.randn(2, 2, 4, 5, requires_grad=True),),
+    ),
     "transposed-3d": (lambda: nn.ConvTranspose3d(1, 2, 2), lambda: (torch.randn(1, 1, 3, 3, 3),)),
     "bilinear": (lambda: nn.Bilinear(4, 5, 3), lambda: (torch.randn(2, 4), torch.randn(2, 5))),
     "weight-norm": (

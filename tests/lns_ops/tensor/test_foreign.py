@@ -44,6 +44,81 @@ def test_weight_normalization_is_a_product_a_norm_and_a_quotient(dim: int) -> No
     assert ((w.detach().to_float() - exact).abs() <= 3 * half_ulp(lns16) * exact.abs()).all()
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="new in torch 2.13")
+def test_linear_cross_entropy_is_an_lns_product_and_a_loss() -> None:
+    x, w, bias = random(5, 4), random(3, 2, 4, seed=1), random(3, 2, seed=2)
+    target = torch.tensor([[0, 1], [2, 0], [1, 1], [-100, 2], [0, 0]])
+    found = []
+    for fused in (True, False):
+        leaves = [v.detach().requires_grad_() for v in (x, w, bias)]
+        a, b, c = leaves
+        if fused:
+            loss = F.linear_cross_entropy(a, b, target, linear_bias=c, label_smoothing=0.1)
+        else:
+            scores = F.linear(a, b.reshape(6, 4), c.reshape(6)).reshape(5, 3, 2)
+            loss = F.cross_entropy(scores, target, label_smoothing=0.1)
+        loss.backward()
+        found.append([loss.detach(), *(leaf.grad.codes for leaf in leaves)])
+    assert type(found[0][0]) is Tensor
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_linear_cross_entropy_as_a_layer_trains() -> None:
+    if not hasattr(nn, "LinearCrossEntropyLoss"):
+        pytest.skip("new in torch 2.13")
+    torch.manual_seed(0)
+    layer = nn.LinearCrossEntropyLoss(4, 3)
+    x, target = torch.randn(5, 4), torch.arange(5) % 3
+    exact = layer(x, target)
+    loss = convert_(layer, lns16, scope="everywhere")(x, target)
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    assert all(isinstance(p.grad, LNSTensor) for p in layer.parameters())
+
+
+def test_comparisons_in_place_write_ones_and_zeros() -> None:
+    x, other = random(4, 5), random(4, 5, seed=1)
+    for name in ("eq_", "ne_", "lt_", "le_", "gt_", "ge_"):
+        for y in (0.0, other, x):
+            found, values = x.clone(), x.to_float()
+            assert getattr(found, name)(y) is found
+            getattr(values, name)(y.to_float() if isinstance(y, LNSTensor) else y)
+            assert torch.equal(found.to_float(), values)
+    positive = x.relu()
+    assert torch.equal(positive.clone().logical_not_().to_float(), (x <= 0).float())
+    kept = torch.tensor([True, False, True, False, True])
+    assert torch.equal(positive.clone().logical_and_(kept).to_float(), ((x > 0) & kept).float())
+
+
+def test_spaced_numbers_between_lns_ones() -> None:
+    first, last = random(2, seed=3).abs()
+    a, b = first.to_float(), last.to_float()
+    for spaced in (torch.linspace, torch.logspace):
+        expected = LNSTensor.from_float(spaced(a, b, 5), lns16)
+        assert torch.equal(spaced(first, last, 5).codes, expected.codes)
+
+
+def test_shares_of_a_dirichlet_distribution_add_up_to_one() -> None:
+    torch.manual_seed(0)
+    concentration = (random(64, 7).abs() + 0.5).detach().requires_grad_()
+    distribution = torch.distributions.Dirichlet(concentration)
+    torch.manual_seed(1)
+    shares = distribution.rsample()
+    torch.manual_seed(1)
+    exact = torch.distributions.Dirichlet(concentration.detach().to_float()).rsample()
+    assert torch.equal(shares.sum(-1).to_float(), torch.ones(64))
+    assert ((shares.to_float() - exact).abs() <= 4 * half_ulp(lns16) * exact).all()
+    distribution.log_prob(shares).sum().backward()  # which checks that they do
+    assert concentration.grad is not None
+
+
+def test_one_dimension_of_margins_is_one_example() -> None:
+    scores = random(5).requires_grad_()
+    loss = F.multi_margin_loss(scores, torch.tensor(1))
+    assert torch.equal(loss, F.multi_margin_loss(scores.to_float(), torch.tensor(1)))
+
+
 def test_groups_of_rows_are_products_each() -> None:
     x, w = random(7, 4).requires_grad_(), random(3, 4, 2, seed=1).requires_grad_()
     y = F.grouped_mm(x, w, offs=torch.tensor([2, 2, 5], dtype=torch.int32))

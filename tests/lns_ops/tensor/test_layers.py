@@ -87,6 +87,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
         IMAGES,
         "few",
     ),
+    "transposed convolution padded by a stride": (
+        lambda: nn.ConvTranspose2d(6, 4, 3, stride=2, output_padding=2, dilation=3),
+        IMAGES,
+        "few",
+    ),
     "upsample": (
         lambda: nn.Sequential(nn.Conv2d(6, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")),
         IMAGES,
@@ -229,6 +234,45 @@ def test_statistics_of_many_values_do_not_stick() -> None:
     out = convert_(nn.BatchNorm2d(1), lns12, scope="everywhere")(x).to_float()
     assert abs(out.mean()) < 0.1
     assert abs(out.std() - 1) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Linear(6, 3), (0, 2, 6)),
+        (lambda: nn.LayerNorm(6), (0, 6)),
+        (lambda: nn.RMSNorm(6), (0, 3, 6)),
+        (lambda: nn.GroupNorm(2, 6), (0, 6, 4)),
+        (lambda: nn.BatchNorm2d(6), (0, 6, 2, 2)),
+        (lambda: nn.Conv2d(1, 2, 3), (0, 1, 5, 5)),
+        (lambda: nn.ConvTranspose2d(1, 2, 3), (0, 1, 5, 5)),
+        (lambda: nn.MaxPool1d(2), (0, 1, 4)),
+        (lambda: nn.MaxPool2d(2), (0, 1, 4, 4)),
+        (lambda: nn.AdaptiveMaxPool2d(2), (0, 1, 4, 4)),
+        (lambda: nn.Unfold(2), (0, 1, 4, 4)),
+        (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), (0, 3, 6)),
+        (lambda: nn.GRU(6, 4, batch_first=True), (0, 3, 6)),
+        (lambda: nn.Embedding(6, 3), (0, 3)),
+        (lambda: nn.EmbeddingBag(6, 3), (0, 3)),
+    ],
+    ids=lambda value: value().__class__.__name__ if callable(value) else "",
+)
+def test_layers_take_no_examples(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """As an expert does that no token was sent to: torch's shapes, and gradients of zeros."""
+    plain, layer = make(), convert_(make(), lns16, scope="everywhere")
+    if isinstance(plain, (nn.Embedding, nn.EmbeddingBag)):
+        inputs = [torch.zeros(shape, dtype=torch.int64)] * 2
+    else:
+        inputs = [torch.zeros(shape), LNSTensor.from_float(torch.zeros(shape))]
+        inputs = [x.requires_grad_() for x in inputs]
+    y, exact = layer(inputs[1]), plain(inputs[0])
+    y, exact = (out[0] if isinstance(out, tuple) else out for out in (y, exact))
+    assert y.shape == exact.shape
+    y.sum().backward()
+    assert inputs[1].grad is None or inputs[1].grad.shape == shape
+    assert all(not in_float32(p.grad).any() for p in layer.parameters())
+    for statistics, before in zip(layer.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(statistics, before)
 
 
 def test_a_batch_of_one_value_has_no_variance() -> None:

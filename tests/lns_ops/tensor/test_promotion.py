@@ -122,6 +122,8 @@ def test_in_place_the_destination_stays_what_it_is() -> None:
         (lambda x: x.to("cpu", dtype=torch.float64), torch.float64),
         (lambda x: x.long(), torch.int64),
         (lambda x: x.to(torch.zeros(1, dtype=torch.int32)), torch.int32),
+        (lambda x: x.to(torch.zeros(1, dtype=torch.float64, requires_grad=True)), torch.float64),
+        (lambda x: 0 * torch.rand_like(x, dtype=torch.float64), torch.float64),
         (lambda x: torch.view_as_complex(x), torch.complex64),
         (lambda x: torch.fft.fft(x) * x, torch.complex64),
         (lambda x: 1j * x, torch.complex64),

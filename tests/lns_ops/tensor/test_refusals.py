@@ -22,6 +22,17 @@ def lns(values: Any) -> LNSTensor:
 X = lns([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
 
 
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused_with_what_to_do(scope: str, layout: torch.layout) -> None:
+    layer = lns_ops.convert_(nn.Linear(3, 2), "lns16", scope=scope)
+    parts = [torch.randn(2, 3), torch.randn(4, 3)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(NotImplementedError, match="to_padded_tensor"):
+        layer(nested)
+    assert layer(torch.nested.to_padded_tensor(nested, 0.0)).shape == (2, 4, 2)
+
+
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
 @pytest.mark.parametrize("other", [torch.tensor([[1, 0, 2], [4, 8, 1]]), torch.ones(2, 3).bool()])
 def test_integers_and_truth_values_are_joined_as_values(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from lns_ops import LNSTensor, lns12, lns16
 from tests.lns_ops.lns_formats import half_ulp
@@ -47,6 +48,18 @@ def test_the_masks_of_multi_head_attention() -> None:
                 attn_mask=mask,
                 key_padding_mask=key_padding,
             )
+
+
+def test_causal_biases_without_values() -> None:
+    q, k = (
+        LNSTensor.from_float(torch.randn(shape, generator=torch.Generator().manual_seed(1)), lns16)
+        for shape in ((1, 2, 4, 8), (1, 2, 6, 8))
+    )
+    for bias, behind in ((causal_lower_right(4, 6), 2), (causal_upper_left(4, 6), 0)):
+        kept = torch.ones(4, 6, dtype=torch.bool).tril(behind)
+        expected = F.scaled_dot_product_attention(q, k, k, attn_mask=kept)
+        found = F.scaled_dot_product_attention(q, k, k, attn_mask=bias)
+        assert torch.equal(found.codes, expected.codes)
 
 
 @pytest.mark.parametrize("causal", [False, True])
