@@ -20,7 +20,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import lookup, power
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
-from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
 
 def _tabled(x: LNSTensor, function: str, *parameters: float) -> LNSTensor:
@@ -110,6 +110,17 @@ def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
 def _pow_in_place(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
     x.codes.copy_(power(x.codes, exponent, x.fmt))
     return x
+
+
+@handles(aten.pow_.Tensor)
+def _pow_of_each_in_place(func: Any, x: Tensor, exponents: Any) -> Tensor:
+    return x.copy_(_pow_of_each(func, x, exponents))
+
+
+@replaces_untraced(torch.rrelu_)
+def rrelu_(input: LNSTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Apply :func:`torch.rrelu` in place."""
+    return input.copy_(torch.rrelu(input, *args, **kwargs))
 
 
 @handles(aten.rsqrt.default)

@@ -74,13 +74,7 @@ def _nextafter(func: Any, x: Any, y: Any) -> LNSTensor:
     aten.clamp_max.Tensor,
 )
 def _clamp(
-    func: Any,
-    x: LNSTensor,
-    first: Any = None,
-    second: Any = None,
-    *,
-    min: Any = None,
-    max: Any = None,
+    func: Any, x: Any, first: Any = None, second: Any = None, *, min: Any = None, max: Any = None
 ) -> LNSTensor:
     hardtanh, upper = (
         func is aten.hardtanh.default,
@@ -90,6 +84,8 @@ def _clamp(
     low, high = low if min is None else min, high if max is None else max
     if hardtanh:
         low, high = -1.0 if low is None else low, 1.0 if high is None else high
+    if not isinstance(x, LNSTensor):  # integers, between LNS limits
+        x, _ = _pair(func, x, low if isinstance(low, LNSTensor) else high)
     key = _key(x)
     if low is not None:
         key = torch.maximum(key, _key(_pair(func, x, low)[1]))
@@ -200,11 +196,9 @@ def _logical(func: Any, x: Any, y: Any) -> Tensor:
     aten.logical_not_.default, aten.logical_and_.default, aten.logical_or_.default,
     aten.logical_xor_.default,
 )  # fmt: skip
-def _write_truth(func: Any, x: LNSTensor, *others: Any) -> LNSTensor:
+def _write_truth(func: Any, x: Tensor, *others: Any) -> Tensor:
     """Write 1 where a comparison holds and 0 elsewhere, as ``x.gt_(0)``."""
-    holds = parts_of(func)[2](x, *others)
-    x.codes.copy_(lns.encode(holds.float(), x.fmt))
-    return x
+    return x.copy_(parts_of(func)[2](x, *others))
 
 
 @handles(aten.hardshrink.default, aten.softshrink.default)

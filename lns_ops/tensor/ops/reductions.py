@@ -336,7 +336,8 @@ def norm_except_dim(v: LNSTensor, pow: int = 2, dim: int = 0) -> Any:
     """Return the norm over all dimensions but ``dim``, which stay as ones (all of them for -1)."""
     if dim == -1:
         return vector_norm(v, pow)
-    return vector_norm(v, pow, [d for d in range(v.dim()) if d != dim % v.dim()], True)
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    return vector_norm(v, pow, others, True) if others else v.abs()
 
 
 @replaces(torch.norm, torch.Tensor.norm)

@@ -213,6 +213,8 @@ def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(x, LNSTensor):
         x.copy_(_values_for(source, x.dtype))
         return x
+    if isinstance(source, (int, float)):
+        return x.fill_(source)
     same = isinstance(source, LNSTensor) and source.fmt == x.fmt
     value = (
         lns.decode(source.codes, source.fmt)

@@ -91,6 +91,38 @@ def test_comparisons_in_place_write_ones_and_zeros() -> None:
     assert torch.equal(positive.clone().logical_and_(kept).to_float(), ((x > 0) & kept).float())
 
 
+def test_weight_normalization_of_a_vector_takes_each_entry_alone() -> None:
+    """As torch's, with dimension 0: the direction of a single number is its sign."""
+    v, g = random(5).requires_grad_(), random(5, seed=1)
+    assert torch.equal(torch.norm_except_dim(v, 2, 0).codes, v.abs().codes)
+    w = torch._weight_norm(v, g, 0)
+    assert torch.equal(w.codes, (g * v.sign()).codes)
+    w.backward(random(5, seed=2))
+    assert not v.grad.to_float().any()
+
+
+def test_integers_meet_lns_limits_and_comparisons() -> None:
+    limits, numbers = random(6, seed=4) * 2, torch.arange(6)
+    values = limits.to_float()
+    encoded = LNSTensor.from_float(numbers, lns16).to_float()
+    assert torch.equal(numbers.clamp(max=limits).to_float(), encoded.clamp(max=values))
+    assert torch.equal(torch.clamp_min(numbers, limits).to_float(), encoded.clamp_min(values))
+    assert torch.equal(numbers.clone().gt_(limits), (encoded > values).long())
+
+
+def test_numbers_powers_and_random_slopes_in_place() -> None:
+    x, exponents = random(4, 5).abs() + 0.5, random(4, 5, seed=1)
+    powers = x.clone().pow_(exponents)
+    assert torch.equal(powers.codes, x.pow(exponents).codes)
+    assert torch.equal(x.clone().copy_(2).to_float(), torch.full((4, 5), 2.0))
+    layer = nn.RReLU(inplace=True)
+    torch.manual_seed(0)
+    found = layer(exponents.clone())
+    torch.manual_seed(0)
+    assert torch.equal(found.codes, nn.RReLU()(exponents).codes)
+    assert not torch.equal(found.codes, exponents.codes)
+
+
 def test_spaced_numbers_between_lns_ones() -> None:
     first, last = random(2, seed=3).abs()
     a, b = first.to_float(), last.to_float()
