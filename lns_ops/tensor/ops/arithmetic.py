@@ -62,6 +62,18 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)
 
 
+_PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for n in _BINARY}
+
+
+@handles(*_PRIMITIVES)
+def _primitive(func: Any, x: Any, y: Any) -> LNSTensor:
+    """Compute what torch asks of meta tensors for a shape, where zeros without memory meet LNS.
+
+    Such zeros are the gradient of a sign, in the second derivative of ``|x|``.
+    """
+    return binary(_PRIMITIVES[func], x, y)
+
+
 def _with_alpha(
     operation: Callable[[Tensor, Tensor, LNSFormat], Tensor],
     x: Tensor,

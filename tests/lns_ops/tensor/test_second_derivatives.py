@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ LAYERS = {
     "gelu": nn.GELU(),
     "silu": nn.SiLU(),
     "softplus": nn.Softplus(),
+    "softsign": nn.Softsign(),
     "softmax": nn.Softmax(-1),
     "logsoftmax": nn.LogSoftmax(-1),
     "lstm": Reshaped(nn.LSTM(8, 8, batch_first=True), 4, 8),
@@ -133,6 +135,31 @@ def test_second_derivatives_are_near_float64(name: str) -> None:
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.to_float() - other).norm() < 0.05 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("function", "second", "third"),
+    [
+        (lambda x: x.abs() * x, lambda x: 2 * x.sign(), lambda x: 0 * x),
+        (lambda x: x.abs() + x**3, lambda x: 6 * x, lambda x: 6 + 0 * x),
+        (lambda x: x.sign() * x**3, lambda x: 6 * x.abs(), lambda x: 6 * x.sign()),
+        (lambda x: x.norm(p=1) * x, lambda x: 2 * x.sign(), lambda x: 0 * x),
+    ],
+)
+def test_derivatives_of_absolute_values_and_signs(
+    function: Callable[[Tensor], Tensor],
+    second: Callable[[Tensor], Tensor],
+    third: Callable[[Tensor], Tensor],
+) -> None:
+    for value in (-1.5, -0.25, 0.75, 2.0):
+        x = LNSTensor.from_float(torch.tensor([value]), "lns16").requires_grad_()
+        found = function(x)
+        for expected in (None, second, third):
+            (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+            if expected is not None:
+                exact = expected(x.detach().to_float())
+                assert torch.allclose(found.detach().to_float(), exact, rtol=0.02, atol=1e-6)
+            found = found + 0 * x  # so that a constant has a gradient, too
 
 
 def test_statistics_alone_have_a_gradient() -> None:
