@@ -88,7 +88,10 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     a, b, shape = flat_pair(x, y)
     out = np.empty(shape, np.int16)
     if run(elementwise.div, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask):
-        raise ValueError("division by zero: LNS has no infinity; mask zero divisors first")
+        raise ValueError(
+            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} a number"
+            f" below {fmt.smallest:.2g} is zero, also one added to a divisor)"
+        )
     return out
 
 

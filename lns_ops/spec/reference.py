@@ -163,7 +163,10 @@ def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     """
     (sx, lx), (sy, ly) = unpack(x, fmt), unpack(y, fmt)
     if np.any(ly == NO_LOG):
-        raise ValueError("division by zero: LNS has no infinity; mask zero divisors first")
+        raise ValueError(
+            f"division by zero: LNS has no infinity; mask zero divisors first (in {fmt} a number"
+            f" below {fmt.smallest:.2g} is zero, also one added to a divisor)"
+        )
     return pack(sx ^ sy, np.where(lx == NO_LOG, NO_LOG, lx - ly), fmt)
 
 

@@ -135,12 +135,24 @@ def _masked_fill(func: Any, x: LNSTensor, mask: Tensor, value: Any) -> LNSTensor
 )
 def _compare(func: Any, x: Any, y: Any) -> Tensor:
     comparison = getattr(func.overloadpacket, "Tensor")  # noqa: B009
-    if isinstance(y, float) and math.isinf(y):  # beyond every key
-        beyond = torch.tensor(int(math.copysign(1 << 20, y)), device=x.device)
-        return comparison(_key(x).to(torch.int32), beyond)  # type: ignore[no-any-return]
+    if isinstance(y, float) and (place := _between_keys(y, x.fmt, func)):
+        return func(2 * _key(x).to(torch.int32), place)  # type: ignore[no-any-return]
     x_codes, y_codes, fmt = operands(func, x, y)
     x_key, y_key = lns.order_key(x_codes, fmt), lns.order_key(y_codes, fmt)
     return comparison(x_key, y_key)  # type: ignore[no-any-return]
+
+
+def _between_keys(y: float, fmt: LNSFormat, func: Any) -> int:
+    """Return where a number without a code of its own stands among the doubled keys, or 0.
+
+    That is an infinite one, and in comparisons by size one that is below the smallest magnitude:
+    zero is below ``1e-6``, though both have the code of zero.
+    """
+    by_size = func.overloadpacket.__name__ not in ("eq", "ne")
+    if math.isinf(y):
+        return int(math.copysign(1 << 20, y))
+    underflows = by_size and 0 < abs(y) < fmt.smallest and lns.number_code(y, fmt) == 0
+    return int(math.copysign(1, y)) if underflows else 0
 
 
 @handles(aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)

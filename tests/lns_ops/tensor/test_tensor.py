@@ -48,6 +48,17 @@ def test_operators_equal_the_reference(
     equal(torch.relu(x), np.where(cx > 0, cx, 0))
 
 
+@pytest.mark.parametrize("name", ["lt", "le", "gt", "ge"])
+def test_numbers_below_the_smallest_magnitude_lie_between_zero_and_it(name: str) -> None:
+    """As the tolerance of a loop does that ends once nothing changes, or of a check of sums."""
+    values = torch.tensor([-1.0, -lns12.smallest, 0.0, lns12.smallest, 2.0])
+    x = LNSTensor.from_float(values, lns12)
+    for number in (1e-6, -1e-6, 1e-45):
+        assert torch.equal(getattr(x, name)(number), getattr(values.double(), name)(number))
+    assert (x == 1e-6).tolist() == [False, False, True, False, False]  # which is encoded first
+    torch.distributions.OneHotCategorical(logits=random((8, 4), lns12))  # whose sums are checked
+
+
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_python_numbers_are_encoded(fmt: LNSFormat) -> None:
     x = random((4, 3), fmt)
@@ -267,7 +278,7 @@ def test_errors_name_value_rule_and_remedy() -> None:
         torch.i0(x)
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
         LNSTensor.from_float(torch.tensor([float("nan")]), lns12)
-    with pytest.raises(ValueError, match="division by zero"):
+    with pytest.raises(ValueError, match=r"division by zero.*in lns12 a number below 1.5e-05"):
         x / 0
     with pytest.raises(ValueError, match=r"add of shapes \(3,\) and \(2,\): they do not broadcast"):
         x + random((2,), lns12)
