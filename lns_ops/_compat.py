@@ -85,11 +85,13 @@ def is_exporting() -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether ``make_fx`` records operators; asked of a module that nothing loads for it,
-    whose function is public, but as torch's experiment (torch 2.13). Code that is traced is told
-    no: the compiler cannot trace the question."""
+    """Return whether ``make_fx`` or ``torch.jit.trace`` records operators; the former asked of a
+    module that nothing loads for it, whose function is public, but as torch's experiment (torch
+    2.13). Code that is traced is told no: the compiler cannot trace the question."""
     if torch.compiler.is_compiling():
         return False
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
     module = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return module is not None and module.get_proxy_mode() is not None
 

@@ -72,7 +72,7 @@ class Conversion:
 def _in_lns(x: Any, fmt: LNSFormat) -> Any:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return x
-    promotion.refuse_nested(x)
+    promotion.refuse_layout(x)
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             f"torch.autocast (mixed precision) of a layer in {fmt}: would compute in"
@@ -104,9 +104,9 @@ class _Encode:
     ) -> tuple[Any, dict[str, Any]] | None:
         if is_exporting() or is_recorded():
             raise NotImplementedError(
-                f"torch.export or make_fx of a layer in {self.fmt}: its graph holds no LNSTensor;"
-                " export the float module that lns_ops.revert_ gives back, or convert with"
-                " scope='matmul'"
+                f"torch.export, torch.jit.trace or make_fx of a layer in {self.fmt}: its graph"
+                " holds no LNSTensor; export the float module that lns_ops.revert_ gives back, or"
+                " convert with scope='matmul'"
             )
         if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
             return None

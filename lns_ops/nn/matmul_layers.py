@@ -95,7 +95,7 @@ _product = _in_two_forms(_LinearMatmul)
 
 def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
-    promotion.refuse_nested(input)
+    promotion.refuse_layout(input)
     input = in_float32(input)  # of a layer that is LNS everywhere
     flat = input.reshape(-1, input.shape[-1])
     rows = weight if weight.dim() == 2 else weight[None]

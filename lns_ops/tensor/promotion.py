@@ -64,16 +64,21 @@ def refuse_transforms(x: Tensor | None = None) -> None:
         )
 
 
-def refuse_nested(x: Any) -> None:
-    """Refuse a nested tensor, whose kernels are others than those of its parts.
+def refuse_layout(x: Any) -> None:
+    """Refuse an input of a layer that is nested or sparse, for which there are no kernels.
 
     Raises:
-        NotImplementedError: it is one.
+        NotImplementedError: it is.
     """
     if isinstance(x, Tensor) and x.is_nested:
         raise NotImplementedError(
             "a nested tensor in an LNS layer: there are none in LNS; pad it"
             " (torch.nested.to_padded_tensor(x, 0.0)), or give the layer its parts one by one"
+        )
+    if isinstance(x, Tensor) and x.layout is not torch.strided:
+        raise NotImplementedError(
+            f"a tensor of layout {x.layout} in an LNS layer: it takes dense ones; give it"
+            " x.to_dense(), or multiply by torch.sparse.mm(x, layer.weight.t())"
         )
 
 

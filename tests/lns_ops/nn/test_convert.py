@@ -427,6 +427,7 @@ def test_products_take_what_a_layer_of_the_other_scope_gives() -> None:
 
 REFUSED: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "torch.export": lambda model, x: torch.export.export(model, (x,)),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model.requires_grad_(False), x),
     "make_fx": lambda model, x: make_fx(model)(x),
     "vmap": lambda model, x: torch.vmap(
         lambda weights: torch.func.functional_call(model, weights, (x,))
@@ -444,6 +445,8 @@ def test_what_has_no_lns_graph_is_refused_in_words(name: str) -> None:
 def test_products_are_exported() -> None:
     model, x = convert_(net(), lns12), torch.randn(2, 6)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+    other = torch.randn(2, 6)
+    assert torch.equal(torch.jit.trace(model, x)(other), model(other))
 
 
 class Scaled(nn.Linear):

@@ -33,6 +33,18 @@ def test_nested_tensors_are_refused_with_what_to_do(scope: str, layout: torch.la
     assert layer(torch.nested.to_padded_tensor(nested, 0.0)).shape == (2, 4, 2)
 
 
+@pytest.mark.parametrize("scope", ["everywhere", "matmul"])
+def test_sparse_inputs_are_refused_with_what_to_do(scope: str) -> None:
+    layer = lns_ops.convert_(nn.Linear(3, 2, bias=False), "lns16", scope=scope)
+    x = torch.eye(3).to_sparse()
+    with pytest.raises(NotImplementedError, match=r"x\.to_dense\(\), or.*torch\.sparse\.mm"):
+        layer(x)
+    product = torch.sparse.mm(x, layer.weight.t())
+    assert torch.allclose(
+        *map(lns_ops.tensor.in_float32, (product, layer(x.to_dense()))), rtol=0.01
+    )
+
+
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
 @pytest.mark.parametrize("other", [torch.tensor([[1, 0, 2], [4, 8, 1]]), torch.ones(2, 3).bool()])
 def test_integers_and_truth_values_are_joined_as_values(
