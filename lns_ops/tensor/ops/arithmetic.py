@@ -17,6 +17,7 @@ from lns_ops import functional as lns
 from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.promotion import refuse_forward_mode
 from lns_ops.tensor.registry import aten, handles, replaces
 
 _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
@@ -71,6 +72,7 @@ def _primitive(func: Any, x: Any, y: Any) -> LNSTensor:
 
     Such zeros are the gradient of a sign, in the second derivative of ``|x|``.
     """
+    refuse_forward_mode(str(func))  # whose tangents are such zeros as well
     return binary(_PRIMITIVES[func], x, y)
 
 
