@@ -35,12 +35,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: LNSTensor, weight: LNSTensor, bias: LNSTensor | None) -> LNSTensor:
         ctx.save_for_backward(x, weight)
         fmt, sums, shape = x.fmt, get_matmul_accumulation(), x.codes.shape
-        rows, transposed = x.codes.reshape(-1, shape[-1]), weight.codes.t()
+        rows, transposed = x.codes.flatten(0, -2), weight.codes.t()
         if bias is None:
             codes = lns.matmul(rows, transposed, fmt, accumulation=sums)
         else:
             codes = lns.linear(rows, transposed, bias.codes, fmt, accumulation=sums)
-        return LNSTensor(codes if len(shape) == 2 else codes.view(*shape[:-1], codes.shape[1]), fmt)
+        return LNSTensor(
+            codes if len(shape) == 2 else codes.view(*shape[:-1], codes.shape[-1]), fmt
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -48,14 +50,14 @@ class _Linear(torch.autograd.Function):
         grad = gradient(grad, x.fmt)
         wanted_x, wanted_weight, wanted_bias = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
-            rows = grad.reshape(-1, grad.shape[-1])
+            rows = grad.flatten(0, -2)
             return (
                 grad @ weight if wanted_x else None,
-                rows.t() @ x.reshape(-1, x.shape[-1]) if wanted_weight else None,
+                rows.t() @ x.flatten(0, -2) if wanted_weight else None,
                 rows.sum(0) if wanted_bias else None,
             )
         fmt, sums, inputs = grad.fmt, get_matmul_accumulation(), x.codes
-        codes = grad.codes.reshape(-1, grad.codes.shape[-1])
+        codes = grad.codes.flatten(0, -2)
         dx = dw = db = None
         if wanted_x:
             dx = LNSTensor(
@@ -63,8 +65,7 @@ class _Linear(torch.autograd.Function):
             )
         if wanted_weight:
             dw = LNSTensor(
-                lns.matmul(codes.t(), inputs.reshape(-1, inputs.shape[-1]), fmt, accumulation=sums),
-                fmt,
+                lns.matmul(codes.t(), inputs.flatten(0, -2), fmt, accumulation=sums), fmt
             )
         if wanted_bias:
             db = LNSTensor(lns.sum(codes, [0], fmt), fmt)
