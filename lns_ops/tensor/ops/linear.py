@@ -14,6 +14,7 @@ the same kernels on the same operands as torch's own formula, so the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,6 +140,26 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:
     terms = x[columns] * entries.values()[:, None]
     product = x.new_zeros(input.shape[0], x.shape[1]).index_add(0, rows, terms)
     return product if mat2.dim() == 2 else product[:, 0]
+
+
+def _without_what_is_not_read(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function ``beta input + alpha x y`` that does not read ``input`` if beta is 0.
+
+    What networks then pass is memory that nobody has written to, which may hold a NaN.
+    """
+
+    def added(input: Tensor, *factors: Any, beta: Any = 1, **others: Any) -> Tensor:
+        if beta == 0 and not input.requires_grad:
+            input = torch.zeros_like(input)
+        with DisableTorchFunction():
+            return function(input, *factors, beta=beta, **others)
+
+    return added
+
+
+for _name in ("addmm", "addmv", "addr", "addbmm", "baddbmm"):
+    _function = getattr(torch, _name)
+    replaces(_function, getattr(Tensor, _name))(_without_what_is_not_read(_function))
 
 
 def _is_sparse(x: Tensor) -> bool:

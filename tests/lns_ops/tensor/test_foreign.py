@@ -306,3 +306,31 @@ def test_networks_of_the_zoo_train(name: str, scope: str, monkeypatch: pytest.Mo
     found = zoo.attempt(network, scope, copied)
     assert found["trains"] == "yes"
     assert found["copies"] == ("yes" if copied else "-")
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("addmm", [(3, 5), (3, 4), (4, 5)]),
+        ("baddbmm", [(2, 3, 5), (2, 3, 4), (2, 4, 5)]),
+        ("addbmm", [(3, 5), (2, 3, 4), (2, 4, 5)]),
+        ("addmv", [(3,), (3, 4), (4,)]),
+        ("addr", [(3, 4), (3,), (4,)]),
+    ],
+)
+def test_what_a_product_is_added_to_is_not_read_at_beta_0(
+    name: str, shapes: list[tuple[int, ...]]
+) -> None:
+    unwritten = torch.full(shapes[0], float("nan"))
+    x, y = random(*shapes[1]).requires_grad_(), random(*shapes[2], seed=1)
+    added = getattr(torch, name)(unwritten, x, y, beta=0, alpha=0.5)
+    expected = getattr(random(*shapes[0]), name)(x, y, beta=0, alpha=0.5)
+    assert torch.equal(added.codes, expected.codes)
+    exact = getattr(torch, name)(
+        unwritten.double(), *(t.detach().to_float().double() for t in (x, y)), beta=0, alpha=0.5
+    )
+    assert (added.detach().to_float() - exact).norm() <= 12 * half_ulp(lns16) * exact.norm()
+    added.sum().backward()
+    assert x.grad is not None
+    with pytest.raises(ValueError, match="NaN"):
+        getattr(torch, name)(unwritten, x, y, beta=0.5)
