@@ -178,11 +178,20 @@ def gain(study: Study, row: str) -> dict[str, Any]:
     if not shared:
         note = "no search of a seed has ended in both"
         return {"figure": math.nan, "verdict": "undecided", "note": note}
+    designs = {_design(each) for each in (other, study)}
+    if len(designs) > 1 or not study.config.search.per_seed:
+        note = f"{name} is not a search of each seed, of as many configurations and epochs"
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
     found = of_mean([alone[seed] - here[seed] for seed in shared], "points", "searches")
     means = (statistics.fmean(each[seed] for seed in shared) for each in (alone, here))
     note = "random search {:.2f} %, here {:.2f} %".format(*means)
     note += f"; {found['note']}" if "note" in found else f"; over {len(shared)} searches of each"
     return found | {"runs": 2 * len(shared), "note": note}
+
+
+def _design(study: Study) -> tuple[bool, int, int]:
+    search = study.config.search
+    return bool(search.per_seed), search.num_samples, study.config.trial.epochs
 
 
 def _by_seed(study: Study, row: str) -> dict[int, float]:

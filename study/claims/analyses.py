@@ -179,7 +179,8 @@ def chosen(
     validation split chooses there, over all seeds.
 
     As in the table, configurations that break a constraint have no part in it, and those with the
-    most seeds come first: one that was not confirmed has the luck of the search in it.
+    most seeds come first: one that was not confirmed has the luck of the search in it. Where every
+    seed is a search of its own, it is the configuration of each seed, and no trials without all.
 
     Args:
         state: state of the study.
@@ -187,19 +188,27 @@ def chosen(
         blocks: dotted trial keys whose values together name a block.
     """
     metric = state.config.primary_metric
-    best: dict[str, dict[str, Entry]] = {}
+    alone = state.config.search.per_seed
+    best: dict[str, dict[str, dict[int, Entry]]] = {}
     constraints = state.config.search.constraints
     for entry in entries(state):
         if broken(constraints, {name: mean_objective(entry.trials, name) for name in constraints}):
             continue
         cell = best.setdefault(_block(entry.trials[0], blocks), {})
-        name = _value(entry.trials[0], of)
-        rivals = [cell[name], entry] if name in cell else [entry]
-        cell[name] = min(
-            rivals, key=lambda each: (-len(each.trials), metric.sign * each.values[METRIC])
+        found = cell.setdefault(_value(entry.trials[0], of), {})
+        seed = entry.trials[0].seed if alone else 0
+        found[seed] = min(
+            [found[seed], entry] if seed in found else [entry],
+            key=lambda each: (-len(each.trials), metric.sign * each.values[METRIC]),
         )
+    wanted = state.config.seeds if alone else [0]
     return {
-        block: {name: entry.trials for name, entry in cell.items()} for block, cell in best.items()
+        block: {
+            name: tuple(trial for seed in wanted for trial in found[seed].trials)
+            for name, found in cell.items()
+            if all(seed in found for seed in wanted)
+        }
+        for block, cell in best.items()
     }
 
 

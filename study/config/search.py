@@ -52,8 +52,8 @@ class SearchConfig:
         num_samples: number of configurations per row and grid point; ignored by ``grid``.
         seed: seed of the search; the same seed proposes the same configurations.
         per_seed: whether every seed of the study is a search of its own, with configurations of its
-            own, of which it has its own best one: a row's figure is then the mean over these, and
-            its interval holds what another search would find. Otherwise every configuration is
+            own, of which it has its own best one: a row's figure is then the mean over these, with
+            an interval of what such searches find on average. Otherwise every configuration is
             trained with every seed.
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),

@@ -340,17 +340,17 @@ class StudyConfig:
                 " example 101, 102, 103"
             )
         if self.search.adaptive and not space.sampled:
-            raise ValueError(
-                f"search.algorithm={self.search.algorithm}: the space has grids only, which are"
-                " multiplied out; use search.algorithm=grid, or choice instead of grid"
-            )
+            given = f"search.algorithm={self.search.algorithm}: the space has grids only, which are"
+            remedy = "multiplied out; use search.algorithm=grid, or choice instead of grid"
+            raise ValueError(f"{given} {remedy}")
         if self.search.population:
             self._check_population(space)
-        if self.search.scheduler == "halving" and not space.sampled:
-            raise ValueError(
-                "search.scheduler=halving: the space has grids only, each point a search of its"
-                " own; use choice instead of grid"
-            )
+        for name, alone in (("scheduler", "halving"), ("per_seed", True)):
+            if getattr(self.search, name) == alone and not space.sampled:
+                raise ValueError(
+                    f"search.{name}={str(alone).lower()}: the space has grids only, each point a"
+                    " search of its own; use choice instead of grid"
+                )
         categorical = [domain.key for domain in space.sampled if domain.categorical]
         if self.search.algorithm == "cmaes" and categorical:
             raise ValueError(

@@ -127,15 +127,13 @@ def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterato
 
 
 def first_point(
-    study: StudyConfig, base: Base, space: Space, point: Params
+    search: SearchConfig, seed: int, base: Base, space: Space, point: Params
 ) -> PlannedTrial | Excluded:
-    """Return the first valid trial of a row at a point of the grids, of the first seed's search.
+    """Return the first valid trial of a row at a point of the grids, of a seed.
 
     If none of the points that a search would try is valid, return the point of the grids with the
     rule that refuses the first.
     """
-
-    search, (seed, *_) = study.search.by_seed(study.seeds)[0]
 
     def make(params: Params, number: int) -> list[PlannedTrial]:
         return [base.trial(seed, None, params)]

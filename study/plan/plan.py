@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -227,8 +228,16 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
         refuse_twins(trials, {})
         trials, first = [], trials
     order = {seed: place for place, seed in enumerate(study.seeds)}
-    # seeds slowest, then configurations, then rows: every row has its first trials early
-    trials.sort(key=lambda trial: (order[trial.seed], trial.number or 0))
+    # seeds slowest, then configurations, then rows: every row has its first trials early; of
+    # searches of their own seeds come last, as a row has figures once every one has
+    each = study.search.num_samples * len(space.grid_points()) if study.search.per_seed else 0
+    trials.sort(
+        key=lambda trial: (
+            (((trial.number or 1) - 1) % each, order[trial.seed])
+            if each
+            else (order[trial.seed], trial.number or 0)
+        )
+    )
     return Plan(study=study, trials=tuple(trials), excluded=tuple(excluded), first=tuple(first))
 
 
@@ -265,9 +274,16 @@ def _first_points(
 ) -> tuple[list[PlannedTrial], list[Excluded]]:
     """Return a row's first valid trial at each point of the grids, and the points without one.
 
+    They are of the first seed, where each is a search of its own; the others must have some, too.
     Where two rows are the same, so are these trials.
     """
-    tried = [first_point(study, base, space, point) for point in space.grid_points()]
+    points, searches = space.grid_points(), study.search.by_seed(study.seeds)
+    tried = [first_point(searches[0][0], study.seeds[0], base, space, point) for point in points]
+    for search, seeds in searches[1:]:
+        for point, first in zip(points, tried, strict=True):
+            found = first_point(search, seeds[0], base, space, point)
+            if isinstance(first, PlannedTrial) and isinstance(found, Excluded):
+                _refuse_lone_seed(base.row, seeds[0], [found])
     return (
         [entry for entry in tried if isinstance(entry, PlannedTrial)],
         [entry for entry in tried if isinstance(entry, Excluded)],
@@ -293,7 +309,22 @@ def _configurations(
             )
             trials += [trial for of_seeds in found for trial in of_seeds]
             excluded |= {canonical(entry.params): entry for entry in left_out}
+            if search.per_seed and not found:
+                _refuse_lone_seed(base.row, seeds[0], left_out)
     return trials, list(excluded.values())
+
+
+def _refuse_lone_seed(row: RowConfig, seed: int, left_out: Sequence[Excluded]) -> None:
+    """Refuse a search of one seed that has no configuration; its row would never have a figure.
+
+    Raises:
+        ValueError: always.
+    """
+    why = f", such as {left_out[0].reason}" if left_out else ""
+    raise ValueError(
+        f"row {row.label!r}: the search of seed {seed} finds no valid trial among those that it"
+        f" draws{why}; use another seed or search.seed, a narrower space, or search.per_seed=false"
+    )
 
 
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:

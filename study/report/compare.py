@@ -38,6 +38,7 @@ from study.report.figures.style import (
 )
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.objectives import last_value, test_value
+from study.results.statistics import by_own_seed
 from study.text import counted
 
 
@@ -157,7 +158,8 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
 
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
-    """Return the contrast of pairs, over the seeds that every configuration has."""
+    """Return the contrast of pairs, over the seeds that every configuration has, or over all where
+    each has one of its own (``search.per_seed``)."""
     gaps: dict[tuple[str, Hashable], dict[int, float]] = {}
     for pair in pairs:
         gaps.setdefault((pair.name, pair.of), {})[pair.seed] = pair.second - pair.first
@@ -170,6 +172,8 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
             ],
             "seeds",
         )
+    if len(of_seeds := by_own_seed(list(gaps.values()))) > 1:
+        return paired(of_seeds, "seeds")
     return paired(
         [statistics.fmean(of_seed.values()) for of_seed in gaps.values()], "configurations"
     )

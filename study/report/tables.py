@@ -105,7 +105,7 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
     counts = sorted({row.searched for row in summary.rows})
     count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
     if summary.searches > 1:
-        count += f" in {summary.searches} searches"
+        count += f" that {summary.searches} searches tried"
     found = [BEST.format(count=count, metric=study.search.first.name)] if summary.searched else []
     named = {"figure": metric.heading(metric.test_words), "baseline": study.baseline or "baseline"}
     return [*(heading.format(**named) for heading in HEADINGS), *found]
@@ -193,8 +193,9 @@ def _without_figures(state: StudyState, summary: Summary) -> list[str]:
             " answers, such as an error, are those of a network that learns nothing."
         )
     if without := [row.label for row in summary.rows if not row.trials]:
+        search = "the search" if summary.searches < 2 else "the search of one seed or more"
         texts.append(
-            f"NO FIGURE: {', '.join(without)}: the search has no configuration whose trials all"
+            f"NO FIGURE: {', '.join(without)}: {search} has no configuration whose trials all"
             " finished and keep the constraints; no claim about the row is decided."
         )
     return texts
@@ -239,6 +240,10 @@ def protocol(state: StudyState) -> str:
             f"Each row is searched alike ({method}); its figures are those of the configuration"
             f" with the best {search.first.name} after the last epoch, mean over seeds,{bounds}"
             " so that gaps between rows are exploratory: they have the luck of the choice in them. "
+            if not search.per_seed
+            else f"Each row is searched alike ({method}), by a search of its own for every seed;"
+            f" its figures are those of each seed's configuration with the best {search.first.name}"
+            f" after the last epoch{',' * bool(bounds)}{bounds.rstrip(',')}. "
         )
     else:
         choice = ""

@@ -331,7 +331,8 @@ def _matched(
 ) -> Contrast | None:
     """Return the contrast of lists of entries that are alike pair by pair.
 
-    It is over the seeds that all have, or over the pairs if there is one seed.
+    It is over the seeds that all have, over all where each has one of its own
+    (``search.per_seed``), or over the pairs if there is one seed.
     """
     by_seed = [
         [_by_seed(found, metric) for found in pair] for pair in zip(first, second, strict=True)
@@ -340,7 +341,24 @@ def _matched(
     gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
     if len(seeds) > 1:
         return paired([statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)], "seeds")
+    own = [
+        {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
+        for ours, theirs in by_seed
+    ]
+    if len(of_seeds := by_own_seed(own)) > 1:
+        return paired(of_seeds, "seeds")
     return paired([statistics.fmean(of_pair) for of_pair in gaps if of_pair], CONFIGURATIONS)
+
+
+def by_own_seed(gaps: Sequence[Mapping[int, float]]) -> list[float]:
+    """Return the mean gap of every seed, if each of ``gaps`` (by seed) has one seed; else none."""
+    if any(len(of_one) != 1 for of_one in gaps):
+        return []
+    found: dict[int, list[float]] = {}
+    for of_one in gaps:
+        for seed, gap in of_one.items():
+            found.setdefault(seed, []).append(gap)
+    return [statistics.fmean(found[seed]) for seed in sorted(found)]
 
 
 def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:

@@ -143,7 +143,9 @@ def _chosen(
     if len(chosen) < len(winners):
         return _Choice(trials=(), searched=ended)
     of_all = tuple(trial for winner in chosen for trial in winner.trials)
-    return _Choice(trials=of_all, searched=ended, params={} if alone else chosen[0].params)
+    return _Choice(
+        trials=of_all, searched=ended, params={} if len(chosen) > 1 else chosen[0].params
+    )
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:

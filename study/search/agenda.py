@@ -223,14 +223,17 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
         )
         mine = [trial for trial in state.trials if trial.row == row.label]
         left_out = [
-            isinstance(first_point(study, base, space, point), Excluded) for point in points
+            isinstance(first_point(searches[0][0], study.seeds[0], base, space, point), Excluded)
+            for point in points
         ]
-        places = enumerate(product(searches, zip(points, left_out, strict=True)))
-        for place, ((search, seeds), (point, is_left_out)) in places:
-            if is_left_out:
+        for (turn, (search, seeds)), (place, point) in product(
+            enumerate(searches), enumerate(points)
+        ):
+            if left_out[place]:
                 continue
+            size = place, len(points), turn, len(searches)
             proposer: Proposer | Rounds = (
-                kind(base, space, point, search, seeds, place, len(searches) * len(points))
+                kind(base, space, point, search, seeds, *size)
                 if search.in_rounds
                 else Proposer(base, space, point, search, seeds, numbers)
             )
@@ -247,8 +250,18 @@ def adopt(plan: Plan, before: StudyState) -> Plan:
     ledger, and so are the repetitions of the best configurations (:mod:`study.search.racing`). A
     trial is left out if its sampled values no longer give its config. Of trials outside a space
     that was changed since, only those that have ended stay.
+
+    Raises:
+        ValueError: the seeds of an adaptive search became searches of their own, or are no longer.
     """
     search = plan.study.search
+    if search.adaptive and before.known:
+        was = bool(before.config.search.per_seed)
+        if was != bool(search.per_seed):
+            raise ValueError(
+                f"search.per_seed={str(not was).lower()}: the search has trials, and was begun with"
+                f" {str(was).lower()}; leave it, or give the study another name"
+            )
     proposed = {*(plan.study.seeds if search.adaptive else []), *search.confirm_seeds}
     if not proposed:
         return plan

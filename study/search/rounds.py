@@ -44,8 +44,9 @@ class Rounds(ABC):
         point: point of the grids.
         search: options of the search; ``num_samples`` configurations take part in the first round.
         seeds: seeds of this search; every configuration is a trial for each.
-        place: index of the search and the point of the grids.
-        places: number of these searches and points.
+        place, places: index and number of the points of the grids.
+        turn, turns: index and number of the row's searches of seeds, which its numbers depend on,
+            and its draws do not.
 
     Attributes:
         excluded: points of the space that make no valid trial.
@@ -60,9 +61,12 @@ class Rounds(ABC):
         seeds: Iterable[int],
         place: int = 0,
         places: int = 1,
+        turn: int = 0,
+        turns: int = 1,
     ) -> None:
         self._base, self._space, self._point, self._search = base, space, point, search
         self._seeds, self._place, self._places = list(seeds), place, places
+        self._turn, self._turns = turn, turns
         self._planned: set[str] = set()
         self._round = 0
         self._last = self._prepare()
@@ -144,7 +148,8 @@ class Rounds(ABC):
 
     def _enter(self) -> None:
         """Plan the trials of this round, by member."""
-        first = 1 + (self._round * self._places + self._place) * self._search.num_samples
+        turn = self._round * self._turns + self._turn
+        first = 1 + (turn * self._places + self._place) * self._search.num_samples
         asked = {"round": self._round, "rounds": self._last + 1}
         self._trials = [
             [

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from study.config.space import params_at
 from study.ledger.state import StudyState
 from study.report.figures.style import COLOURS, DPI, SIZE, Theme, plain, set_title, style_axes
-from study.results.configurations import best, configurations
+from study.results.configurations import configurations
+from study.results.summary import summarise
 
 MOST = 6
 """Largest number of keys shown."""
@@ -18,7 +19,8 @@ MOST = 6
 def draw_population(state: StudyState, theme: Theme) -> Figure | None:
     """Draw a panel for each key that changes during training; None without a population.
 
-    Each member that trained to the end has a line; the best of each row is thick.
+    Each member that trained to the end has a line; the best of each row, or of each seed that is a
+    search of its own, is thick.
     """
     study = state.config
     if not study.search.population:
@@ -30,10 +32,8 @@ def draw_population(state: StudyState, theme: Theme) -> Figure | None:
     if not found or not domains:
         return None
     rows = list(state.rows())
-    winners = [
-        best([entry for entry in found if entry.row == row], study.search.objectives)
-        for row in rows
-    ]
+    winners = {trial.id for row in summarise(state).rows for trial in row.trials}
+    shown = set[str]()
     columns = min(3, len(domains))
     lines = math.ceil(len(domains) / columns)
     figure = Figure(
@@ -47,11 +47,13 @@ def draw_population(state: StudyState, theme: Theme) -> Figure | None:
             values = [
                 params_at(entry.params, epoch).get(domain.key, math.nan) for epoch in range(epochs)
             ]
-            wins, row = entry in winners, rows.index(entry.row)
+            wins, row = entry.trials[0].id in winners, rows.index(entry.row)
+            named = wins and entry.row not in shown
+            shown |= {entry.row} if named else set()
             axes.step(
                 range(epochs + 1), [*values, values[-1]], where="post",
                 color=COLOURS[row % len(COLOURS)], linewidth=2.4 if wins else 0.9,
-                alpha=1.0 if wins else 0.45, label=plain(entry.row) if wins else None,
+                alpha=1.0 if wins else 0.45, label=plain(entry.row) if named else None,
             )  # fmt: skip
         if domain.kind.startswith("log"):
             axes.set_yscale("log")

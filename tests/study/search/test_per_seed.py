@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from study.claims.analyses import chosen
 from study.cli import main
 from study.config import StudyConfig
 from study.ledger.state import StudyState
@@ -16,6 +17,7 @@ from study.plan.trials import PlannedTrial
 from study.report.tables import headings
 from study.report.verify import verify
 from study.results.configurations import best, configurations
+from study.results.statistics import by_own_seed
 from study.results.summary import summarise
 from tests.study.search.conftest import Make, Pretend, errors_of
 
@@ -62,15 +64,58 @@ def test_every_seed_has_draws_of_its_own_and_numbers_of_its_own(alone: StudyConf
     assert len({rate for rates in draws.values() for rate in rates}) == 18
 
 
-@pytest.mark.parametrize("kind", ["random", "pbt"])
+@pytest.mark.parametrize("kind", SEARCHES)
 def test_a_seed_draws_the_same_whatever_others_there_are(searched: Make, kind: str) -> None:
-    several, one = (
-        first_draws(
-            Pretend(make_plan(searched(*FEW, *SEARCHES[kind], seeds, space=SPACE)), errors_of).run()
-        )
-        for seeds in ("seeds=[0,5,2]", "seeds=[5]")
+    histories = []
+    for seeds in ("seeds=[0,5,2]", "seeds=[5]", "seeds=[5,0]"):
+        study = searched(*FEW, *SEARCHES[kind], seeds, space=SPACE)
+        trials = Pretend(make_plan(study), errors_of).run()
+        histories.append({trial.id for trial in trials if trial.seed == 5})
+    assert histories[0] == histories[1] == histories[2]
+
+
+@pytest.mark.parametrize("kind", ["tpe", "pbt"])
+def test_seeds_in_another_order_train_nothing_again(searched: Make, kind: str) -> None:
+    first, second = (
+        searched(*FEW, *SEARCHES[kind], seeds, space=SPACE)
+        for seeds in ("seeds=[0,5,2]", "seeds=[5,2,0]")
     )
-    assert one[5] == several[5]
+    done = Pretend(make_plan(first), errors_of)
+    done.run()
+    again = Pretend(make_plan(second), errors_of, done.events)
+    assert again.run() == []
+    assert_of_every_seed(again.state)
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_an_adaptive_search_stays_what_it_began_as(searched: Make, was: bool) -> None:
+    before, after = (
+        searched(*FEW, "search.algorithm=tpe", f"search.per_seed={value}", space=SPACE)
+        for value in (was, not was)
+    )
+    begun = Pretend(make_plan(before), errors_of)
+    begun.run(4)
+    with pytest.raises(ValueError, match=f"search.per_seed={str(not was).lower()}: the search has"):
+        Pretend(make_plan(after), errors_of, begun.events)
+
+
+def test_a_plan_has_every_seed_early(searched: Make) -> None:
+    plan = make_plan(searched(*FEW, space=SPACE))
+    assert [trial.seed for trial in plan.trials[:6]] == [0, 5, 2, 0, 5, 2]
+
+
+def test_ranks_take_the_best_of_every_seed(searched: Make) -> None:
+    study = searched(*FEW, "search.algorithm=random", space=SPACE)
+    pretend = Pretend(make_plan(study), errors_of)
+    pretend.run()
+    ((found,),) = (cell.values() for cell in chosen(pretend.state, "row", ["batch_size"]).values())
+    (row,) = summarise(pretend.state).rows
+    assert [trial.id for trial in found] == [trial.id for trial in row.trials]
+
+
+def test_gaps_of_seeds_with_configurations_of_their_own_are_averaged_by_seed() -> None:
+    assert by_own_seed([{3: 1.0}, {3: 2.0}, {1: 5.0}]) == [5.0, 1.5]
+    assert by_own_seed([{3: 1.0, 1: 2.0}, {3: 2.0}]) == []
 
 
 def test_a_row_has_the_best_of_every_seed(alone: StudyConfig) -> None:
@@ -129,6 +174,12 @@ def test_what_is_one_search_for_all_seeds_is_refused(
         searched(*FEW, *override, space=SPACE)
 
 
+def test_a_space_of_grids_alone_is_refused(searched: Make) -> None:
+    space = "space: {optimizer.lr: {grid: [0.1, 0.2]}}\nsearch: {per_seed: true}\n"
+    with pytest.raises(ValueError, match="search.per_seed=true: the space has grids only"):
+        searched(*FEW, space=space)
+
+
 @pytest.mark.slow
 def test_the_report_has_the_figures_of_every_seed_and_is_verified(tmp_path: Path) -> None:
     small = ["seeds=[3,4]", "trial.epochs=2", "search.num_samples=3", "cpus=2"]
@@ -136,7 +187,7 @@ def test_the_report_has_the_figures_of_every_seed_and_is_verified(tmp_path: Path
     folder = tmp_path / "evolution"
     state = read(folder)
     summary = summarise(state)
-    assert headings(state, summary)[-1] == "best of 6 in 2 searches, by validation/error"
+    assert headings(state, summary)[-1] == "best of 6 that 2 searches tried, by validation/error"
     for row in summary.rows:
         assert [trial.seed for trial in row.trials] == [3, 4]
         assert row.sd is not None
