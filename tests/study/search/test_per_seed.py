@@ -176,7 +176,7 @@ def test_what_is_one_search_for_all_seeds_is_refused(
 
 def test_a_space_of_grids_alone_is_refused(searched: Make) -> None:
     space = "space: {optimizer.lr: {grid: [0.1, 0.2]}}\nsearch: {per_seed: true}\n"
-    with pytest.raises(ValueError, match="search.per_seed=true: the space has grids only"):
+    with pytest.raises(ValueError, match=r"search\.per_seed=true: the space has grids only"):
         searched(*FEW, space=space)
 
 
