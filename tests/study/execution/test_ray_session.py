@@ -389,7 +389,7 @@ from study.execution.leases import Cluster
 only = types.ModuleType("only_here")
 exec("class Data(list): pass", only.__dict__)
 only.Data.__module__, sys.modules["only_here"] = "only_here", only
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init("local", num_cpus=2, include_dashboard=False)
 said = []
 cluster = Cluster((1, 0), (2, 0), (None, only.Data()), print, ray.nodes, said.append)
 waits = []
@@ -421,7 +421,7 @@ OVERTAKEN = """
 import time, ray
 from study.execution import leases
 leases.PATIENCE_SECONDS = 1e9  # nothing is halved
-ray.init(num_cpus=8, include_dashboard=False)
+ray.init("local", num_cpus=8, include_dashboard=False)
 
 @ray.remote
 class Other:
