@@ -38,7 +38,7 @@ from study.report.figures.style import (
 )
 from study.results.contrasts import POWER, Contrast, paired
 from study.results.objectives import last_value, test_value
-from study.results.statistics import by_own_seed
+from study.results.statistics import seed_means
 from study.text import counted
 
 
@@ -163,16 +163,7 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
     gaps: dict[tuple[str, Hashable], dict[int, float]] = {}
     for pair in pairs:
         gaps.setdefault((pair.name, pair.of), {})[pair.seed] = pair.second - pair.first
-    seeds = set.intersection(*map(set, gaps.values()))
-    if len(seeds) > 1:
-        return paired(
-            [
-                statistics.fmean(of_seed[seed] for of_seed in gaps.values())
-                for seed in sorted(seeds)
-            ],
-            "seeds",
-        )
-    if len(of_seeds := by_own_seed(list(gaps.values()))) > 1:
+    if of_seeds := seed_means(list(gaps.values())):
         return paired(of_seeds, "seeds")
     return paired(
         [statistics.fmean(of_seed.values()) for of_seed in gaps.values()], "configurations"

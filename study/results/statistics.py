@@ -337,28 +337,28 @@ def _matched(
     by_seed = [
         [_by_seed(found, metric) for found in pair] for pair in zip(first, second, strict=True)
     ]
-    seeds = sorted(set.intersection(*(set(figures) for pair in by_seed for figures in pair)))
-    gaps = [[ours[seed] - theirs[seed] for seed in seeds] for ours, theirs in by_seed]
-    if len(seeds) > 1:
-        return paired([statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)], "seeds")
-    own = [
+    gaps = [
         {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
         for ours, theirs in by_seed
     ]
-    if len(of_seeds := by_own_seed(own)) > 1:
+    if of_seeds := seed_means(gaps):
         return paired(of_seeds, "seeds")
-    return paired([statistics.fmean(of_pair) for of_pair in gaps if of_pair], CONFIGURATIONS)
+    shared = set.intersection(*map(set, gaps))  # one seed, or none
+    return paired([of_pair[seed] for of_pair in gaps for seed in shared], CONFIGURATIONS)
 
 
-def by_own_seed(gaps: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return the mean gap of every seed, if each of ``gaps`` (by seed) has one seed; else none."""
-    if any(len(of_one) != 1 for of_one in gaps):
+def seed_means(gaps: Sequence[Mapping[int, float]]) -> list[float]:
+    """Return the mean gap of every seed that all of ``gaps`` (by seed) have, or of every seed where
+    each has one of its own; none if that is one seed."""
+    seeds = set.intersection(*map(set, gaps))
+    if len(seeds) < 2 and all(len(of_one) == 1 for of_one in gaps):
+        seeds = set().union(*gaps)
+    if len(seeds) < 2:
         return []
-    found: dict[int, list[float]] = {}
-    for of_one in gaps:
-        for seed, gap in of_one.items():
-            found.setdefault(seed, []).append(gap)
-    return [statistics.fmean(found[seed]) for seed in sorted(found)]
+    return [
+        statistics.fmean(of_one[seed] for of_one in gaps if seed in of_one)
+        for seed in sorted(seeds)
+    ]
 
 
 def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:

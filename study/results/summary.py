@@ -105,10 +105,9 @@ def summarise(state: StudyState) -> Summary:
         _row(wanted.get(label, RowConfig(label=label)), choice, base, study, not departures)
         for label, choice in chosen.items()
     ]
-    searches = len(study.search.by_seed(study.seeds))
     return Summary(
         rows=rows, departures=departures, metric=metric, searched=bool(study.space),
-        searches=searches,
+        searches=len(study.seeds) if study.search.per_seed else 1,
     )  # fmt: skip
 
 
@@ -133,12 +132,11 @@ def _chosen(
     if not mine:
         return _Choice(trials=tuple(trials))
     ended = sum(entry.ended and entry.whole for entry in mine)
-    alone = study.search.per_seed
-    searches = [
-        [entry for entry in mine if not alone or entry.trials[0].seed in seeds]
-        for _, seeds in study.search.by_seed(study.seeds)
-    ]
-    winners = [best(of_one, study.search.objectives) for of_one in searches]
+    searches: dict[int, list[Configuration]] = {}
+    for entry in mine:
+        searches.setdefault(entry.trials[0].seed if study.search.per_seed else 0, []).append(entry)
+    wanted = study.seeds if study.search.per_seed else [0]
+    winners = [best(searches.get(seed, []), study.search.objectives) for seed in wanted]
     chosen = [winner for winner in winners if winner is not None]
     if len(chosen) < len(winners):
         return _Choice(trials=(), searched=ended)

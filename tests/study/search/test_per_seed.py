@@ -17,7 +17,7 @@ from study.plan.trials import PlannedTrial
 from study.report.tables import headings
 from study.report.verify import verify
 from study.results.configurations import best, configurations
-from study.results.statistics import by_own_seed
+from study.results.statistics import seed_means
 from study.results.summary import summarise
 from tests.study.search.conftest import Make, Pretend, errors_of
 
@@ -114,8 +114,8 @@ def test_ranks_take_the_best_of_every_seed(searched: Make) -> None:
 
 
 def test_gaps_of_seeds_with_configurations_of_their_own_are_averaged_by_seed() -> None:
-    assert by_own_seed([{3: 1.0}, {3: 2.0}, {1: 5.0}]) == [5.0, 1.5]
-    assert by_own_seed([{3: 1.0, 1: 2.0}, {3: 2.0}]) == []
+    assert seed_means([{3: 1.0}, {3: 2.0}, {1: 5.0}]) == [5.0, 1.5]
+    assert seed_means([{3: 1.0, 1: 2.0}, {3: 2.0}]) == []
 
 
 def test_a_row_has_the_best_of_every_seed(alone: StudyConfig) -> None:
