@@ -116,24 +116,38 @@ def _versions() -> dict[str, str]:
 def different_data(
     ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the first data set of ``ours`` whose bytes differ in ``theirs``, with the other one.
+    """Return the first data set of ``ours`` whose bytes ``theirs`` lack, with the one they have.
 
-    Returns None if all agree. The files are compared, whichever examples were chosen from them; if
-    a ledger is too old to know the files, the examples are compared where equally many were chosen.
+    Returns None if all agree. Of several data sets of one name, such as collections of music, one
+    with the same bytes is enough. The files are compared, whichever examples were chosen from them;
+    if a ledger is too old to know the files, the examples are compared where equally many were
+    chosen.
 
     Args:
         ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
         theirs: the other study's, in the same form.
     """
     for one in ours:
-        for other in (entry for entry in theirs if _which(entry) == _which(one)):
-            key = "files" if "files" in one and "files" in other else "digest"
-            alike = key == "files" or all(
-                one.get(size) == other.get(size) for size in ("train", "validation")
-            )
-            if alike and one[key] != other[key]:
-                return one, other
+        others = [entry for entry in theirs if _which(entry) == _which(one)]
+        same = [_same_bytes(one, other) for other in others]
+        if False in same and True not in same:
+            differ = [other for other, answer in zip(others, same, strict=True) if answer is False]
+            return one, min(differ, key=lambda other: _file(other) != _file(one))
     return None
+
+
+def _same_bytes(one: dict[str, Any], other: dict[str, Any]) -> bool | None:
+    """Return whether two descriptions are of the same bytes; None if they cannot be compared."""
+    if "files" in one and "files" in other:
+        return bool(one["files"] == other["files"])
+    if any(one.get(size) != other.get(size) for size in ("train", "validation")):
+        return None
+    return bool(one["digest"] == other["digest"])
+
+
+def _file(entry: dict[str, Any]) -> str:
+    """Return the name of a data set's file or folder, wherever that is."""
+    return Path(entry.get("root") or "").name
 
 
 def _which(entry: dict[str, Any]) -> tuple[str, str]:

@@ -217,14 +217,15 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
     if trial.own_loop:
         return None
     chosen = trial.config["data"]
-    named = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
-    found = [
-        entry for entry in named if entry.get("validation") == chosen["validation_size"]
-    ] or named
+    wanted = {"root": chosen.get("root"), "args": chosen.get("args")}
+    wanted["validation"] = chosen["validation_size"]
+    found = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
+    for key, value in wanted.items():
+        found = [entry for entry in found if entry.get(key) == value] or found
     whole = max((entry.get("train", 0) for entry in found), default=0)
-    wanted = chosen["train_size"] or whole
+    size = chosen["train_size"] or whole
     return next(
-        (entry for entry in found if entry.get("train", 0) == wanted), found[0] if found else None
+        (entry for entry in found if entry.get("train", 0) == size), found[0] if found else None
     )
 
 

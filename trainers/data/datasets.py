@@ -139,7 +139,7 @@ def describe(config: DataConfig) -> DatasetInfo:
     elif ours is not None:
         source = f"{ours.about}{where} {config.args or ''}".rstrip()
     return DatasetInfo(
-        name=config.name, source=source, digest=digest.hexdigest(),
+        name=config.name, args=asdict(config)["args"], source=source, digest=digest.hexdigest(),
         files=files.hexdigest(), root=config.root, train=data.train.size,
         validation=data.validation.size, test=data.test.size,
         inputs=data.train.head(1).x[0].numel(), classes=(ours and ours.classes) or data.outputs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,12 +107,14 @@ class DatasetInfo:
     """The description of a trial's data: source, digests, and sizes in examples.
 
     Attributes:
+        args: the data set's own arguments, as in the config.
         identity: what decides the examples of a user's factory, in a line; "" of ours.
         digest: SHA-256 of the examples that were chosen.
         files: SHA-256 of all examples that there are to choose from, whatever was chosen.
     """
 
     name: str
+    args: dict[str, Any]
     source: str
     digest: str
     files: str

@@ -86,6 +86,23 @@ def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) 
     } == {"few": 64, "more": 96, "all": 1300}
 
 
+def test_data_sets_of_one_name_are_continued_and_logged_each_as_itself(tiny: Tiny) -> None:
+    row = "{{label: noise {0}, overrides: {{data.args: {{noise: {0}, examples: 200, test: 40}}}}}}"
+    rows = f"rows=[{row.format(0.5)}, {row.format(0.1)}]"
+    size = "trial.data.validation_size=40"
+    study = tiny("one name", "trial.data.name=mnist1d", rows, size, "baseline=null")
+    first, _ = run(study)
+    longer, _ = run(change(study, ["trial.epochs=4"]))
+    assert [trial.status for trial in longer.state.trials] == [FINISHED] * 2
+    for outcome in first, longer:
+        plan = outcome.state.plan
+        assert len({entry["files"] for entry in plan["data"]}) == 2
+        for trial in outcome.state.trials:
+            entry = data_of(plan, trial)
+            assert entry is not None
+            assert f"'noise': {trial.row.split()[1]}" in entry["source"]
+
+
 def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) -> None:
     study, outcome = undisturbed
     assert all(trial.status == FINISHED and trial.epoch == 3 for trial in outcome.state.trials)

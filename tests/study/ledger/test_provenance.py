@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from study.ledger import provenance as module
-from study.ledger.provenance import provenance
+from study.ledger.provenance import different_data, provenance
 
 PROJECT = '[project]\nname = "lns-study"\n'
 
@@ -81,3 +81,28 @@ def test_an_untracked_copy_of_the_source_has_none(
     install(monkeypatch, repository)
     (repository / "pyproject.toml").write_text(PROJECT)
     assert provenance()["commit"] is None
+
+
+def data(file: str, files: str, **changes: object) -> dict[str, object]:
+    """Return a data set as in a plan."""
+    entry = {"name": "piano_rolls", "identity": "", "root": f"/data/{file}", "files": files}
+    return entry | {"digest": files, "train": 10, "validation": 2} | changes
+
+
+def test_data_sets_of_one_name_are_told_apart_by_their_bytes() -> None:
+    jsb, muse = data("JSB.mat", "1"), data("Muse.mat", "2")
+    assert different_data([jsb, muse], [muse, jsb]) is None
+    assert different_data([muse], [jsb, muse]) is None
+    assert different_data([data("JSB.mat", "1", root="/moved/JSB.mat")], [muse, jsb]) is None
+    changed = data("Muse.mat", "3", root="/moved/Muse.mat")
+    assert different_data([jsb, changed], [jsb, muse]) == (changed, muse)
+    assert different_data([data("Other.mat", "3")], [jsb, muse]) == (data("Other.mat", "3"), jsb)
+    assert different_data([jsb], [muse | {"name": "text"}]) is None
+
+
+def test_an_old_ledger_without_files_is_compared_where_equally_many_were_chosen() -> None:
+    old = {key: value for key, value in data("JSB.mat", "1").items() if key != "files"}
+    assert different_data([data("JSB.mat", "3", digest="1")], [old]) is None
+    assert different_data([data("JSB.mat", "3", digest="1", train=9)], [old]) is None
+    changed = data("JSB.mat", "1", digest="3")
+    assert different_data([changed], [old]) == (changed, old)

@@ -30,6 +30,7 @@ def described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[DataConfi
         found.append(config)
         return DatasetInfo(
             name=config.name,
+            args={},
             source=f"reading {len(found)}",
             digest="d",
             files="f",
