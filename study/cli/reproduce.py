@@ -68,14 +68,16 @@ def _reproduce(options: argparse.Namespace) -> int:
     with refusals():
         studies = _load(_names(names, every=options.all, small=options.small), changes, options)
         check_writable(output, "output", "choose another with --output /path/to/folder")
-    again = lns_study("reproduce", *(names or ["--all"]), *small, *changes, storage=options.storage)
+    place = ["--output", options.output] if options.output else []
+    said = [*(names or ["--all"]), *small, *changes, *place]
+    again = lns_study("reproduce", *said, storage=options.storage)
     words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
     commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}
     worst = 0
-    for place, (name, study) in enumerate(studies.items(), 1):
+    for turn, (name, study) in enumerate(studies.items(), 1):
         if options.page_only:
             break
-        print(f"\n{study.name} ({place} of {len(studies)})", flush=True)
+        print(f"\n{study.name} ({turn} of {len(studies)})", flush=True)
         code = _run(name, study, again)
         if code == 130:
             return code

@@ -88,12 +88,15 @@ def test_the_page_has_claims_verdicts_and_where_they_are_from(reproduced: Path) 
     assert claims["trains"]["shown"] in (folder / "claims.html").read_text()
 
 
-def test_a_page_is_written_again_from_the_storage_alone(reproduced: Path, tmp_path: Path) -> None:
+def test_a_page_is_written_again_from_the_storage_alone(
+    reproduced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["reproduce", str(reproduced / "mine.yaml"), "--page-only", "--output", str(tmp_path)]
     assert command(reproduced, *words, "--small") == 0
     page = reproduced / "studies" / "claims" / "claims.md"
     assert (tmp_path / "claims.md").read_text() == page.read_text()
     assert command(reproduced, *words) == 1  # the full form has not run
+    assert f" --output {tmp_path} --storage " in capsys.readouterr().err
 
 
 def test_other_studies_that_ran_in_this_form_keep_their_parts(
