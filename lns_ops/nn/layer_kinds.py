@@ -17,6 +17,7 @@ _PRODUCTS_INSIDE = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
     nn.Linear,
+    *((nn.LinearCrossEntropyLoss,) if hasattr(nn, "LinearCrossEntropyLoss") else ()),  # torch 2.13
 )
 """The layers with products."""
 

@@ -301,6 +301,7 @@ LAYERS: dict[Callable[..., nn.Module], type[nn.Module]] = {
 _COMPOSED = (
     torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell,
     torch.rnn_tanh_cell, torch.rnn_relu_cell, F.multi_head_attention_forward, F.bilinear,
+    *((F.linear_cross_entropy,) if hasattr(F, "linear_cross_entropy") else ()),  # torch 2.13
 )  # fmt: skip
 """Functions that are composed of linear ones, as for LNSTensors (:mod:`lns_ops.tensor.ops`)."""
 _PLACES = {function: place for place, function in enumerate(_COMPOSED)}

@@ -3,6 +3,7 @@ initializers, clipping; and networks of the zoo that need one rule each."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from lns_ops import LNSTensor, convert_, lns16
+from lns_ops import LNSTensor, convert_, lns8, lns16, revert_, summary
 from lns_ops.tensor.decoded import is_decoded
 from tests.lns_ops.lns_formats import half_ulp
 
@@ -75,6 +76,25 @@ def test_linear_cross_entropy_as_a_layer_trains() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
     assert all(isinstance(p.grad, LNSTensor) for p in layer.parameters())
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="new in torch 2.13")
+def test_linear_cross_entropy_as_a_layer_has_its_product_in_lns_in_scope_matmul() -> None:
+    torch.manual_seed(0)
+    fused = convert_(nn.LinearCrossEntropyLoss(4, 3, bias=True), lns8, scope="matmul")
+    layer = convert_(nn.Linear(4, 3), lns8, scope="matmul")
+    layer.load_state_dict(fused.linear.state_dict())
+    x, target = torch.randn(5, 4), torch.arange(5) % 3
+    losses = [fused(x, target), F.cross_entropy(layer(x), target)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for ours, other in zip(fused.parameters(), layer.parameters(), strict=True):
+        assert torch.equal(ours.grad, other.grad)
+    assert "stays" not in summary(fused)
+    back = revert_(copy.deepcopy(fused))
+    assert type(back) is nn.LinearCrossEntropyLoss
+    assert not torch.equal(back(x, target), losses[0])
 
 
 def test_comparisons_in_place_write_ones_and_zeros() -> None:
