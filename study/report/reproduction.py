@@ -27,7 +27,7 @@ from study.manage.studies import read
 from study.report.claims import HEADINGS, claim_cells, markdown_table
 from study.report.figures.style import LIGHT, png
 from study.report.pictures import caption, drawings
-from study.report.tables import amended, facts, remarks
+from study.report.tables import amended, data_name, facts, remarks
 from study.results.summary import Summary, summarise
 from study.text import counted
 from trainers.files import write_whole
@@ -157,7 +157,7 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
         )
     found["Data"] = (
         "; ".join(
-            f"{entry['name']}, {entry['train']:,} train, {entry['validation']:,} validation,"
+            f"{data_name(entry)}, {entry['train']:,} train, {entry['validation']:,} validation,"
             f" {entry['test']:,} test, sha256 {entry['digest'][:16]}"
             for entry in state.plan["data"]
         )

@@ -224,36 +224,46 @@ def _infeasible(state: StudyState) -> str:
 
 def protocol(state: StudyState) -> str:
     """Describe how the figures came about, in sentences."""
-    data = state.plan["data"]
     sizes = "; ".join(
-        f"{d['name']}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test"
-        for d in data
+        f"{data_name(d)}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test"
+        for d in state.plan["data"]
     )
-    if state.config.space:
-        search = state.config.search
-        method = f"{search.algorithm} search" + (
-            f" with {search.scheduler}" if search.scheduler != "none" else ""
-        )
-        bounds = "".join(f" {metric} {bound}," for metric, bound in search.constraints.items())
-        bounds = bounds and f" of those with{bounds}"
-        choice = (
-            f"Each row is searched alike ({method}); its figures are those of the configuration"
-            f" with the best {search.first.name} after the last epoch, mean over seeds,{bounds}"
-            " so that gaps between rows are exploratory: they have the luck of the choice in them. "
-            if not search.per_seed
-            else f"Each row is searched alike ({method}), by a search of its own for every seed;"
-            f" its figures are those of each seed's configuration with the best {search.first.name}"
-            f" after the last epoch{',' * bool(bounds)}{bounds.rstrip(',')}. "
-        )
-    else:
-        choice = ""
     seeds = ", ".join(map(str, state.config.seeds))
     return (
-        choice + "The recipe is fixed in the config before anything runs. The"
+        _choice(state.config) + "The recipe is fixed in the config before anything runs. The"
         f" {state.config.primary_metric.test_words} is that of the last epoch, over every seed"
         f" ({seeds}); spread is the"
         " sample standard deviation. Any choice uses the validation split, the last examples of"
         f" the training set, which no trial trains on ({sizes})."
+    )
+
+
+def data_name(entry: Mapping[str, Any]) -> str:
+    """Return a data set's name, and its arguments, which tell it from others of that name."""
+    return f"{entry['name']} {entry.get('args') or ''}".rstrip()
+
+
+def _choice(study: StudyConfig) -> str:
+    """Describe how a search chose the configurations that a report tells of; "" without one."""
+    if not study.space:
+        return ""
+    search = study.search
+    method = search.algorithm + " search"
+    if search.scheduler != "none":
+        method += f" with {search.scheduler}"
+    best = f"best {search.first.name} after the last epoch"
+    bounds = ",".join(f" {metric} {bound}" for metric, bound in search.constraints.items())
+    if search.per_seed:
+        return (
+            f"Each row is searched alike ({method}), by a search of its own for every seed; its"
+            f" figures are those of each seed's configuration with the {best}"
+            + (f", of those with{bounds}. " if bounds else ". ")
+        )
+    return (
+        f"Each row is searched alike ({method}); its figures are those of the configuration with"
+        f" the {best}, mean over seeds,"
+        + (f" of those with{bounds}," if bounds else "")
+        + " so that gaps between rows are exploratory: they have the luck of the choice in them. "
     )
 
 

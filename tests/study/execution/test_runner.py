@@ -23,6 +23,7 @@ from study.execution.runner import DOUBLED_SECONDS
 from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FAILED, FINISHED, STOPPED, TrialState, fold
+from study.report.tables import protocol
 from study.tracking.payload import data_of
 from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
@@ -96,6 +97,8 @@ def test_data_sets_of_one_name_are_continued_and_logged_each_as_itself(tiny: Tin
     assert [trial.status for trial in longer.state.trials] == [FINISHED] * 2
     for outcome in first, longer:
         plan = outcome.state.plan
+        for noise in 0.5, 0.1:
+            assert f"mnist1d {{'noise': {noise}, 'examples': 200" in protocol(outcome.state)
         assert len({entry["files"] for entry in plan["data"]}) == 2
         for trial in outcome.state.trials:
             entry = data_of(plan, trial)
