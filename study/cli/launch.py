@@ -143,7 +143,8 @@ def _follow_slurm(job: str, status: str) -> int:
     from study.launch.slurm import Seen, look
 
     before = Seen.RUNNING
-    while (seen := look(job)) in (Seen.RUNNING, Seen.AWAY):
+    # a job that is queued again has failed for a moment
+    while (seen := look(job)) in (Seen.RUNNING, Seen.AWAY) or seen is Seen.FAILED is not before:
         if seen is Seen.AWAY and before is not Seen.AWAY:
             print(f"{Seen.AWAY.value}; job {job} goes on, and is looked for again", file=sys.stderr)
         before = seen

@@ -107,11 +107,16 @@ def test_ctrl_c_then_the_same_command_continues(
 def test_a_run_whose_terminal_is_closed_ends_in_order(folder: Path) -> None:
     """Its last words have nobody to read them."""
     ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored, for the tests too
+
     process = subprocess.Popen(
         [sys.executable, "-m", "study", "run", "tiny", "trial.epochs=3000", "rows=[{label: a}]",
          "baseline=null"],
         cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+        preexec_fn=take_terminal,
     )  # fmt: skip
     os.close(theirs)
     ledger = folder / "studies" / "tiny" / "ledger.jsonl"

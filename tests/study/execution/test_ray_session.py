@@ -86,10 +86,12 @@ def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
 def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in a call to its dead control store; here it is stopped."""
     monkeypatch.setattr(ray_session, "END_SECONDS", 3.0)
+    others = set(psutil.Process().children())  # of them the tests' own Ray
     ray = OwnRay(1, 0, dashboard=False)
     try:
         ray.look()
-        (start,) = (child for child in psutil.Process().children() if "--head" in child.cmdline())
+        ours = set(psutil.Process().children()) - others
+        (start,) = (child for child in ours if "--head" in child.cmdline())
         below = start.children(recursive=True)
         start.suspend()
         next(part for part in below if part.name() == "gcs_server").kill()

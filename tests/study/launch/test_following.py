@@ -78,6 +78,20 @@ def test_a_job_is_followed_past_a_slurm_that_was_away(
     assert "Look again: lns-study status tiny" in capsys.readouterr().err
 
 
+def test_a_job_that_is_queued_again_is_followed_though_it_has_failed_for_a_moment(
+    programs: Path,
+) -> None:
+    program(programs, "squeue", "exit 0")
+    states = f"n=$(cat {programs}/n 2>/dev/null || echo 0); echo $((n + 1)) >{programs}/n"
+    script = f'{states}; words=(CANCELLED PENDING RUNNING {{}}); echo "JobState=${{{{words[$n]}}}}"'
+    program(programs, "scontrol", script.format("COMPLETED"))
+    assert launch._follow_slurm("7", "lns-study status tiny") == 0
+    (programs / "n").unlink()
+    program(programs, "scontrol", script.format("FAILED FAILED"))
+    assert launch._follow_slurm("7", "lns-study status tiny") == 1
+    assert (programs / "n").read_text() == "5\n"
+
+
 class Client:
     """A job server that fails in one way."""
 
