@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from study.program import version_of
+from trainers.config.data import DATA
 from trainers.config.validation import memory
 from trainers.training.device import gpu_models
 from trainers.user_code import without_folder
@@ -119,9 +120,10 @@ def different_data(
     """Return the first data set of ``ours`` whose bytes ``theirs`` lack, with the one they have.
 
     Returns None if all agree. Of several data sets of one name, such as collections of music, one
-    with the same bytes is enough. The files are compared, whichever examples were chosen from them;
-    if a ledger is too old to know the files, the examples are compared where equally many were
-    chosen.
+    with the same bytes is enough; one that ``theirs`` do not name, of other arguments or another
+    file, has nothing to agree with. The files are compared, whichever examples were chosen from
+    them; if a ledger is too old to know the files, the examples are compared where equally many
+    were chosen.
 
     Args:
         ours: :class:`trainers.data.DatasetInfo` as dicts, as in the ledger's ``planned`` events.
@@ -130,9 +132,11 @@ def different_data(
     for one in ours:
         others = [entry for entry in theirs if _which(entry) == _which(one)]
         same = [_same_bytes(one, other) for other in others]
-        if False in same and True not in same:
-            differ = [other for other, answer in zip(others, same, strict=True) if answer is False]
-            return one, min(differ, key=lambda other: _file(other) != _file(one))
+        if True in same:
+            continue
+        for other, answer in zip(others, same, strict=True):
+            if answer is False and _decided_alike(one, other):
+                return one, other
     return None
 
 
@@ -143,6 +147,21 @@ def _same_bytes(one: dict[str, Any], other: dict[str, Any]) -> bool | None:
     if any(one.get(size) != other.get(size) for size in ("train", "validation")):
         return None
     return bool(one["digest"] == other["digest"])
+
+
+def _decided_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tell whether two data sets of one name agree in what decides their bytes, unless files alone
+    do: arguments, the name of a file of the user's, and how many windows of a text validate where
+    the others overlap. Older ledgers do not say which arguments."""
+    known = DATA.get(one["name"])
+    if known is None or (known.files and not known.own_file):
+        return True
+    if known.own_file and _file(one) != _file(other):
+        return False
+    if "args" not in one or "args" not in other:
+        return True
+    strided = one["args"].get("stride") and one["validation"] != other["validation"]
+    return bool(one["args"] == other["args"] and not strided)
 
 
 def _file(entry: dict[str, Any]) -> str:

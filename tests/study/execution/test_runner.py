@@ -89,13 +89,15 @@ def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) 
 
 def test_data_sets_of_one_name_are_continued_and_logged_each_as_itself(tiny: Tiny) -> None:
     row = "{{label: noise {0}, overrides: {{data.args: {{noise: {0}, examples: 200, test: 40}}}}}}"
-    rows = f"rows=[{row.format(0.5)}, {row.format(0.1)}]"
+    one, other, added = (row.format(noise) for noise in (0.5, 0.1, 0.3))
     size = "trial.data.validation_size=40"
+    rows = f"rows=[{one}, {other}]"
     study = tiny("one name", "trial.data.name=mnist1d", rows, size, "baseline=null")
     first, _ = run(study)
     longer, _ = run(change(study, ["trial.epochs=4"]))
-    assert [trial.status for trial in longer.state.trials] == [FINISHED] * 2
-    for outcome in first, longer:
+    more, _ = run(change(study, [f"rows=[{added}, {other}]"]))
+    for outcome in first, longer, more:
+        assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 2
         plan = outcome.state.plan
         for noise in 0.5, 0.1:
             assert f"mnist1d {{'noise': {noise}, 'examples': 200" in protocol(outcome.state)

@@ -96,8 +96,21 @@ def test_data_sets_of_one_name_are_told_apart_by_their_bytes() -> None:
     assert different_data([data("JSB.mat", "1", root="/moved/JSB.mat")], [muse, jsb]) is None
     changed = data("Muse.mat", "3", root="/moved/Muse.mat")
     assert different_data([jsb, changed], [jsb, muse]) == (changed, muse)
-    assert different_data([data("Other.mat", "3")], [jsb, muse]) == (data("Other.mat", "3"), jsb)
     assert different_data([jsb], [muse | {"name": "text"}]) is None
+
+
+def test_data_sets_that_a_study_did_not_have_are_no_changed_ones() -> None:
+    jsb = data("JSB.mat", "1", args={"context": 64})
+    assert different_data([jsb, data("Muse.mat", "2", args={"context": 64})], [jsb]) is None
+    assert different_data([jsb, data("JSB.mat", "3", args={"context": 32})], [jsb]) is None
+    changed = data("JSB.mat", "3", args={"context": 64})
+    assert different_data([changed], [jsb]) == (changed, jsb)
+    text = data("a.txt", "1", name="text", args={"context": 64, "stride": 8})
+    assert different_data([text | {"files": "2", "validation": 3}], [text]) is None
+    assert different_data([text | {"files": "2"}], [text]) == (text | {"files": "2"}, text)
+    mnist = data("mnist", "1", name="mnist", args={})
+    changed = mnist | {"files": "2", "root": "/elsewhere"}
+    assert different_data([changed], [mnist]) == (changed, mnist)
 
 
 def test_an_old_ledger_without_files_is_compared_where_equally_many_were_chosen() -> None:
