@@ -205,28 +205,39 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
     if entry := data_of(plan, trial):
         sizes = {key: entry[key] for key in ("train", "validation", "test") if key in entry}
         source = json.dumps({"source": entry["source"]})
-        profile = json.dumps({"examples": sizes, "sha256": entry["digest"]})
-        dataset = Dataset(entry["name"], entry["digest"][:36], "local", source, profile=profile)
+        digest, of = entry["digest"], "sha256"
+        if entry.get("part"):
+            digest, of = f"{entry['files'][:24]}-{entry['train']}", "files and examples"
+        profile = json.dumps({"examples": sizes, of: digest})
+        dataset = Dataset(entry["name"], digest[:36], "local", source, profile=profile)
         yield DatasetInput(
             dataset, tags=[InputTag("mlflow.data.context", "train, validation, test")]
         )
 
 
 def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
-    """Return the plan's description of the data that a trial trains on; None if it has none."""
+    """Return the plan's description of the data that a trial trains on; None if it has none.
+
+    A plan knows no digest of the part on which a round of a search trains: that of all its examples
+    stands for it, and ``part`` is true.
+    """
     if trial.own_loop:
         return None
     chosen = trial.config["data"]
-    wanted = {"root": chosen.get("root"), "args": chosen.get("args")}
-    wanted["validation"] = chosen["validation_size"]
-    found = [entry for entry in plan["data"] if entry["name"] == chosen["name"]]
-    for key, value in wanted.items():
+    named = {"name": chosen["name"], "args": chosen.get("args")}
+    found = [
+        entry
+        for entry in plan["data"]
+        if all(entry.get(key, value) == value for key, value in named.items())
+    ]
+    for key, value in {"root": chosen.get("root"), "validation": chosen["validation_size"]}.items():
         found = [entry for entry in found if entry.get(key) == value] or found
     whole = max((entry.get("train", 0) for entry in found), default=0)
     size = chosen["train_size"] or whole
-    return next(
-        (entry for entry in found if entry.get("train", 0) == size), found[0] if found else None
-    )
+    fitting = [entry for entry in found if entry.get("train", 0) == size]
+    if fitting or not found:
+        return fitting[0] if fitting else None
+    return found[0] | ({"train": size, "part": True} if "files" in found[0] else {})
 
 
 def documents_of(plan: Event) -> dict[str, str]:

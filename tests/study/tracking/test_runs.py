@@ -19,11 +19,29 @@ from study.ledger.lines import seal
 from study.ledger.log import FILE, Follower, Ledger
 from study.ledger.state import fold
 from study.tracking import writer
+from study.tracking.payload import datasets_of
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect, tracking_lock
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.servers import Server
 from tests.study.tracking.conftest import Tiny, is_equal, report_in, runs_of, send
+
+
+def test_a_trial_has_the_data_set_that_it_trained_on_or_none() -> None:
+    size = {"train": 90, "validation": 10, "test": 5}
+    digits = {"name": "digits", "args": {}, "root": None, "source": "digits", **size}
+    plan = {"data": [digits | {"digest": "d" * 64, "files": "f" * 64}]}
+
+    def logged(**data: Any) -> list[tuple[str, dict[str, Any]]]:
+        chosen = {"name": "digits", "args": {}, "root": None, "validation_size": 10, **data}
+        trial = SimpleNamespace(own_loop=False, config={"data": chosen})
+        found = [entry.dataset for entry in datasets_of(plan, trial)]
+        return [(entry.digest, json.loads(entry.profile)) for entry in found]
+
+    assert logged(train_size=90) == [("d" * 36, {"examples": size, "sha256": "d" * 64})]
+    part = {"examples": size | {"train": 22}, "files and examples": f"{'f' * 24}-22"}
+    assert logged(train_size=22) == [(f"{'f' * 24}-22", part)]
+    assert logged(train_size=90, args={"noise": 0.5}) == []
 
 
 def test_every_trial_is_a_run_with_everything(tracked: Tiny, tmp_path: Path) -> None:
