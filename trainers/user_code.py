@@ -302,6 +302,8 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {described}; mend it there"
         ) from error
+    if is_file:
+        _refuse_mixed(key, name, path)
     found: Any = getattr(module, attribute, None)
     if not callable(found):
         listed = ", ".join(sorted(name for name, value in vars(module).items() if _own(value)))
@@ -311,6 +313,27 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def _refuse_mixed(key: str, name: str, path: Path) -> None:
+    """Refuse a file that imports a neighbour of which another folder of the trial's has a namesake.
+
+    Python knows one module of a name, so that of the two files one would have the other's.
+
+    Raises:
+        ValueError: with both neighbours.
+    """
+    root, files = code_files(key, name)
+    others = {Path(folder) for folder in _FOLDERS} - {root}
+    for file in files if others else ():
+        inner = file.relative_to(root).with_suffix("")
+        module = ".".join(inner.parts).removesuffix(".__init__")
+        found = _origins(module)
+        if file != path and found and found[-1] != file and others & set(found[-1].parents):
+            raise ValueError(
+                f"{key}={name!r}: {path} imports {module}, and would get {found[-1]} instead of"
+                f" {file}, since other code of the trial lies beside that; rename one of them"
+            )
 
 
 def named(key: str, name: str) -> str:

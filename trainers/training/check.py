@@ -71,6 +71,8 @@ def _answers_each(config: TrialConfig) -> int:
     if task not in _answers:
         if config.own_code:
             forget()
+            if names_code(config.data.name):  # though the data may be in memory
+                load_code("data.name", config.data.name, config.data.code)
             _answers[task] = _check_task(config)
         else:
             given = config.model.args.items()

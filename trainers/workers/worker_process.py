@@ -48,6 +48,7 @@ from trainers.data import DatasetInfo, prepare
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
 from trainers.training.trainer import check
+from trainers.user_code import forget
 from trainers.user_loop import load_loop
 from trainers.workers.executors import Context, Executor, make_executor
 from trainers.workers.messages import (
@@ -334,6 +335,7 @@ def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
     try:
         with kept_settings():
             if info is None:
+                forget()
                 load_loop(config.trainable.name, config.trainable.code)
             else:
                 check(config, info)

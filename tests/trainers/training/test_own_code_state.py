@@ -3,6 +3,7 @@ figures, or is refused before the trial starts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,20 @@ def test_neighbours_of_the_same_name_are_each_files_own(file: Path, tmp_path: Pa
         (tmp_path / folder / "helper.py").write_text(f"WIDTH = {width}")
         config = trial(tmp_path / folder / "net.py", net="neighbour")
         assert len(weights(checked(config))) == 64 * width + width + width * 10 + 10
+
+
+def test_neighbours_of_the_same_name_in_one_trial_are_refused(file: Path, tmp_path: Path) -> None:
+    """Python has one module of a name: the network would be made with the width of the data's."""
+    for folder, width in (("a", 4), ("b", 16)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "net.py").write_text(f"import helper\n{CODE}")
+        (tmp_path / folder / "helper.py").write_text(f"WIDTH = {width}")
+    config = trial(tmp_path / "b" / "net.py", net="neighbour")
+    mixed = replace(config, data=replace(config.data, name=f"{tmp_path}/a/net.py:digits"))
+    for _ in range(2):  # also where the data are in memory
+        with pytest.raises(ValueError, match=r"imports helper, and would get .*/a/helper\.py"):
+            checked(mixed)
+    assert len(weights(checked(config))) == 64 * 16 + 16 + 16 * 10 + 10
 
 
 def test_arguments_of_different_types_are_different_data(file: Path) -> None:
