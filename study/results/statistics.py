@@ -17,7 +17,6 @@ validation split, errors in per cent: the test set chooses nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from study.config.space import Params, params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
+from study.results.likeness import by_likeness, likenesses, task_of
 from study.results.objectives import bits_of, gpu_seconds, joules, last_value, objective
 from study.results.ties import mean_of
 from study.text import layout_of
@@ -61,8 +61,6 @@ CATEGORIES = {
     "optimizer.name": "optimizer",
 }
 CONFIGURATIONS = "configurations"
-KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
-"""Trial keys of a category whose name is not the key itself."""
 TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
 """Sizes of the forests behind importance.
 
@@ -225,9 +223,10 @@ class Groups:
 def groups(state: StudyState) -> list[Groups]:
     """Return the categories in which rows and configurations differ, with figures and tests.
 
-    Entries that differ only in the category are compared seed by seed: for each seed, the mean
-    difference is taken over the configurations that two values share, and the test is over the
-    seeds. With one seed the test is over the configurations. If no configurations are alike but for
+    Entries that differ only in the category are compared seed by seed, or else those of one task
+    (:mod:`study.results.likeness`): for each seed, the mean difference is taken over the
+    configurations that two values share, and the test is over the seeds. With one seed the test is
+    over the configurations. If no configurations are alike but for
     the category, as when a random search samples it, the means of the configurations are
     independent figures. Searches that choose configurations by their results leave nothing to test.
     One correction is over all contrasts that are returned; that of rows with the baseline, which
@@ -298,32 +297,14 @@ def _contrast(
     category: str, first: list[Entry], second: list[Entry], metric: Metric
 ) -> Contrast | None:
     """Return the contrast of two values of a category, as :func:`groups` describes."""
-    for with_row in (True, False):
-        ours, theirs = (_by_likeness(category, found, with_row) for found in (first, second))
+    for like in likenesses(category):
+        ours, theirs = (by_likeness(category, found, like) for found in (first, second))
         if shared := [key for key in ours if key in theirs]:
             return _matched([ours[key] for key in shared], [theirs[key] for key in shared], metric)
+    if category != "row" and len({task_of(entry, ()) for entry in (*first, *second)}) > 1:
+        return None
     means = [[entry.values[METRIC] for entry in found] for found in (first, second)]
     return independent(means[0], means[1], CONFIGURATIONS)
-
-
-def _by_likeness(category: str, found: Iterable[Entry], with_row: bool) -> dict[str, list[Entry]]:
-    """Group entries by what they have beside the category: other sampled values, and their row."""
-    keys = KEYS.get(category, (category,))
-    like: dict[str, list[Entry]] = {}
-    for entry in found:
-        others = {
-            name: value
-            for name, value in entry.params.items()
-            if not any(_overlap(name, key) for key in keys)
-        }
-        like.setdefault(
-            json.dumps([others, entry.row if with_row else ""], sort_keys=True), []
-        ).append(entry)
-    return like
-
-
-def _overlap(name: str, key: str) -> bool:
-    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
 
 
 def _matched(

@@ -245,3 +245,20 @@ def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undec
     assert contrast is not None
     assert second[6] == f"undecided ({contrast.least:.2g} would show)"
     assert "for the 1 tests of these tables" in table.note
+
+
+def test_rows_of_other_data_are_in_no_comparison_of_formats(tiny: Tiny) -> None:
+    """Curves are harder than digits, which says nothing about the format that both rows have."""
+    curves = "data.name: mnist1d, data.validation_size: 300"
+    rows = (
+        "rows=[{label: digits}, {label: digits lns, overrides: {precision.format: lns12}},"
+        f" {{label: curves lns, overrides: {{precision.format: lns12, {curves}}}}}]"
+    )
+    figures = {"digits": 0.1, "digits lns": 0.12, "curves lns": 0.6}
+    state = fold(made_up_events(tiny("of one task", rows, "baseline=digits", "seeds=[0,1,2]")))
+    for trial in state.trials:
+        error = figures[trial.row] + 0.01 * trial.seed * (trial.row != "digits")
+        trial.reports[max(trial.reports)]["metrics"]["validation/error"] = error
+    found = {group.category: group.contrasts for group in groups(state)}
+    assert found["row"]["curves lns"].difference == pytest.approx(51.0)
+    assert found["format"]["lns12"].difference == pytest.approx(3.0)

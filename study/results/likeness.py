@@ -1,0 +1,65 @@
+"""Which configurations are alike but for one category: those that a comparison of its values pairs.
+
+The closest likeness that two values have anything in common by is taken: the same row; the same
+recipe, all that decides results; the same task. Entries of different tasks, which train on other
+data or for another loss, are never taken for alike, except where rows themselves are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from study.config.keys import without
+from study.plan.identity import results_key
+
+if TYPE_CHECKING:
+    from study.results.statistics import Entry
+
+KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
+"""Trial keys of a category whose name is not the key itself."""
+Likeness: TypeAlias = "Callable[[Entry, Sequence[str]], str]"
+
+
+def likenesses(category: str) -> tuple[Likeness, ...]:
+    """Return what entries are compared by for a category, the closest likeness first."""
+    return (_anything,) if category == "row" else (_row_of, _recipe_of, task_of)
+
+
+def by_likeness(category: str, found: Iterable[Entry], like: Likeness) -> dict[str, list[Entry]]:
+    """Group entries by what they have beside the category: other sampled values, and ``like``."""
+    keys = KEYS.get(category, (category,))
+    groups: dict[str, list[Entry]] = {}
+    for entry in found:
+        others = {
+            name: value
+            for name, value in entry.params.items()
+            if not any(_overlap(name, key) for key in keys)
+        }
+        key = json.dumps([others, like(entry, keys)], sort_keys=True)
+        groups.setdefault(key, []).append(entry)
+    return groups
+
+
+def task_of(entry: Entry, keys: Sequence[str]) -> str:
+    """Return what an entry's figure is of: its data, in whatever number, and its loss."""
+    config = without(entry.trials[0].config, "data.train_size", "data.root")
+    return json.dumps([config["data"], config.get("loss")], sort_keys=True)
+
+
+def _anything(entry: Entry, keys: Sequence[str]) -> str:
+    return ""
+
+
+def _row_of(entry: Entry, keys: Sequence[str]) -> str:
+    return entry.row
+
+
+def _recipe_of(entry: Entry, keys: Sequence[str]) -> str:
+    """Return all that decides an entry's results but ``keys``, its sampled values and its seeds."""
+    return results_key(without(entry.trials[0].config, "seed", *keys, *entry.params))
+
+
+def _overlap(name: str, key: str) -> bool:
+    return f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
