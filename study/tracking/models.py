@@ -46,7 +46,10 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
         for run, trial in wanted.items()
         if trial.checkpoints_left()
     }
-    have = _sources(client, experiment) if folders else set()
+    have = _sources(client, experiment) if folders else {}
+    for run in folders.keys() & have.keys():
+        if have[run].tags.get("row") != wanted[run].row:  # its row has another label since
+            client.set_logged_model_tags(have[run].model_id, {"row": wanted[run].row})
     for run, folder in folders.items():
         if run not in have and sum(file.stat().st_size for file in folder.iterdir()) <= MOST_BYTES:
             _log_model(client, experiment, run, wanted[run], folder)
@@ -63,13 +66,13 @@ def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
     return min(done, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
-def _sources(client: Any, experiment: str) -> set[str]:
-    """Return the ids of the runs whose model the experiment has completely."""
-    found: set[str] = set()
+def _sources(client: Any, experiment: str) -> dict[str, Any]:
+    """Return the models that the experiment has completely, by the id of their run."""
+    found: dict[str, Any] = {}
     token = None
     while True:
         page = client.search_logged_models([experiment], page_token=token)
-        found |= {model.source_run_id for model in page if str(model.status) == "READY"}
+        found |= {model.source_run_id: model for model in page if str(model.status) == "READY"}
         token = page.token
         if not token:
             return found

@@ -272,7 +272,7 @@ def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]
 
 def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
     """Describe what the run lacks, or has too much, of the trial's end and of its place."""
-    tags, wanted = run.data.tags, expected_tags(trial)
+    tags, wanted = run.data.tags, expected_tags(trial) | {"row": trial.row}
     status = MLFLOW_STATUS[trial.status] if trial.status in ENDED else "KILLED"
     missing = [f"its end ({status}; it is {run.info.status})"] if run.info.status != status else []
     missing += [

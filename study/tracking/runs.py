@@ -33,6 +33,7 @@ from study.tracking.names import NONFINITE, SETTING
 from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,
+    LATER,
     MLFLOW_STATUS,
     PARENT_TAG,
     PROFILE,
@@ -46,6 +47,7 @@ from study.tracking.payload import (
     metrics_of,
     params_of,
     parent_tags,
+    point_of,
     profiles,
     report_metrics,
     row_figures,
@@ -73,6 +75,7 @@ class _Known:
         inputs: whether it has its data set.
         results: its tags about the trial's end.
         parent: id of the run under which it is shown.
+        row, name: label of the trial's row when it was sent, and the run's name.
         sent: epochs sent by this process.
     """
 
@@ -85,6 +88,8 @@ class _Known:
     inputs: bool = False
     results: dict[str, str] = field(default_factory=dict)
     parent: str = ""
+    row: str = ""
+    name: str = ""
     sent: set[int] = field(default_factory=set)
 
 
@@ -121,6 +126,7 @@ class Runs:
     def push(self, trial: TrialState) -> None:
         """Send what the run of a trial lacks, and its end if it has ended."""
         known = self._ensure_run(trial)
+        self._rename(known, trial)
         if self._is_complete(known, trial):
             return
         if known.status != "RUNNING":
@@ -159,6 +165,8 @@ class Runs:
                 params=known.params,
                 results=known.results,
                 parent=known.parent,
+                row=known.row,
+                name=known.name,
             )
 
     def replace(self, trial: TrialState) -> None:
@@ -186,7 +194,7 @@ class Runs:
         """Send the report, each row's mean and spread, the verdicts on claims, and the best models;
         close the parent."""
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
-        self._log(self._parent, list(metrics_of(row_figures(state), 0, time_)))
+        self._log(self._parent, list(self._new_figures(state, time_)))
         if report is not None and report.exists():
             self._log(self._parent, [], tags=claim_tags(read_record(report)))
             self._client.log_artifacts(self._parent, str(report), "report")
@@ -270,9 +278,34 @@ class Runs:
             tags={KEY_TAG: key, **tags},
             run_name=name,
         )
-        return _Known(run=run.info.run_id, parent=tags.get(PARENT_TAG, ""))
+        parent, row = tags.get(PARENT_TAG, ""), tags.get("row", "")
+        return _Known(run=run.info.run_id, parent=parent, row=row, name=name)
 
     # ----------------------------------------------------------------------------------------------
+
+    def _new_figures(self, state: StudyState, time_: float) -> Iterator[Any]:
+        """Yield the metrics of rows that the parent run has not, later than the values that they
+        replace: rows and seeds that ended last may have been taken out since."""
+        had = {metric.key: metric for metric in latest_metrics(self._client.get_run(self._parent))}
+        for name, value in row_figures(state).items():
+            for metric in metrics_of({name: value}, 0, time_):
+                old = had.get(metric.key)
+                if old is None:
+                    yield metric
+                elif point_of(old)[3] != point_of(metric)[3]:
+                    later = max(time_, old.timestamp / 1000 + LATER)
+                    yield from metrics_of({name: value}, 0, later)
+
+    def _rename(self, known: _Known, trial: TrialState) -> None:
+        """Give a run the label of its trial's row, which may have another one since it was made; a
+        name that a user gave it stays."""
+        if known.row == trial.row:
+            return
+        self._log(known.run, [], tags={"row": trial.row})
+        if known.name.startswith(known.row):
+            self._client.update_run(known.run, name=name_of(trial))
+            known.name = name_of(trial)
+        known.row = trial.row
 
     def _is_complete(self, known: _Known, trial: TrialState) -> bool:
         """Tell whether the run ended as the trial did.
@@ -372,5 +405,6 @@ def _known(run: Any) -> _Known:
         settings=any(metric.key.startswith(SETTING) for metric in metrics),
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
-        parent=run.data.tags.get(PARENT_TAG, ""),
+        parent=run.data.tags.get(PARENT_TAG, ""), row=run.data.tags.get("row", ""),
+        name=run.info.run_name or "",
     )  # fmt: skip

@@ -44,6 +44,34 @@ def test_a_trial_has_the_data_set_that_it_trained_on_or_none() -> None:
     assert logged(train_size=90, args={"noise": 0.5}) == []
 
 
+def test_runs_follow_rows_that_are_renamed_and_means_seeds_that_are_taken_out(
+    tracked: Tiny,
+) -> None:
+    rows = "rows=[{{label: {}}}, {{label: {}, overrides: {{precision.format: lns12}}}}]"
+    before = tracked("renamed", rows.format("a", "b"), "baseline=null", "seeds=[0,1]")
+    after = tracked("renamed", rows.format("b", "a"), "baseline=null", "seeds=[0]")
+    events = made_up_events(before, {"a": 2.0, "b": 5.0})
+    assert send(before, events)[0] == ""
+    client, _, (one, *_) = runs_of(before)
+    client.update_run(one.info.run_id, name="the one for the talk")
+    planned = made_up_events(after)[0] | {"time": events[-1]["time"] + 1}
+    replanned = [*events, planned, events[-1] | {"time": events[-1]["time"] + 2}]
+    write_ledger(before, replanned)
+    assert not is_equal(before)
+    assert send(before, replanned)[0] == ""
+    _, parent, children = runs_of(before)
+    for run in children:
+        row = {"float32": "b", "lns12": "a"}[run.data.params["precision.format"]]
+        named = "the one for the talk" if run.info.run_id == one.info.run_id else None
+        if run.data.tags["seed"] == "0":  # the others are of no plan any more
+            assert run.data.tags["row"] == row
+            assert run.info.run_name == (named or f"{row}, seed 0")
+        assert run.info.status == "FINISHED"
+    assert parent.data.metrics["a/test_error_percent"] == pytest.approx(5.0)
+    assert parent.data.metrics["b/test_error_percent"] == pytest.approx(2.0)
+    assert is_equal(before)
+
+
 def test_every_trial_is_a_run_with_everything(tracked: Tiny, tmp_path: Path) -> None:
     study = tracked("tracked", "seeds=[0,1]")
     events = made_up_events(study)
