@@ -22,8 +22,8 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from itertools import product
+from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import combinations, product
 
 from study.config.keys import apply
 from study.config.space import canonical
@@ -211,6 +211,7 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
         return []
     space = bind_space(study)
     proposers: list[Proposer | Rounds] = []
+    budgets: dict[str, set[str]] = {}
     points, searches = space.grid_points(), study.search.by_seed(study.seeds)
     kind = Population if study.search.population else Halving
     for row in plan.rows:
@@ -237,10 +238,30 @@ def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
                 if search.in_rounds
                 else Proposer(base, space, point, search, seeds, numbers)
             )
+            if isinstance(proposer, Rounds):
+                budgets[row.label] = budgets.get(row.label, set()) | proposer.budgets
             alone = [each for each in mine if each.seed in seeds] if search.per_seed else mine
             proposer.recall(state, alone)
             proposers.append(proposer)
+    if not state.known:  # a search that has begun may have passed them
+        _refuse_shared_rounds(budgets, study.search.scheduler)
     return proposers
+
+
+def _refuse_shared_rounds(budgets: Mapping[str, set[str]], scheduler: str) -> None:
+    """Refuse rows of which one has rounds that the other has too: equal draws make equal trials,
+    and a trial is of one row.
+
+    Raises:
+        ValueError: with two such rows.
+    """
+    for (one, ours), (other, theirs) in combinations(budgets.items(), 2):
+        if ours & theirs:
+            raise ValueError(
+                f"rows {one!r} and {other!r} with search.scheduler={scheduler}: they differ in"
+                " nothing but what its rounds change, so that trials of a round of one are trials"
+                " of the other; search them in studies of their own"
+            )
 
 
 def adopt(plan: Plan, before: StudyState) -> Plan:

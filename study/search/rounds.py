@@ -101,6 +101,18 @@ class Rounds(ABC):
         """Number of trials that were proposed, in earlier runs of the study too."""
         return len(self._planned)
 
+    @property
+    def budgets(self) -> set[str]:
+        """Ids of the first member's trial in every round, should it be promoted unchanged; asked
+        before the search recalls anything."""
+        found, before = set(), self._round
+        for number in range(self._last + 1):
+            self._round = number
+            params = self._params(self._members[0])
+            found.add(self._base.trial(self._seeds[0], None, params).id)
+        self._round = before
+        return found
+
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
         """Learn what earlier runs of the study did."""
         self._planned = {trial.id for trial in trials}

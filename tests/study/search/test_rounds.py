@@ -17,6 +17,7 @@ from study.api import run_study
 from study.config import StudyConfig
 from study.config.compose import load
 from study.config.space import Domain
+from study.errors import UserError
 from study.manage.rerun import rerun
 from study.plan.plan import make_plan
 from study.plan.trials import PlannedTrial
@@ -217,6 +218,25 @@ def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make)
     begun = [trial.id for trial in broken.run(19)]
     rest = Pretend(make_plan(study), errors_of, broken.events).run()
     assert [*begun, *(trial.id for trial in rest)] == [trial.id for trial in trials]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "key", "apart", "shared"),
+    [("pbt", "epochs", (1, 6), (2, 6)), ("halving", "data.train_size", (400, 150), (400, 200))],
+)
+def test_rows_whose_rounds_are_the_same_trials_are_refused(
+    bred: Make, scheduler: str, key: str, apart: tuple[int, int], shared: tuple[int, int]
+) -> None:
+    """The search would find out in the middle that a trial is of two rows."""
+
+    def begun(sizes: tuple[int, int]) -> Pretend:
+        rows = ", ".join(f"{{label: of {size}, overrides: {{{key}: {size}}}}}" for size in sizes)
+        choice = f"search.scheduler={scheduler}", "search.reduction_factor=2"
+        return Pretend(make_plan(bred(f"rows=[{rows}]", *choice)), errors_of)
+
+    begun(apart).run()
+    with pytest.raises(UserError, match=rf"rows 'of {shared[0]}' and .*{scheduler}: they differ"):
+        begun(shared).run()
 
 
 @given(
