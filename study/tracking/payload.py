@@ -225,19 +225,18 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
         return None
     chosen = trial.config["data"]
     named = {"name": chosen["name"], "args": chosen.get("args")}
-    found = [
+    found: list[dict[str, Any]] = [
         entry
         for entry in plan["data"]
         if all(entry.get(key, value) == value for key, value in named.items())
     ]
+    if not found:
+        return None
     for key, value in {"root": chosen.get("root"), "validation": chosen["validation_size"]}.items():
         found = [entry for entry in found if entry.get(key) == value] or found
-    whole = max((entry.get("train", 0) for entry in found), default=0)
-    size = chosen["train_size"] or whole
-    fitting = [entry for entry in found if entry.get("train", 0) == size]
-    if fitting or not found:
-        return fitting[0] if fitting else None
-    return found[0] | ({"train": size, "part": True} if "files" in found[0] else {})
+    size = chosen["train_size"] or max(entry.get("train", 0) for entry in found)
+    part = found[0] | ({"train": size, "part": True} if "files" in found[0] else {})
+    return next((entry for entry in found if entry.get("train", 0) == size), part)
 
 
 def documents_of(plan: Event) -> dict[str, str]:
