@@ -34,8 +34,9 @@ from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.contrasts import ALPHA
 from study.results.importance import shares
+from study.results.likeness import Entry
 from study.results.objectives import mean_objective
-from study.results.statistics import METRIC, Entry, entries, interval
+from study.results.statistics import METRIC, entries, interval
 from study.results.summary import figures_by_seed
 from study.results.ties import mean_of
 

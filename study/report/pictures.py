@@ -43,9 +43,9 @@ from study.results.answer import capital
 from study.results.budgets import best_of_k
 from study.results.contrasts import POWER, Contrast
 from study.results.importance import Importance, importance
+from study.results.likeness import Entry
 from study.results.statistics import (
     METRIC,
-    Entry,
     Groups,
     best_of_budget,
     costs,

@@ -27,7 +27,8 @@ from study._compat import marginal_shares, search_space_transform
 from study.config.distribution import distribution, quiet_optuna
 from study.config.space import Domain, show
 from study.ledger.state import StudyState
-from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, Entry, entries
+from study.results.likeness import Entry
+from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, entries
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""

@@ -1,4 +1,4 @@
-"""Which configurations are alike but for one category: those that a comparison of its values pairs.
+"""Entries of a comparison, and which are alike but for one category: those that it pairs.
 
 The closest likeness that two values have anything in common by is taken: the same row; the same
 recipe, all that decides results; the same task. Entries of different tasks, which train on other
@@ -8,18 +8,46 @@ data or for another loss, are never taken for alike, except where rows themselve
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from study.config.keys import without
+from study.config.space import Params
+from study.ledger.state import TrialState
 from study.plan.identity import results_key
-
-if TYPE_CHECKING:
-    from study.results.statistics import Entry
 
 KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
 """Trial keys of a category whose name is not the key itself."""
-Likeness: TypeAlias = "Callable[[Entry, Sequence[str]], str]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One configuration, or one row that is not searched.
+
+    Attributes:
+        row: label of the row.
+        number: number of the configuration; None for a row.
+        params: sampled values by dotted key, at the end of training.
+        trials: its trials, one per seed.
+        values: mean over seeds by measure, for the measures that every trial has.
+        categories: its value of each of :data:`study.results.statistics.CATEGORIES`, by name.
+    """
+
+    row: str
+    number: int | None
+    params: Params
+    trials: tuple[TrialState, ...]
+    values: Mapping[str, float]
+    categories: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """Name for people: ``lns12`` or ``lns12 #7``."""
+        return self.row if self.number is None else f"{self.row} #{self.number}"
+
+
+Likeness: TypeAlias = Callable[[Entry, Sequence[str]], str]
 
 
 def likenesses(category: str) -> tuple[Likeness, ...]:

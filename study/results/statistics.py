@@ -27,11 +27,11 @@ import numpy as np
 
 from study.config import Metric
 from study.config.keys import lookup
-from study.config.space import Params, params_at
+from study.config.space import params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
-from study.results.likeness import by_likeness, likenesses, task_of
+from study.results.likeness import Entry, by_likeness, likenesses, task_of
 from study.results.objectives import bits_of, gpu_seconds, joules, last_value, objective
 from study.results.ties import mean_of
 from study.text import layout_of
@@ -68,32 +68,6 @@ Optuna walks a tree once for every combination of its thresholds, in Python: its
 of depth 64 takes minutes on 500 configurations. ``PAIRED`` is the number of most important keys
 whose pairs are computed.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One configuration, or one row that is not searched.
-
-    Attributes:
-        row: label of the row.
-        number: number of the configuration; None for a row.
-        params: sampled values by dotted key, at the end of training.
-        trials: its trials, one per seed.
-        values: mean over seeds by measure, for the measures that every trial has.
-        categories: its value of each of :data:`CATEGORIES`, by name.
-    """
-
-    row: str
-    number: int | None
-    params: Params
-    trials: tuple[TrialState, ...]
-    values: Mapping[str, float]
-    categories: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        """Name for people: ``lns12`` or ``lns12 #7``."""
-        return self.row if self.number is None else f"{self.row} #{self.number}"
 
 
 def entries(state: StudyState) -> list[Entry]:

@@ -35,7 +35,8 @@ from study.report.figures.style import (
 )
 from study.results.budgets import BestOf
 from study.results.importance import Importance
-from study.results.statistics import METRIC, Entry, Groups, front, labels
+from study.results.likeness import Entry
+from study.results.statistics import METRIC, Groups, front, labels
 
 MOST_NAMES = 12
 """Largest number of points of a front that are named."""
