@@ -162,6 +162,16 @@ def _refuse_other_formats(state: dict[str, Any], parameter: Tensor, group: dict[
             )
 
 
+def _count_changes(tensors: list[Tensor]) -> None:
+    """Have autograd refuse a backward pass that needs what these tensors were before.
+
+    Kernels write codes without its knowledge. An eager forward saves LNSTensors, a compiled one
+    their codes. Of what a compiled step writes torch counts the codes alone.
+    """
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
 class LNSOptimizer(torch.optim.Optimizer):
     """The base class of the optimizers: rounding options, loop over parameters, integer state.
 
@@ -265,6 +275,7 @@ class LNSOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; return the closure's loss."""
         loss = None
+        stepped: list[Tensor] = []
         self._rates.clear()
         if closure is not None:
             with torch.enable_grad():
@@ -278,7 +289,10 @@ class LNSOptimizer(torch.optim.Optimizer):
                         _refuse_strided(parameter)
                         key = group["seed"] << 32 | index if group["stochastic_rounding"] else None
                         self._update(parameter, self.state[parameter], group, key)
+                        if isinstance(parameter, LNSTensor):
+                            stepped += parameter, parameter.codes
                     index += 1
+        _count_changes(stepped)
         self._rates.clear()
         return loss
 
@@ -352,6 +366,7 @@ class LNSOptimizer(torch.optim.Optimizer):
             )
         for parameter, value in zip(parameters, values, strict=True):
             self._split(parameter, value.detach().to(parameter.device, torch.float64))
+        _count_changes(parameters)
 
     def _by_name(self, exact: Mapping[str, Tensor]) -> list[Tensor]:
         names = [name for group in self.param_groups for name in group.get("param_names", [])]

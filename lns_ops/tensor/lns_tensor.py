@@ -348,6 +348,8 @@ def _one_by_one(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
         scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}
         results.append(operator(*own, **scale, **kwargs))
+    if name.endswith("_"):
+        torch.autograd.graph.increment_version(args[0])  # torch leaves it to kernels of lists
     return None if name.endswith("_") else results
 
 
@@ -378,10 +380,8 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
 
 
-def _is_real(leaf: object) -> bool:
-    return (
-        isinstance(leaf, Tensor) and leaf.dtype.is_floating_point and leaf.layout is torch.strided
-    )
+def _is_real(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype.is_floating_point and x.layout is torch.strided
 
 
 def _write(x: Any, result: LNSTensor, name: str) -> Any:

@@ -15,6 +15,9 @@ from torch import nn
 import lns_ops
 from lns_ops import LNSFormat, LNSTensor, lns8, lns12, lns16, reference
 from lns_ops.optim import SGD, Adam, AdamW
+from tests.lns_ops.optimizers import ROUNDINGS, make
+
+KINDS = sorted(set(lns_ops.optim.__all__) - {"ARITHMETICS", "LNSOptimizer", "parameters_by_format"})
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
@@ -202,3 +205,86 @@ def test_a_strangers_loop_trains_with_adam(options: dict[str, bool]) -> None:
             optimizer.step()
     wrong = (model(x[1500:]).argmax(1) != y[1500:]).float().mean()
     assert wrong < 0.12
+
+
+def small_net(scope: str | None = "everywhere") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    if scope is not None:
+        lns_ops.convert_(model, lns16, scope=scope)
+    return model
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("scope", "options"),
+    [
+        *(("everywhere", {**rounding}) for rounding in ROUNDINGS),
+        ("everywhere", {"arithmetic": "float32", "kahan_sum": True}),
+        ("matmul", {}),
+        (None, {}),
+    ],
+    ids=str,
+)
+def test_a_step_between_forward_and_backward_is_refused(
+    name: str, scope: str | None, options: dict[str, Any]
+) -> None:
+    """As by torch.optim: the gradients would be those of other weights, or of a mixture."""
+    model = small_net(scope)
+    optimizer = make(name, model.parameters(), **options)
+    model(torch.ones(2, 3)).sum().backward()
+    early = model(torch.ones(2, 3)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_steps_in_a_closure_and_new_weights_are_changes_too() -> None:
+    model = small_net()
+    exact = [p.detach().to_float() for p in model.parameters()]  # type: ignore[operator]
+    optimizer = SGD(model.parameters(), lr=0.1, kahan_sum=True)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    for change in (lambda: optimizer.step(closure), lambda: optimizer.init_compensation(exact)):
+        early = model(torch.ones(2, 3)).sum()
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+
+
+def test_a_step_after_a_compiled_forward_is_a_change_too() -> None:
+    """A compiled forward saves codes instead of LNSTensors."""
+    torch.compiler.reset()
+    model = small_net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(2, 3)).sum().backward()
+    early = compiled(torch.ones(2, 3)).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        early.backward()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_backward_passes_without_a_step_between_add_up(name: str) -> None:
+    """Accumulation, retain_graph and parameters that no gradient reached, which stay unchanged."""
+    model, unused = small_net(), nn.Parameter(LNSTensor.from_float(torch.ones(2, 2), lns16))
+    optimizer = make(name, [*model.parameters(), unused])
+    first, second = model(torch.ones(2, 3)).sum(), model(torch.ones(2, 3)).sum()
+    for _ in range(3):
+        first.backward(retain_graph=True)
+    second.backward()
+    product = unused @ unused
+    optimizer.step()
+    product.sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()

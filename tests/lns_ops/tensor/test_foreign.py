@@ -218,6 +218,36 @@ def test_operations_on_lists_are_those_on_each(name: str) -> None:
         assert torch.equal(a.codes, b.codes)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda x, y: torch._foreach_mul_([x], 2.0),
+        lambda x, y: torch._foreach_add_([y.float(), x], [x, y]),
+        lambda x, y: torch._foreach_copy_([x], [y]),
+        lambda x, y: torch._foreach_zero_([x]),
+        lambda x, y: torch._foreach_addcmul_([x], [y], [y], 0.5),
+        lambda x, y: torch._foreach_lerp_([x], [y], 0.5),
+        lambda x, y: nn.utils.clip_grads_with_norm_([with_gradient(y, x)], 0.1, torch.tensor(1.0)),
+    ],
+)
+@pytest.mark.parametrize("made", [lambda n: random(3, seed=n), lambda n: torch.randn(3)])
+def test_operations_on_lists_in_place_are_changes_to_autograd(written: Any, made: Any) -> None:
+    """A product is not differentiated with a factor of another value, in LNS as in float32."""
+    x, factor = made(0).requires_grad_(), made(1).detach()
+    (x * factor).sum().backward()
+    late = (x * factor).sum()
+    with torch.no_grad():
+        written(factor, made(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def with_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    parameter = nn.Parameter(x)
+    parameter.grad = gradient
+    return parameter
+
+
 def test_images_take_the_places_of_words() -> None:
     """What networks of words and images do: ``masked_scatter``, whose gradient is a selection."""
     words, image = random(2, 3, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()
