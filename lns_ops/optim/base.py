@@ -297,8 +297,12 @@ class LNSOptimizer(torch.optim.Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore state as torch does; options that the checkpoint lacks take their defaults."""
+        """Restore state as torch does, also of copies and pickles, which come without attributes.
+
+        Options that the state lacks take their defaults.
+        """
         super().__setstate__(state)
+        self._rates = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

@@ -4,6 +4,8 @@ begins with."""
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -128,6 +130,62 @@ def test_fresh_state_is_zero(name: str, arithmetic: str) -> None:
         value.zero_()
     run(again, weights[1], gradients(1, 30))
     assert torch.equal(*(w.codes for w in weights))
+
+
+def pickled(pair: Any) -> Any:
+    return pickle.loads(pickle.dumps(pair))
+
+
+def saved(pair: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("name", list(ALL))
+def test_copies_of_model_and_optimizer_go_on_with_the_same_bits(name: str, copied: Any) -> None:
+    for scope, rounding in [
+        *(("everywhere", {**rounding}) for rounding in ROUNDINGS),
+        ("everywhere", ROUNDINGS[1] | FLOAT32),
+        (None, {}),
+    ]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        if scope is not None:
+            convert_(model, lns12, scope=scope)
+        optimizer = make(name, model.parameters(), **rounding)
+        trained(model, optimizer)
+        twin, other = copied((model, optimizer))
+        ends = trained(model, optimizer), trained(twin, other)
+        assert ends[0].keys() == ends[1].keys()
+        for key, value in ends[0].items():
+            assert torch.equal(ends[1][key], value), (scope, rounding, key)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
+    """Return weights and state after two steps, by parameter and name."""
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3) + step).square().sum().backward()
+        optimizer.step()
+    return {
+        (index, key): value
+        for index, p in enumerate(model.parameters())
+        for key, value in values({"weight": p.detach(), **optimizer.state[p]}).items()
+    }
+
+
+def test_a_copy_steps_at_a_rate_tensor_of_its_own() -> None:
+    weight = nn.Parameter(LNSTensor.from_float(torch.ones(3), lns12))
+    optimizer = SGD([weight], lr=torch.tensor(0.25))  # type: ignore[arg-type]
+    twin, other = copy.deepcopy((weight, optimizer))
+    other.param_groups[0]["lr"].fill_(0.5)
+    for each, parameter in ((optimizer, weight), (other, twin)):
+        run(each, parameter, [torch.ones(3)])
+    assert twin.detach().to_float().tolist() == [0.5] * 3
+    assert weight.detach().to_float()[0].item() == pytest.approx(0.75, rel=0.01)
 
 
 def test_options_that_a_checkpoint_is_older_than_take_their_defaults() -> None:
