@@ -93,10 +93,24 @@ class _LinearMatmul(torch.autograd.Function):
 _product = _in_two_forms(_LinearMatmul)
 
 
+def _float_input(x: Tensor) -> Tensor:
+    """Return a layer's input, decoded if it comes of a layer that is LNS everywhere.
+
+    Raises:
+        ValueError: it holds integers or booleans, of whose dtype the result would be, too.
+    """
+    if not x.dtype.is_floating_point and not x.dtype.is_complex:  # encoding refuses the latter
+        raise ValueError(
+            f"an input of dtype {x.dtype} in a layer of scope matmul: it must be of a floating"
+            " dtype, as for torch's own layer; give it x.float()"
+        )
+    return in_float32(x)
+
+
 def _linear(fmt: LNSFormat, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32."""
     promotion.refuse_layout(input)
-    input = in_float32(input)  # of a layer that is LNS everywhere
+    input = _float_input(input)
     flat = input.reshape(-1, input.shape[-1])
     rows = weight if weight.dim() == 2 else weight[None]
     output = _product(flat, rows, fmt, get_matmul_accumulation())
@@ -126,7 +140,7 @@ class LNSMatmulLinear(nn.Linear):
         """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32.
 
         Raises:
-            ValueError: a NaN or an infinity in the input or the weight.
+            ValueError: a NaN or an infinity in the input or the weight, or an input of integers.
         """
         return _linear(self.fmt, input, self.weight, self.bias)
 
@@ -196,7 +210,7 @@ def _convolution(
     padding: Any = 0, dilation: Any = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's convolution ``[B, I, ...]`` to ``[B, O, ...]`` (or without B), in LNS."""
-    input, dims = in_float32(input), weight.dim() - 2
+    input, dims = _float_input(input), weight.dim() - 2
     single = input.dim() == dims + 1
     x = input[None] if single else input
     if isinstance(padding, str):
@@ -237,7 +251,7 @@ def _transposed_convolution(
     padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Tensor:  # fmt: skip
     """Return torch's transposed convolution ``[B, O, ...]`` to ``[B, I, ...]``, in LNS."""
-    input, dims = in_float32(input), weight.dim() - 2
+    input, dims = _float_input(input), weight.dim() - 2
     single = input.dim() == dims + 1
     y = input[None] if single else input
     options = _options(fmt, dims, stride, padding, dilation, groups)

@@ -421,3 +421,19 @@ def test_the_summary_knows_a_layer_that_was_parametrized_later() -> None:
     layer = convert_(nn.Sequential(nn.Linear(3, 2)), lns12, scope="everywhere")
     parametrizations.weight_norm(layer[0])
     assert "float32" not in summary(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Linear(3, 3), nn.Conv1d(3, 2, 2), nn.ConvTranspose1d(3, 2, 2), Doubled(3, 3)],
+    ids=lambda x: type(x).__name__,
+)
+def test_inputs_of_integers_are_refused_as_by_torch(layer: nn.Module, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, 3, dtype=dtype)
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(x)
+    converted = convert_(copy.deepcopy(layer), lns16)
+    with pytest.raises(ValueError, match=rf"{dtype}.*floating dtype.*x\.float\(\)"):
+        converted(x)
+    converted(x.float())
