@@ -201,6 +201,27 @@ def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
     return next((fmt for pattern, fmt in formats.items() if fnmatchcase(name, pattern)), None)
 
 
+def _check_patterns(formats: Mapping[str, Format], names: list[str]) -> None:
+    """Refuse patterns that say nothing: which match no layer, or none that others leave to them.
+
+    Raises:
+        ValueError: there is one.
+    """
+    taken: dict[str, str] = {}  # by which pattern each layer is
+    for pattern in formats:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"format for {pattern!r} matches no layer: {layer_names(names)}")
+        if all(name in taken for name in matched):
+            earlier = ", ".join(map(repr, dict.fromkeys(taken[name] for name in matched)))
+            raise ValueError(
+                f"format for {pattern!r} is that of no layer: {earlier} before it takes all that"
+                " it matches, as the first pattern that matches counts; put the more specific"
+                " pattern first"
+            )
+        taken = dict.fromkeys(matched, pattern) | taken
+
+
 def _choose(
     owners: list[tuple[str, nn.Module]],
     fmt: Format | Mapping[str, Format],
@@ -209,12 +230,17 @@ def _choose(
     """Return which layers to convert, and into what.
 
     Raises:
-        ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer.
+        ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer, or ``fmt`` has no
+            pattern.
     """
     names, chosen = [name for name, _ in owners], []
-    for pattern in fmt if isinstance(fmt, Mapping) else ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"format for {pattern!r} matches no layer: {layer_names(names)}")
+    if isinstance(fmt, Mapping):
+        _check_patterns(fmt, names)
+        if not fmt and filter_fn is None:  # which could give formats
+            raise ValueError(
+                "fmt={}: has no pattern, so no layer would be converted; give patterns of layer"
+                f" names and their formats, {{'*': 'lns16'}}: {layer_names(names)}"
+            )
     for name, layer in owners:
         default = _matched(fmt, name) if isinstance(fmt, Mapping) else fmt
         answer = filter_fn(layer, name) if filter_fn is not None else True
@@ -313,8 +339,9 @@ def convert_(
             ``to_float`` work.
 
     Raises:
-        ValueError: unknown scope or format, a filter or pattern that matches no layer, a layer that
-            cannot be converted, or (in scope ``everywhere``) layers that share a parameter and
+        ValueError: unknown scope or format, a filter or pattern that matches no layer, a pattern
+            whose layers all go to earlier ones, no pattern at all, a layer that cannot be
+            converted, or (in scope ``everywhere``) layers that share a parameter and
             would not be converted alike; nothing has changed then.
 
     In scope ``everywhere`` the module has new parameters afterwards, so an optimizer is made after;

@@ -281,6 +281,23 @@ def test_ties_do_not_matter_to_products() -> None:
 
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
+def test_formats_that_no_layer_would_get_are_refused(scope: str) -> None:
+    for fmt, said in (
+        ({}, r"fmt={}.*there are '0', '2'"),
+        ({"*": "lns16", "0": "lns12"}, r"'0' is that of no layer: '\*' before.*specific.*first"),
+        ({"0": "lns8", "2": "lns16", "[02]": "lns12"}, r"'\[02\]' is that of no.*'0', '2' before"),
+    ):
+        model = net()
+        with pytest.raises(ValueError, match=said):
+            convert_(model, fmt, scope)  # type: ignore[arg-type]
+        assert type(model[0]) is nn.Linear
+    by_name = {"0": lns12, "2": lns8}
+    model = convert_(net(), {}, scope, lambda module, name: by_name.get(name))
+    assert [layer.lns_conversion.fmt for layer in (model[0], model[2])] == [lns12, lns8]
+    convert_(net(), {"0": "lns12", "*": "lns16"}, scope)
+
+
+@pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_filters_that_match_nothing_are_refused_with_the_names(scope: str) -> None:
     for fmt, filter_fn, said in (
         ("lns16", lambda module, name: name == "fc", "filter_fn"),
