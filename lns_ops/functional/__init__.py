@@ -20,12 +20,14 @@ from lns_ops.functional.elementwise import (
     encode,
     encode_number,
     from_key,
+    logarithm_beyond,
     mul,
     neg,
     number_code,
     order_key,
     relu,
     select,
+    shifted,
     sign,
     sqrt,
     sub,
@@ -40,7 +42,7 @@ from lns_ops.functional.updates import (
 
 __all__ = [
     "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode",
-    "encode_number", "from_key", "linear", "matmul", "mean", "mul", "neg", "norm", "number_code",
-    "order_key", "relu", "select", "sgd_update_", "sgd_update_float32_", "sign", "sqrt", "sub",
-    "sum",
+    "encode_number", "from_key", "linear", "logarithm_beyond", "matmul", "mean", "mul", "neg",
+    "norm", "number_code", "order_key", "relu", "select", "sgd_update_",
+    "sgd_update_float32_", "shifted", "sign", "sqrt", "sub", "sum",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from lns_ops.functional.library import (
     define_operator,
     refuse_distributed,
 )
-from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.format import LNSFormat, logarithm
 
 
 def broadcast_shape(x: torch.Size, y: torch.Size) -> Sequence[int]:
@@ -162,6 +162,31 @@ def encode_number(value: float, fmt: LNSFormat) -> Tensor:
         ValueError: a NaN or an infinity (``NonFiniteError``).
     """
     return torch.tensor(number_code(value, fmt), dtype=torch.int16)
+
+
+@lru_cache(maxsize=4096)
+def logarithm_beyond(value: float, fmt: LNSFormat) -> int:
+    """Return the logarithm, in ulps, of the magnitude of a Python number above the range; else 0.
+
+    A number within the range has a code (:func:`number_code`), one below it is zero.
+
+    Raises:
+        ValueError: a NaN or an infinity (``NonFiniteError``).
+    """
+    number_code(value, fmt)  # refuses what is not finite
+    log = logarithm(abs(value), fmt.fraction_bits) if value else 0
+    return log if log > fmt.max_log else 0
+
+
+def shifted(x: Tensor, shift: int, fmt: LNSFormat) -> Tensor:
+    """Return ``x`` with ``shift`` ulps added to the logarithms: a factor that may have no code.
+
+    The result saturates and underflows as that of :func:`mul` does.
+    """
+    field = (x & fmt.field_mask).int()
+    moved = (field + shift).clamp(max=fmt.field_mask)
+    code = torch.where((field == 0) | (moved <= 0), 0, moved).to(torch.int16)
+    return torch.where((x < 0) & (code != 0), code | fmt.sign_mask, code)
 
 
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,9 +1,13 @@
-"""A warning where gradients are lost as they enter a format.
+"""Warnings of what a format's range loses: gradients as they enter it, and counts beyond it.
 
 A float32 gradient that is encoded (behind a loss; at every product of scope ``matmul``) loses its
 entries below the format's smallest magnitude. The first :data:`LOOKS` of them after a conversion
 are looked at, so that training pays nothing later and a GPU is waited for in the first passes only;
 not while a graph is traced or captured.
+
+So is what division by a number above the format's largest loses, of which the gradient of a mean
+over as many terms is made. Sums of as many terms that cannot but saturate, inside a softmax or an
+average, are warned of every time.
 
 Limits: gradients that underflow later, between layers in scope ``everywhere``, or in compiled code
 are not seen; :func:`lns_ops.analyze` sees those.
@@ -16,6 +20,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from lns_ops import functional as lns
 from lns_ops._compat import is_transforming
 from lns_ops.spec.format import LNSFormat
 
@@ -66,4 +71,36 @@ def _measure(grad: Tensor, fmt: LNSFormat) -> None:
             " averaging it and divide the rate; where a sum's underflow too, scale it by"
             " lns_ops.LossScale(lns_ops.analyze(...).loss_scale)",
             stacklevel=3,
+        )
+
+
+def warn_of_lost(number: float, codes: Tensor, result: Tensor, fmt: LNSFormat) -> None:
+    """Warn, once a conversion, if much of codes underflows by division by a large number."""
+    global _left
+    if not _left or not _is_real(codes):
+        return
+    _left -= 1
+    magnitude = lns.decode(codes, fmt, torch.float64).abs()
+    lost = magnitude.where(result == 0, 0).sum() / magnitude.sum()
+    if lost > SHARE:  # not where all are zero
+        _left = 0
+        warnings.warn(
+            f"division by {number:,.10g} in {fmt}: {100 * float(lost):.0f} % of shape"
+            f" {tuple(codes.shape)} underflow, as what is below {fmt.smallest:.2g} counts as 0; the"
+            " gradient of a mean over as many terms is such a quotient: sum them instead and"
+            " divide the rate, or scale the loss by lns_ops.LossScale",
+            stacklevel=4,
+        )
+
+
+def warn_of_terms(name: str, terms: int, total: Tensor, fmt: LNSFormat, remedy: str) -> None:
+    """Warn if a sum of more terms than the format's largest number has saturated."""
+    # not while shapes are symbols
+    if not isinstance(terms, int) or terms <= fmt.largest or not _is_real(total):
+        return
+    if bool(((total & fmt.field_mask) == fmt.field_mask).any()):
+        warnings.warn(
+            f"{name} of {terms:,} values in {fmt}: their sum saturates at {fmt.largest:,.0f}, the"
+            f" largest number, and the result is off; {remedy}",
+            stacklevel=4,
         )

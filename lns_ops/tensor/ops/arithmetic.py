@@ -19,6 +19,7 @@ from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.promotion import refuse_forward_mode
 from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.underflow import warn_of_lost
 
 _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "add": lns.add,
@@ -30,6 +31,10 @@ _IN_FLOAT32 = (
     "keep a moving average in float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)),"
     " multi_avg_fn=...)"
 )
+
+
+_NUMBERS = (float, int, torch.SymInt, torch.SymFloat)
+"""The types of numbers, the latter of shapes that are traced; bool is another."""
 
 
 def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
@@ -46,9 +51,14 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """Apply an elementwise operation to two tensors, or a tensor and a number.
 
-    ``alpha`` multiplies ``y`` first.
+    ``alpha`` multiplies ``y`` first. A number above the format's range that multiplies or divides
+    counts in full; one that is added saturates first.
     """
     name = func.overloadpacket.__name__
+    if (type(y) in _NUMBERS or type(x) in _NUMBERS) and name in ("mul", "div"):
+        found = _by_large_number(name, x, y)
+        if found is not None:
+            return found
     x_codes, y_codes, fmt = operands(name, x, y)
     if name == "mul" and type(y) is float and 0 < y < 1 and lns.number_code(y, fmt) == fmt.bias:
         warnings.warn(
@@ -61,6 +71,41 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     if alpha != 1:
         return LNSTensor(_with_alpha(_BINARY[name], x_codes, y_codes, alpha, fmt), fmt)
     return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)
+
+
+def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
+    """Return the product or quotient of a tensor and a Python number above the format's range.
+
+    The number counts in full: its logarithm is rounded as encoding rounds, and only the result is
+    clamped. Returns None for any other number, which is encoded.
+    """
+    tensor, number = (x, y) if isinstance(x, LNSTensor) else (y, x)
+    fmt = tensor.fmt
+    if isinstance(number, (torch.SymInt, torch.SymFloat)):
+        return _by_large_size(name, x, y, fmt)
+    log = lns.logarithm_beyond(number, fmt)
+    if not log:
+        return None
+    codes = tensor.codes
+    if name == "div" and tensor is x:
+        result = lns.shifted(codes, -log, fmt)
+        warn_of_lost(number, codes, result, fmt)
+    else:
+        if name == "div":
+            codes = lns.div(lns.encode_number(1.0, fmt), codes, fmt)
+        result = lns.shifted(codes, log, fmt)
+    return LNSTensor(lns.neg(result, fmt) if number < 0 else result, fmt)
+
+
+def _by_large_size(name: str, x: Any, y: Any, fmt: LNSFormat) -> LNSTensor | None:
+    """Return the result for a number of a traced shape, in two factors: a power of two first."""
+    number, octaves = (y if isinstance(x, LNSTensor) else x), fmt.most_scale
+    if octaves == 1 or not number > fmt.largest:
+        return None
+    multiplied, operator = aten.mul.Tensor, getattr(aten, name).Tensor
+    if isinstance(x, LNSTensor):
+        return binary(operator, binary(operator, x, octaves), number / octaves)
+    return binary(multiplied, binary(operator, octaves, y), number / octaves)
 
 
 _PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for n in _BINARY}

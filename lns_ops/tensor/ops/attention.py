@@ -12,6 +12,9 @@ zero (torch's is NaN). A mask that is added holds ``-inf`` or its dtype's most n
 where it masks; a row of the latter alone has equal weights, as in torch. ``-inf`` is no LNS value:
 ``masked_fill(mask, -inf)`` stores the largest magnitude, and so does a sum with such a mask; its e
 is zero as well.
+
+Over more scores than the format's largest number (64,830 in lns12, 235 in lns8) the sum can
+saturate, and the weights add up to more than one: that warns.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
 from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.underflow import warn_of_terms
+
+_IN_FLOAT32 = "take it in float32, LNSTensor.from_float(x.to_float().softmax(dim), x.fmt)"
 
 
 def _softmax_codes(x: Tensor, dim: int, fmt: LNSFormat, kept: Tensor | None = None) -> Tensor:
@@ -38,10 +44,12 @@ def _softmax_codes(x: Tensor, dim: int, fmt: LNSFormat, kept: Tensor | None = No
     largest = key.amax(dim, keepdim=True)
     shifted = lns.sub(x, lns.from_key(largest, fmt), fmt)
     exponentials = lookup(shifted, "exp", fmt)
-    if kept is None:
-        return lns.div(exponentials, lns.sum(exponentials, [dim], fmt, keepdim=True), fmt)
-    exponentials = lns.select(kept, exponentials, 0)
+    if kept is not None:
+        exponentials = lns.select(kept, exponentials, 0)
     total = lns.sum(exponentials, [dim], fmt, keepdim=True)
+    warn_of_terms("softmax", x.shape[dim], total, fmt, _IN_FLOAT32)
+    if kept is None:
+        return lns.div(exponentials, total, fmt)
     return lns.div(exponentials, torch.where(total == 0, fmt.bias, total).to(torch.int16), fmt)
 
 

@@ -21,7 +21,9 @@ from lns_ops.functional.indexed import index_sum
 from lns_ops.functional.max_pool import max_pool2d
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
+from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.underflow import warn_of_terms
 
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -150,7 +152,8 @@ def _pool_arguments(
     )
 
 
-def _divisor(
+def _divided(
+    codes: Tensor,
     x: Tensor,
     positions: Any,
     kernel: Any,
@@ -160,13 +163,12 @@ def _divisor(
     override: Any,
     fmt: LNSFormat,
 ) -> Tensor:
-    if override:
-        return lns.encode(torch.tensor(float(override), dtype=torch.float64), fmt)
+    """Return codes ``[..., *positions]`` over the number of values at each position."""
     counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-    if bool((counts == counts.reshape(-1)[0]).all()):  # a number, which need not go to a GPU
-        counts = counts.reshape(-1)[0]
-        return lns.encode(counts, fmt)
-    return lns.encode(counts, fmt).to(x.device)
+    number = float(override or counts.reshape(-1)[0])
+    if override or bool((counts == number).all()):  # which need not go to a GPU
+        return binary(aten.div.Tensor, LNSTensor(codes, fmt), number).codes
+    return lns.div(codes, lns.encode(counts, fmt).to(x.device), fmt)
 
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -186,10 +188,14 @@ def _avg_pool(
         math.prod(kernel), -1, *positions
     )
     total = lns.sum(taps, [0], x.fmt)
-    divisor = _divisor(
-        x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, x.fmt
+    warn_of_terms(
+        "avg_pool", len(taps), total, x.fmt, "adaptive_avg_pool of size 1 and mean do not"
     )
-    return LNSTensor(lns.div(total, divisor, x.fmt).reshape(*x.shape[:-dims], *positions), x.fmt)
+    mean = _divided(
+        total, x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override,
+        x.fmt,
+    )  # fmt: skip
+    return LNSTensor(mean.reshape(*x.shape[:-dims], *positions), x.fmt)
 
 
 @handles(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
@@ -201,10 +207,10 @@ def _avg_pool_backward(
     kernel, stride, padding, positions, _ = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )
-    divisor = _divisor(
-        x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override, fmt
-    )
-    share = lns.div(grad.codes, divisor, fmt).reshape(-1, 1, *positions)
+    share = _divided(
+        grad.codes, x.codes, positions, kernel, stride, padding, count_include_pad,
+        divisor_override, fmt,
+    ).reshape(-1, 1, *positions)  # fmt: skip
     ones = torch.full((1, 1, *kernel), fmt.bias, dtype=torch.int16, device=share.device)
     geometry = conv.Geometry(stride, padding, (1,) * dims)
     return LNSTensor(

@@ -34,6 +34,7 @@ from lns_ops.spec.reference import LONG_SUM
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.underflow import warn_of_terms
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
@@ -162,7 +163,9 @@ def _std_mean(
 def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
     largest = LNSTensor(_largest(x, dim), x.fmt)
     exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
-    logarithm = LNSTensor(lookup(_total(exponentials, dim, True).codes, "log", x.fmt), x.fmt)
+    total = _total(exponentials, dim, True)
+    warn_of_terms("logsumexp", _count(x, dim), total.codes, x.fmt, "take x.to_float().logsumexp()")
+    logarithm = LNSTensor(lookup(total.codes, "log", x.fmt), x.fmt)
     result = binary(aten.add.Tensor, logarithm, largest)
     return result if keepdim else LNSTensor(result.codes.squeeze(dimensions(x, dim)), x.fmt)
 

@@ -175,3 +175,62 @@ def test_adam_learns_from_a_scaled_loss_what_it_cannot_from_a_small_one() -> Non
     exact, scaled, plain = trained("float32", 1), trained("lns12", 64 * 256), trained("lns12", 1)
     assert scaled == pytest.approx(exact, rel=0.05)
     assert plain > scaled + 0.3
+
+
+def compiled(x: Tensor) -> Tensor:
+    torch._dynamo.reset()
+    return torch.compile(Tensor.mean, backend="aot_eager", fullgraph=True, dynamic=True)(x)
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        Tensor.mean,
+        lambda x: x.sum() / x.numel(),
+        lambda x: (x / x.numel()).sum(),
+        lambda x: F.adaptive_avg_pool1d(x[None], 1).sum(),
+        compiled,
+    ],
+    ids=["mean", "sum", "terms", "pooling", "compiled"],
+)
+@pytest.mark.parametrize(("fmt", "terms"), [("lns12", 70_000), ("lns8", 300)])
+def test_the_gradient_of_a_mean_over_more_terms_than_the_largest_number(
+    mean: Callable[[Tensor], Tensor], fmt: str, terms: int
+) -> None:
+    x = LNSTensor.from_float(torch.ones(terms), fmt).requires_grad_()
+    scale = 128.0
+    mean(x).backward(torch.tensor(scale))
+    grad = x.grad.to_float().double()  # type: ignore[union-attr]
+    assert grad.unique().numel() == 1
+    assert float(grad[0]) == pytest.approx(scale / terms, rel=x.fmt.epsilon)
+
+
+def test_what_a_count_beyond_the_range_loses_is_said_once() -> None:
+    x = LNSTensor.from_float(torch.ones(600_000), "lns12").requires_grad_()
+    underflow.start_over()
+    warned = said(lambda: (x.mean().backward(), x.mean().backward()))
+    assert len(warned) == 1
+    assert "division by 600,000 in lns12: 100 %" in warned[0]
+    assert not x.grad.codes.any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("softmax", lambda x: x.softmax(-1)),
+        ("logsumexp", lambda x: x.logsumexp(-1)),
+        ("avg_pool", lambda x: F.avg_pool1d(x + 1, x.shape[-1])),
+    ],
+)
+def test_sums_of_more_terms_than_the_largest_number_warn(
+    name: str, run: Callable[[Tensor], Tensor]
+) -> None:
+    few, many = (LNSTensor.from_float(torch.zeros(1, n), "lns8") for n in (200, 4096))
+    with pytest.warns(UserWarning, match=f"{name} of 4,096 values in lns8: their sum saturates"):
+        run(many)
+    one = torch.full((1, 4096), -100.0)
+    one[0, 7] = 100.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(few)
+        LNSTensor.from_float(one, "lns8").softmax(-1)

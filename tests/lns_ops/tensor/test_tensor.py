@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lns_ops import LNSFormat, LNSTensor, NonFiniteError, convert_, lns8, lns12, lns16, reference
+from lns_ops.spec.format import logarithm
+from lns_ops.spec.reference import NO_LOG, pack, unpack
 from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 
@@ -364,3 +366,18 @@ def test_saturated_values_are_finite_and_found(fmt: LNSFormat) -> None:
     for infinite in (torch.isinf, torch.isnan, torch.isposinf, torch.isneginf):
         assert not infinite(x).any()
     assert (x.abs() == x.fmt.largest).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("fmt", [lns16, lns12, lns8, LNSFormat(2, 0), LNSFormat(8, 6)], ids=str)
+def test_numbers_above_the_range_count_in_full(fmt: LNSFormat) -> None:
+    x = LNSTensor(torch.from_numpy(fmt.codes()), fmt)
+    (sign, log), nonzero = unpack(x.codes.numpy(), fmt), x.codes.numpy() != 0
+    divisor = LNSTensor(x.codes[x.codes != 0], fmt)
+    for number in (3.0, fmt.largest * 1.3, -fmt.largest * 1.3, 600_000, 1e12, -1e30):
+        ulps, negative = logarithm(abs(number), fmt.fraction_bits), number < 0
+        up, down = (np.where(log == NO_LOG, log, log + shift) for shift in (ulps, -ulps))
+        product = pack(sign ^ negative, up, fmt)
+        for found in (x * number, number * x, x.clone().mul_(number)):
+            equal(found, product)
+        equal(x / number, pack(sign ^ negative, down, fmt))
+        equal(number / divisor, pack((sign ^ negative)[nonzero], ulps - log[nonzero], fmt))
