@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _mode_utils, _pytree
 from torch.utils.data._utils import collate
 
@@ -132,6 +133,19 @@ def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
+def active_replicas() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel within whose forward pass this is called, if any.
+
+    torch's compiler asks its private method; there is no public one (torch 2.13).
+    """
+    return DistributedDataParallel._active_ddp_module
+
+
+replicated_parameters: Callable[[DistributedDataParallel], list[torch.Tensor]] = attrgetter(
+    "_module_parameters"
+)
+"""The parameters whose gradients a DistributedDataParallel exchanges, as it found them when it was
+made; the module's own may be others by now, and nothing public keeps them (torch 2.13)."""
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 """The attributes in which a module keeps what it has registered: ``vars`` shows them among its own,
 and nothing public tells them apart (torch 2.13)."""

@@ -37,6 +37,7 @@ from torch.nn.parameter import is_lazy
 from lns_ops import functional as lns
 from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
+from lns_ops.nn import replicas
 from lns_ops.nn.layer_kinds import (
     is_quantized,
     multiplies,
@@ -108,8 +109,10 @@ class _Encode:
                 " holds no LNSTensor; export the float module that lns_ops.revert_ gives back, or"
                 " convert with scope='matmul'"
             )
-        if not kwargs and not torch.compiler.is_compiling() and all(map(self._is_kept, args)):
-            return None
+        if not torch.compiler.is_compiling():
+            replicas.refuse_around()
+            if not kwargs and all(map(self._is_kept, args)):
+                return None
         named = {
             name: value if "mask" in name else tree_map(self._encoded, value)
             for name, value in kwargs.items()
@@ -272,16 +275,6 @@ def _check(name: str, layer: nn.Module) -> None:
         )
 
 
-def _check_replicas(module: nn.Module) -> None:
-    """Refuse a module whose parameters DistributedDataParallel knows, as they would be replaced."""
-    if any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
-        raise ValueError(
-            "DistributedDataParallel: would go on with the parameters that it wraps, and not with"
-            " the LNS ones that take their place; call convert_ first, then wrap the model by"
-            " lns_ops.distributed_data_parallel"
-        )
-
-
 def _check_ties(
     owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]
 ) -> None:
@@ -378,7 +371,7 @@ def _convert_to_lns(
 ) -> None:
     everywhere = scope == "everywhere"
     if everywhere:
-        _check_replicas(module)
+        replicas.refuse_within(module)
     owners = owners_of(module)
     relevant = [(n, m) for n, m in owners if (everywhere and not is_quantized(m)) or multiplies(m)]
     chosen = _choose(relevant, fmt, filter_fn)

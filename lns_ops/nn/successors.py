@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from lns_ops._compat import MODULE_TABLES, move_tensor_hooks
+from lns_ops.nn import replicas
 
 
 def successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -42,6 +43,7 @@ def follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> N
     """Put successors in the place of parameters that lists, dictionaries, ... of a module hold."""
     if not successors:
         return
+    replicas.start_over()
     seen: set[int] = set()
     for part in module.modules():
         for name, value in list(vars(part).items()):

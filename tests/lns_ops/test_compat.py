@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from numba.core.registry import cpu_target
 from torch import Tensor, nn
@@ -261,6 +262,30 @@ def test_torch_modules_hold_their_hooks() -> None:
     _compat.remove_forward_hooks(module, (Hook,))
     module(1)
     assert (gone.calls, stays) == (0, [(1,)]), "torch: modules hold their forward hooks otherwise"
+
+
+def test_torch_tells_within_which_replica_a_layer_runs(tmp_path: Path) -> None:
+    seen = []
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: seen.append(_compat.active_replicas()))
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        known = list(module.parameters())
+        module.weight = nn.Parameter(torch.ones(2, 2))
+        wrapped(torch.ones(1, 2))
+        module(torch.ones(1, 2))
+    finally:
+        dist.destroy_process_group()
+    assert [each is wrapped for each in seen] == [True, False], (
+        "torch: DistributedDataParallel._active_ddp_module is not the one whose forward runs"
+    )
+    assert seen[1] is None
+    found = _compat.replicated_parameters(wrapped)
+    assert all(a is b for a, b in zip(found, known, strict=True)), (
+        "torch: DistributedDataParallel._module_parameters are not those that it wrapped"
+    )
 
 
 COMPILER = f"""

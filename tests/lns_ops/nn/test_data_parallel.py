@@ -194,6 +194,23 @@ def into_buckets(model: nn.Module) -> None:
     wrapped(batch()[0]).to_float().sum().backward()
 
 
+def converted_later(model: nn.Module) -> None:
+    wrapped = DistributedDataParallel(net())
+    x, _ = batch()
+    wrapped(x).sum().backward()
+    lns_ops.convert_(wrapped.module, "lns16", scope="everywhere")
+    wrapped.module(x)  # which nobody needs to refuse
+    lns_ops.distributed_data_parallel(wrapped.module)(x).to_float().sum().backward()
+    wrapped(x)
+
+
+def converted_again(model: nn.Module) -> None:
+    wrapped, (x, _) = lns_ops.distributed_data_parallel(model), batch()
+    wrapped(x).to_float().sum().backward()
+    lns_ops.convert_(lns_ops.revert_(model), "lns12", scope="everywhere")
+    wrapped(x)
+
+
 def with_buffer(model: nn.Module) -> None:
     layer = lns_ops.convert_(nn.Linear(2, 2), "lns16", scope="everywhere")
     layer.register_buffer("scale", lns_ops.LNSTensor.from_float(torch.ones(2), "lns16"))
@@ -238,6 +255,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         ),
         "call convert_ first",
     ),
+    "converted within a wrapper": (converted_later, "drift apart; call convert_ first"),
+    "converted again within one": (converted_again, "drift apart; call convert_ first"),
     "FSDP": (shard, "scope='matmul'"),
     "TP": (cut, "tensor parallelism have no LNS form"),
     "TP without a source": (
