@@ -12,7 +12,10 @@ the network says in bfloat16, which has as many bits: results that are far off b
 
     python scripts/model_zoo.py                    # all, and docs/models.md
     python scripts/model_zoo.py hf-Bert siren      # those whose names begin so, printed only
-    python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows of a page replaced
+    python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows there replaced
+
+The page is made of the rows in the file too; with names it is written only if every network has
+one, and left as it is otherwise.
 
 Libraries that are missing are left out with a note: ``pip install transformers timm torchvision``.
 """
@@ -349,8 +352,20 @@ def main() -> None:
             _print(network.name, found, options.failures)
     _count(rows)
     if options.results or not options.names:
-        ordered = {n.name: rows[n.name] for n in NETWORKS if n.name in rows}
-        PAGE.write_text(page(ordered, {n.name: n.library for n in NETWORKS}))
+        _write(rows, whole=bool(options.names))
+
+
+def _write(rows: dict[str, dict[str, Any]], whole: bool) -> None:
+    """Write docs/models.md; if it must be ``whole``, only where no network lacks a row."""
+    without = [n.name for n in NETWORKS if n.name not in rows]
+    if whole and without:
+        print(
+            f"{PAGE.name} is left as it is: {len(without)} networks have no row ({without[0]},"
+            " ...); run all, with --results FILE, and then single ones with the same file"
+        )
+        return
+    ordered = {n.name: rows[n.name] for n in NETWORKS if n.name in rows}
+    PAGE.write_text(page(ordered, {n.name: n.library for n in NETWORKS}))
 
 
 def _imported(library: str) -> bool:

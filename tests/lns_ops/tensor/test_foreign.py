@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,28 @@ def test_networks_of_the_zoo_train(name: str, scope: str, monkeypatch: pytest.Mo
     found = zoo.attempt(network, scope, copied)
     assert found["trains"] == "yes"
     assert found["copies"] == ("yes" if copied else "-")
+
+
+def test_single_networks_of_the_zoo_leave_a_page_of_all_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    zoo = importlib.import_module("model_zoo")
+    rows, page = tmp_path / "rows.json", tmp_path / "models.md"
+    page.write_text("all networks")
+    monkeypatch.setattr(zoo, "PAGE", page)
+    monkeypatch.setattr(zoo, "LIBRARIES", ())
+    found = {"trains": "yes", "copies": "yes", "note": "", "off": 0.01, "bfloat16": 0.01}
+    monkeypatch.setattr(zoo, "run", lambda network, limit: dict.fromkeys(zoo.SCOPES, found))
+    monkeypatch.setattr("sys.argv", ["model_zoo.py", "siren", "--results", str(rows)])
+    zoo.main()
+    assert page.read_text() == "all networks"
+    assert "models.md is left as it is" in capsys.readouterr().out
+    assert list(json.loads(rows.read_text())) == ["siren"]
+    every = {n.name: dict.fromkeys(zoo.SCOPES, found) for n in zoo.NETWORKS}
+    rows.write_text(json.dumps(every))
+    zoo.main()
+    assert all(f"| {n.name} |" in page.read_text() for n in zoo.NETWORKS)
 
 
 @pytest.mark.parametrize(
