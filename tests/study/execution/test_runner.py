@@ -99,13 +99,12 @@ def test_data_sets_of_one_name_are_continued_and_logged_each_as_itself(tiny: Tin
     for outcome in first, longer, more:
         assert [trial.status for trial in outcome.state.trials] == [FINISHED] * 2
         plan = outcome.state.plan
-        for noise in 0.5, 0.1:
-            assert f"mnist1d {{'noise': {noise}, 'examples': 200" in protocol(outcome.state)
         assert len({entry["files"] for entry in plan["data"]}) == 2
         for trial in outcome.state.trials:
             entry = data_of(plan, trial)
             assert entry is not None
             assert f"'noise': {trial.row.split()[1]}" in entry["source"]
+            assert f"mnist1d {entry['args']}: 160 train" in protocol(outcome.state)
 
 
 def test_a_study_runs_to_its_report(undisturbed: tuple[StudyConfig, Outcome]) -> None:
