@@ -302,7 +302,7 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         raise ValueError(
             f"{key}={name!r}: {path} cannot be imported: {described}; mend it there"
         ) from error
-    if is_file:
+    if is_file and len(_FOLDERS) > 1:
         _refuse_mixed(key, name, path)
     found: Any = getattr(module, attribute, None)
     if not callable(found):
@@ -325,7 +325,7 @@ def _refuse_mixed(key: str, name: str, path: Path) -> None:
     """
     root, files = code_files(key, name)
     others = {Path(folder) for folder in _FOLDERS} - {root}
-    for file in files if others else ():
+    for file in files:
         inner = file.relative_to(root).with_suffix("")
         module = ".".join(inner.parts).removesuffix(".__init__")
         found = _origins(module)

@@ -59,14 +59,10 @@ def _is_real(grad: Tensor) -> bool:
 
 def _measure(grad: Tensor, fmt: LNSFormat) -> None:
     """Warn if more than :data:`SHARE` of a gradient underflows, and look at no other one then."""
-    global _left
-    _left -= 1
     magnitude = grad.detach().abs().double()
-    lost = magnitude.where(magnitude < fmt.smallest, 0).sum() / magnitude.sum()
-    if lost > SHARE:  # not where all are zero
-        _left = 0
+    if share := _share(magnitude, magnitude < fmt.smallest):
         warnings.warn(
-            f"gradient of shape {tuple(grad.shape)}: {100 * float(lost):.0f} % of it underflow in"
+            f"gradient of shape {tuple(grad.shape)}: {100 * share:.0f} % of it underflow in"
             f" {fmt}, as entries below {fmt.smallest:.2g} count as 0: sum the loss instead of"
             " averaging it and divide the rate; where a sum's underflow too, scale it by"
             " lns_ops.LossScale(lns_ops.analyze(...).loss_scale)",
@@ -74,18 +70,25 @@ def _measure(grad: Tensor, fmt: LNSFormat) -> None:
         )
 
 
+def _share(magnitude: Tensor, lost: Tensor) -> float:
+    """Return the part of the magnitudes that is lost where it is more than :data:`SHARE`, which
+    ends the looking; else 0, as where all are zero."""
+    global _left
+    _left -= 1
+    share = float(magnitude.where(lost, 0).sum() / magnitude.sum())
+    if not share > SHARE:
+        return 0.0
+    _left = 0
+    return share
+
+
 def warn_of_lost(number: float, codes: Tensor, result: Tensor, fmt: LNSFormat) -> None:
     """Warn, once a conversion, if much of codes underflows by division by a large number."""
-    global _left
     if not _left or not _is_real(codes):
         return
-    _left -= 1
-    magnitude = lns.decode(codes, fmt, torch.float64).abs()
-    lost = magnitude.where(result == 0, 0).sum() / magnitude.sum()
-    if lost > SHARE:  # not where all are zero
-        _left = 0
+    if share := _share(lns.decode(codes, fmt, torch.float64).abs(), result == 0):
         warnings.warn(
-            f"division by {number:,.10g} in {fmt}: {100 * float(lost):.0f} % of shape"
+            f"division by {number:,.10g} in {fmt}: {100 * share:.0f} % of shape"
             f" {tuple(codes.shape)} underflow, as what is below {fmt.smallest:.2g} counts as 0; the"
             " gradient of a mean over as many terms is such a quotient: sum them instead and"
             " divide the rate, or scale the loss by lns_ops.LossScale",

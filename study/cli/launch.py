@@ -142,9 +142,9 @@ def _follow_slurm(job: str, status: str) -> int:
     """Wait for a job's end; return the exit code. The command ``status`` shows the study."""
     from study.launch.slurm import Seen, look
 
-    before = Seen.RUNNING
+    before, goes_on = Seen.RUNNING, (Seen.RUNNING, Seen.AWAY)
     # a job that is queued again has failed for a moment
-    while (seen := look(job)) in (Seen.RUNNING, Seen.AWAY) or seen is Seen.FAILED is not before:
+    while (seen := look(job)) in goes_on or (seen is Seen.FAILED and seen is not before):
         if seen is Seen.AWAY and before is not Seen.AWAY:
             print(f"{Seen.AWAY.value}; job {job} goes on, and is looked for again", file=sys.stderr)
         before = seen

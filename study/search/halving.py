@@ -34,11 +34,11 @@ class Halving(Rounds):
         )
         return len(self._sizes) - 1
 
-    def _params(self, member: Member) -> Params:
+    def _params(self, member: Member, number: int) -> Params:
         return (
             member.params
-            if self._round == self._last
-            else member.params | {"data.train_size": self._sizes[self._round]}
+            if number == self._last
+            else member.params | {"data.train_size": self._sizes[number]}
         )
 
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:

@@ -41,8 +41,8 @@ class Population(Rounds):
         self._steps: list[MemberStep] = []
         return len(self._ends) - 1
 
-    def _params(self, member: Member) -> Params:
-        params = member.params | {"epochs": self._ends[self._round]}
+    def _params(self, member: Member, number: int) -> Params:
+        params = member.params | {"epochs": self._ends[number]}
         return (
             params | {"changes": [dict(change) for change in member.changes]}
             if member.changes

@@ -78,8 +78,8 @@ class Rounds(ABC):
         """Prepare what the rounds need; return the index of the last round."""
 
     @abstractmethod
-    def _params(self, member: Member) -> Params:
-        """Return the sampled values of a member's trials in this round."""
+    def _params(self, member: Member, number: int) -> Params:
+        """Return the sampled values of a member's trials in the round of that number."""
 
     @abstractmethod
     def _next(self, state: StudyState, errors: list[float]) -> list[Member]:
@@ -105,13 +105,8 @@ class Rounds(ABC):
     def budgets(self) -> set[str]:
         """Ids of the first member's trial in every round, should it be promoted unchanged; asked
         before the search recalls anything."""
-        found, before = set(), self._round
-        for number in range(self._last + 1):
-            self._round = number
-            params = self._params(self._members[0])
-            found.add(self._base.trial(self._seeds[0], None, params).id)
-        self._round = before
-        return found
+        rounds = (self._params(self._members[0], number) for number in range(self._last + 1))
+        return {self._base.trial(self._seeds[0], None, params).id for params in rounds}
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
         """Learn what earlier runs of the study did."""
@@ -142,7 +137,7 @@ class Rounds(ABC):
         """
 
         def make(params: Params, number: int) -> list[PlannedTrial]:
-            self._base.trial(self._seeds[0], None, self._params(Member(params=params)))
+            self._base.trial(self._seeds[0], None, self._params(Member(params=params), self._round))
             return [self._base.trial(self._seeds[0], None, params)]
 
         found, self.excluded = draw(
@@ -166,7 +161,8 @@ class Rounds(ABC):
         self._trials = [
             [
                 dataclasses.replace(
-                    self._base.trial(seed, first + number, self._params(member)), asked=asked
+                    self._base.trial(seed, first + number, self._params(member, self._round)),
+                    asked=asked,
                 )
                 for seed in self._seeds
             ]

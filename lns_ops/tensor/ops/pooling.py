@@ -164,11 +164,13 @@ def _divided(
     fmt: LNSFormat,
 ) -> Tensor:
     """Return codes ``[..., *positions]`` over the number of values at each position."""
-    counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-    number = float(override or counts.reshape(-1)[0])
-    if override or bool((counts == number).all()):  # which need not go to a GPU
-        return binary(aten.div.Tensor, LNSTensor(codes, fmt), number).codes
-    return lns.div(codes, lns.encode(counts, fmt).to(x.device), fmt)
+    number = override
+    if not number:
+        counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
+        number = counts.reshape(-1)[0].item()
+        if bool((counts != number).any()):
+            return lns.div(codes, lns.encode(counts, fmt).to(x.device), fmt)
+    return binary(aten.div.Tensor, LNSTensor(codes, fmt), float(number)).codes  # stays off a GPU
 
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)

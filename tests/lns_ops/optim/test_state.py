@@ -4,8 +4,7 @@ begins with."""
 from __future__ import annotations
 
 import copy
-import io
-import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import lns_ops.optim as optim
 from lns_ops import LNSTensor, convert_, lns12
 from lns_ops.optim import SGD, AdamW
+from tests.lns_ops.copies import through_pickle, through_torch
 from tests.lns_ops.optimizers import ALL, FLOAT32, ROUNDINGS, gradients, make, run, start_of, values
 
 ROOTS = {
@@ -132,18 +132,9 @@ def test_fresh_state_is_zero(name: str, arithmetic: str) -> None:
     assert torch.equal(*(w.codes for w in weights))
 
 
-def pickled(pair: Any) -> Any:
-    return pickle.loads(pickle.dumps(pair))
-
-
-def saved(pair: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(pair, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, through_pickle, partial(through_torch, weights_only=False)]
+)
 @pytest.mark.parametrize("name", list(ALL))
 def test_copies_of_model_and_optimizer_go_on_with_the_same_bits(name: str, copied: Any) -> None:
     for scope, rounding in [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lns_ops import LNSTensor, convert_, lns12, lns16, revert_
 from lns_ops.serialization import load_file, save_file
 from lns_ops.tensor import in_float32
+from tests.lns_ops.copies import through_pickle, through_torch
 from tests.lns_ops.nets import GPT
 
 VALUES = torch.tensor([[1.0, -2.0], [4.0, 0.5], [0.0, 8.0]])
@@ -215,17 +215,6 @@ def test_set_takes_another_tensors_memory() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-
-
-def through_pickle(x: Any) -> Any:
-    return pickle.loads(pickle.dumps(x))
-
-
-def through_torch(x: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": through_pickle, "torch.save": through_torch}
