@@ -108,7 +108,7 @@ def normalization(
     Args:
         cut: what :func:`cut_of` returns.
         weight, bias: in a shape that broadcasts to that of ``x``, or absent.
-        eps: a positive code.
+        eps: a positive code of the format of squares.
     """
     x, affine = x.contiguous(), weight is not None or bias is not None
     y = torch.empty_like(x)
@@ -117,7 +117,7 @@ def normalization(
     variance, scale = x.new_empty(cut.kept), x.new_empty(cut.kept)
     operands = [_repeated(codes, x) for codes in (weight, bias)]
     device = x.get_device()
-    powers = function_table("power", (-0.5,), LNSFormat(bits, fraction_bits), device)
+    powers = function_table("power", (-0.5,), LNSFormat(bits, fraction_bits).of_squares, device)
     _of_groups(
         "normalization", cut, (x, y, out if affine else None),
         (mean if centred else None, variance, scale),
@@ -247,7 +247,8 @@ def track_(
 ) -> None:  # fmt: skip
     """Update running averages, contiguous float32, by the codes of a mean and a variance.
 
-    ``average = (1 - momentum) average + momentum value``, of the variance times ``unbiased``.
+    ``average = (1 - momentum) average + momentum value``, of the variance times ``unbiased``; these
+    two are codes of the format of squares.
     """
     mean, variance, device = mean.contiguous(), variance.contiguous(), mean.get_device()
     if mean.numel():

@@ -253,6 +253,7 @@ def compile_options(fmt: LNSFormat, device: int, **more: int) -> tuple[str, ...]
     values = {
         "BITS": fmt.bits,
         "FRACTION_BITS": fmt.fraction_bits,
+        "SQUARE_BITS": fmt.of_squares.bits,
         "LAST": len(tables.plus) - 1,
         "DRIFT": -int(tables.minus[1:].min(initial=0)),
         "SHARED_BASE": shared_base(device),

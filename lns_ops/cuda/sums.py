@@ -122,7 +122,8 @@ def sum(
     """Return the sums of pieces of ``LONG_SUM`` terms over ``dims``, ``[pieces, *kept]``.
 
     ``kind`` is one of :data:`KINDS`: terms are elements of x, products with y, or squares of what
-    x is more than y. ``shift`` ulps are added to a sum's logarithm before it is stored.
+    x is more than y (if given), which and whose sums are codes of the format of squares. ``shift``
+    ulps are added to a sum's logarithm before it is stored.
     """
     fmt = (bits, fraction_bits)
     if y is not None:
@@ -134,10 +135,10 @@ def sum(
         if y is None:
             kept = [d for d in range(x.dim()) if d not in dims]
             x = x.permute(*dims, *kept).contiguous()
-            return sum(x, None, range(len(dims)), "plain", *fmt, shift)
-        x = mul(x, y, *fmt) if kind == "products" else sub(x, y, *fmt)  # the terms by themselves
-        x = mul(x, x, *fmt) if kind == "squares" else x
-        return sum(x, None, dims, "plain", *fmt, shift)
+            return sum(x, None, range(len(dims)), kind, *fmt, shift)
+        if kind == "squares":
+            return sum(sub(x, y, *fmt), None, dims, kind, *fmt, shift)
+        return sum(mul(x, y, *fmt), None, dims, "plain", *fmt, shift)  # the terms by themselves
     if plan.terms == 0 or plan.sums == 0:
         return x.new_zeros(plan.shape)
     out = torch.empty(plan.shape, dtype=torch.int16, device=x.device)

@@ -30,7 +30,9 @@ from lns_ops.functional.elementwise import (
     shifted,
     sign,
     sqrt,
+    square,
     sub,
+    within,
 )
 from lns_ops.functional.reductions import linear, matmul, mean, norm, sum
 from lns_ops.functional.updates import (
@@ -44,5 +46,5 @@ __all__ = [
     "absolute", "adam_update_", "adam_update_float32_", "add", "decode", "div", "encode",
     "encode_number", "from_key", "linear", "logarithm_beyond", "matmul", "mean", "mul", "neg",
     "norm", "number_code", "order_key", "relu", "select", "sgd_update_",
-    "sgd_update_float32_", "shifted", "sign", "sqrt", "sub", "sum",
+    "sgd_update_float32_", "shifted", "sign", "sqrt", "square", "sub", "sum", "within",
 ]  # fmt: skip

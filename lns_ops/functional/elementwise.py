@@ -189,6 +189,22 @@ def shifted(x: Tensor, shift: int, fmt: LNSFormat) -> Tensor:
     return torch.where((x < 0) & (code != 0), code | fmt.sign_mask, code)
 
 
+def square(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the squares of codes in the format that holds them, ``fmt.of_squares``."""
+    if fmt.of_squares == fmt:
+        return mul(x, x, fmt)
+    return (x & fmt.field_mask) << 1
+
+
+def within(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return codes of ``fmt.of_squares``, none of them negative, as ``fmt`` holds them.
+
+    They saturate above its range and are zero below it.
+    """
+    more = fmt.of_squares.bias - fmt.bias
+    return (x - more).clamp(0, fmt.field_mask) if more else x
+
+
 def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of int16 ``codes``.
 

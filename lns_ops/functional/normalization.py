@@ -5,8 +5,9 @@
 
 (without ``d`` and the first means where it is not centred). ``y weight + bias`` lies behind it.
 Every step rounds to the format, as the operations of :mod:`lns_ops.functional` that it is made of;
-``eps`` is at least the format's smallest magnitude. On a GPU all of it is one kernel where
-:mod:`lns_ops.cuda.normalization` can cut it so, else the elementwise part is one.
+``v`` and ``eps`` to that of squares (:attr:`lns_ops.LNSFormat.of_squares`), of which ``eps`` is at
+least the smallest magnitude. ``s`` is at least the format's own. On a GPU all of it is one kernel
+where :mod:`lns_ops.cuda.normalization` can cut it so, else the elementwise part is one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from lns_ops import cuda
 from lns_ops.cuda import normalization as on_gpu
 from lns_ops.functional import indexed  # noqa: F401 (defines the kernels of powers)
-from lns_ops.functional.elementwise import encode_number, number_code
+from lns_ops.functional.elementwise import encode_number, number_code, within
 from lns_ops.functional.library import (
     FORMAT,
     OPS,
@@ -79,28 +80,33 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
     ops = kernels_of(x)
     for stage in stages(tuple(dims), x.dim()):
         x = reduced(ops, x, y, stage, kind, fmt, True, True)
+        if kind == "squares":
+            fmt = fmt.of_squares
         y, kind = None, "plain"
     return x
 
 
 def _least(eps: float, fmt: LNSFormat) -> float:
-    return max(eps, fmt.smallest) if eps >= 0 else eps
+    return max(eps, fmt.of_squares.smallest) if eps >= 0 else eps
 
 
 @lru_cache(maxsize=256)
 def _code_of(value: float, bits: int, fraction_bits: int) -> int:
-    return number_code(value, cached_format(bits, fraction_bits))
+    """Return the code of a factor of the variance, or of what is added to it."""
+    return number_code(value, cached_format(bits, fraction_bits).of_squares)
 
 
 def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tensor:
     """Return ``(variance + eps)^(-1/2)`` by ``ops``, torch's operators or the kernels of a device.
 
-    ``eps`` is at least the format's smallest magnitude.
+    ``variance`` is in codes of the format of squares, the result in those of ``fmt``, at least its
+    smallest magnitude.
     """
-    least = encode_number(_least(eps, fmt), fmt)
-    name = fmt.bits, fmt.fraction_bits
-    total = ops.add(variance, least, *name)
-    return ops.lookup(total, "power", [-0.5], *name)  # type: ignore[no-any-return]
+    squares = fmt.of_squares
+    least = encode_number(_least(eps, fmt), squares)
+    name = squares.bits, squares.fraction_bits
+    root = ops.lookup(ops.add(variance, least, *name), "power", [-0.5], *name)
+    return within(root, fmt).clamp(min=1)
 
 
 def _normalization(
@@ -109,8 +115,7 @@ def _normalization(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ops, fmt = kernels_of(x), cached_format(bits, fraction_bits)
     mean = _mean(x, None, "plain", dims, fmt) if centred else None
-    about, kind = (x, "products") if mean is None else (mean, "squares")
-    variance = _mean(x, about, kind, dims, fmt)
+    variance = _mean(x, mean, "squares", dims, fmt)
     scale = inverse_root(ops, variance, eps, fmt)
     w, b = (None if p is None else p.reshape(shape) for p in (weight, bias))
     y, out = ops.normalize(x, mean, scale, w, b, bits, fraction_bits)
@@ -211,13 +216,16 @@ def _track_(
     mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, variance: Tensor,
     unbiased: float, momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
-    ops, fmt = kernels_of(mean), (bits, fraction_bits)
+    ops, fmt = kernels_of(mean), cached_format(bits, fraction_bits)
     if variance_average is not None:
-        variance = ops.mul(variance, encode_number(unbiased, cached_format(*fmt)), *fmt)
-    for average, codes in ((mean_average, mean), (variance_average, variance)):
+        squares = fmt.of_squares
+        factor = encode_number(unbiased, squares)
+        variance = ops.mul(variance, factor, squares.bits, squares.fraction_bits)
+    averages = (mean_average, mean, fmt), (variance_average, variance, fmt.of_squares)
+    for average, codes, own in averages:
         if average is not None:
-            value = ops.decode(codes, *fmt, torch.float32).reshape(average.shape)
-            average.mul_(1 - momentum).add_(value, alpha=momentum)
+            value = ops.decode(codes, own.bits, own.fraction_bits, torch.float32)
+            average.mul_(1 - momentum).add_(value.reshape(average.shape), alpha=momentum)
 
 
 def _track_on_gpu_(
@@ -306,6 +314,8 @@ def normalization(
 ) -> Normalized:  # fmt: skip
     """Normalize int16 codes ``x`` over ``dims``; statistics keep these dimensions, of size 1.
 
+    The variance is in codes of ``fmt.of_squares``.
+
     Args:
         weight, bias: of one shape, or absent; they meet ``x`` seen as ``shape``.
     """
@@ -336,8 +346,8 @@ def track_(
 ) -> None:  # fmt: skip
     """Update running averages, flat floats, by the codes of a batch's mean and variance.
 
-    ``average = (1 - momentum) average + momentum value``, of the variance times ``unbiased``; one
-    of them may be absent.
+    ``average = (1 - momentum) average + momentum value``, of the variance (in codes of
+    ``fmt.of_squares``) times ``unbiased``; one of them may be absent.
     """
     name = fmt.bits, fmt.fraction_bits
     OPS.track_(*averages, mean, variance, unbiased, momentum, *name)

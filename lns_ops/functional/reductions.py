@@ -13,7 +13,7 @@ from torch import Tensor
 from lns_ops import cpu
 from lns_ops.cuda.float32_matmul import matmul_cuda
 from lns_ops.functional.accumulation import check_accumulation
-from lns_ops.functional.elementwise import add, decode, mul, sub
+from lns_ops.functional.elementwise import add, decode, mul, square, sub
 from lns_ops.functional.float32_matmul import matmul_cpu
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat, logarithm
@@ -27,12 +27,15 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _terms(x: Tensor, y: Tensor | None, kind: str, fmt: LNSFormat) -> Tensor:
-    """Return what is summed: x, the products with y, or the squares of what x is more than y."""
-    if y is None:
-        return x
+    """Return what is summed, in the format of :func:`_format_of`."""
     if kind == "squares":
-        x = y = sub(x, y, fmt)
-    return mul(x, y, fmt)
+        return square(x if y is None else sub(x, y, fmt), fmt)
+    return x if y is None else mul(x, y, fmt)
+
+
+def _format_of(kind: str, fmt: LNSFormat) -> LNSFormat:
+    """Return the format of terms and sums: squares have one of their own."""
+    return fmt.of_squares if kind == "squares" else fmt
 
 
 def _sum_flat(x: Tensor, dim: int, fmt: LNSFormat, shift: int) -> Tensor:
@@ -47,7 +50,7 @@ def _sum_cpu(
     shift: int = 0,
 ) -> Tensor:  # fmt: skip
     fmt, kept = cached_format(bits, fraction_bits), [d for d in range(x.dim()) if d not in dims]
-    x = _terms(x, y, kind, fmt)
+    x, fmt = _terms(x, y, kind, fmt), _format_of(kind, fmt)
     sizes = [x.shape[d] for d in kept]
     flat = x.permute(*dims, *kept).reshape(math.prod(x.shape[d] for d in dims), *sizes)
     if len(flat) <= LONG_SUM:
@@ -141,7 +144,8 @@ def mean(
 
     Args:
         times: as for :func:`sum`.
-        about: the mean of the squares of ``x - about`` instead, of a shape that broadcasts.
+        about: the mean of the squares of ``x - about`` instead, of a shape that broadcasts, in
+            codes of ``fmt.of_squares``.
 
     Raises:
         ValueError: there are no terms.
@@ -194,7 +198,7 @@ def reduced(
     """Return a sum or mean by ``ops``, torch's operators or the kernels of a device.
 
     ``kind`` says which terms: ``plain``, ``products`` with y, or ``squares`` of what x is more than
-    y.
+    y (if given); these and their sums or means are codes of ``fmt.of_squares``.
     """
     key = (x.shape, tuple(dims), keepdim, average, fmt.fraction_bits)
     try:
@@ -206,7 +210,7 @@ def reduced(
     over: Sequence[int] = plan.dims
     for shift in plan.shifts:
         x = ops.sum(x, y, over, kind, fmt.bits, fmt.fraction_bits, shift)
-        y, over, kind = None, (0,), "plain"
+        y, over, kind, fmt = None, (0,), "plain", _format_of(kind, fmt)
     return x.reshape(plan.shape)
 
 

@@ -137,6 +137,21 @@ class LNSFormat:
         return float(2.0 ** (self.min_log / 2**self.fraction_bits))
 
     @property
+    def of_squares(self) -> LNSFormat:
+        """The format of the squares of its values, in which variances are held.
+
+        It has a bit more and the same ulp, so that the field of a square is twice that of the
+        value. It is the format itself where there is no such one: at 16 bits, and where its range
+        would leave float32's.
+
+        >>> lns12.of_squares.name, lns16.of_squares.name
+        ('lns(13,6)', 'lns16')
+        """
+        wider = self.bits + 1
+        exists = wider <= 16 and self.fraction_bits >= wider - 9
+        return LNSFormat(wider, self.fraction_bits) if exists else self
+
+    @property
     def epsilon(self) -> float:
         """The relative distance to the next value, ``2^(2^-f) - 1``.
 

@@ -155,6 +155,12 @@ def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     return pack(sx ^ sy, lx + ly, fmt)
 
 
+def square(x: Codes, fmt: LNSFormat) -> Codes:
+    """Return ``x^2`` in codes of ``fmt.of_squares``: twice the logarithm, exact in that format."""
+    sign, log = unpack(x, fmt)
+    return pack(np.zeros_like(sign), 2 * log, fmt.of_squares)
+
+
 def div(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x / y``: logarithms subtract; exact but for saturation and underflow.
 

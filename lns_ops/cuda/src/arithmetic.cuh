@@ -26,7 +26,8 @@
 // The float instructions are written in PTX, because compilers that are told -ftz=true (as CuPy
 // tells them) would flush all of it to zero.
 //
-// Needs -D BITS, FRACTION_BITS, LAST (index of the last table entry), DRIFT (both from
+// Needs -D BITS, FRACTION_BITS, SQUARE_BITS (of the format that holds squares,
+// lns_ops.LNSFormat.of_squares), LAST (index of the last table entry), DRIFT (both from
 // lns_ops.spec.gaussian_log), and SHARED_BASE: where dynamic shared memory begins in the shared
 // window, a constant of the device that saves an addition a lookup. Kernels that use an Adder have
 // the table at the very beginning of dynamic shared memory and no static shared memory.
@@ -39,7 +40,9 @@
 typedef unsigned int u32;
 typedef long long i64;
 
-constexpr int BIAS = 1 << (BITS - 2);
+template <int WIDTH>
+constexpr int BIAS_OF = 1 << (WIDTH - 2);
+constexpr int BIAS = BIAS_OF<BITS>, SQUARE_BIAS = BIAS_OF<SQUARE_BITS>;
 constexpr int FIELD_MASK = (1 << (BITS - 1)) - 1;
 constexpr int SIGN_MASK = -(1 << (BITS - 1));
 constexpr int ACC_MIN = 1 - (1 << 14);
@@ -50,14 +53,21 @@ constexpr int bit_length(u32 n) { return n ? 1 + bit_length(n >> 1) : 0; }
 
 // A value straight from the definition: lns_ops.reference on integers. For what is rare, and for
 // formats whose tables are too long for shared memory. `gauss[d]` holds G+(d) and G-(d), d = 0 ..
-// LAST.
+// LAST. Codes are those of a format of WIDTH bits.
 struct Exact {
     int log, sign;
     bool zero;
 
+    template <int WIDTH = BITS>
     __device__ __forceinline__ static Exact of(int code) {
-        int field = code & FIELD_MASK;
-        return {field - BIAS, code < 0, field == 0};
+        int field = code & (2 * BIAS_OF<WIDTH> - 1);
+        return {field - BIAS_OF<WIDTH>, code < 0, field == 0};
+    }
+    // The square of a code, as the format of squares holds it.
+    __device__ __forceinline__ static Exact square_of(int code) {
+        const Exact x = of(code);
+        const int log = 2 * x.log;
+        return {min(log, SQUARE_BIAS - 1), 0, x.zero || log <= -SQUARE_BIAS};
     }
 
     // x + y on unbounded logarithms.
@@ -75,9 +85,11 @@ struct Exact {
         return {min(log, ACC_MAX), sign, zero || log < ACC_MIN};
     }
 
+    template <int WIDTH = BITS>
     __device__ __forceinline__ int code() const {
-        int field = min(log, BIAS - 1) + BIAS;
-        return zero || field <= 0 ? 0 : sign ? field | SIGN_MASK : field;
+        constexpr int OFFSET = BIAS_OF<WIDTH>;
+        int field = min(log, OFFSET - 1) + OFFSET;
+        return zero || field <= 0 ? 0 : sign ? field | -2 * OFFSET : field;
     }
 };
 

@@ -38,24 +38,26 @@ struct Encoder {
     }
 };
 
-// float32 of a code: its significand from a table, rounded to float32, times a power of two. What
-// is subnormal has entries of its own, of the exponents -128 and -127, rounded once
+// float32 of a code of WIDTH bits: its significand from a table, rounded to float32, times a power
+// of two. What is subnormal has entries of its own, of the exponents -128 and -127, rounded once
 // (lns_ops.format.single_significands).
-struct Decoder {
-    static constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = BIAS > 126 << FRACTION_BITS;
+template <int WIDTH>
+struct DecoderOf {
+    static constexpr int OFFSET = BIAS_OF<WIDTH>, MASK = 2 * OFFSET - 1;
+    static constexpr bool SHARED = FRACTION_BITS <= 9, SUBNORMAL = OFFSET > 126 << FRACTION_BITS;
     static constexpr int FRACTIONS = 1 << FRACTION_BITS,
                          ENTRIES = SUBNORMAL ? 3 * FRACTIONS : FRACTIONS,
                          ROOM = SHARED ? ENTRIES : 1;
     const float *significands, *near;
 
     // `shared`: ROOM elements of shared memory, filled here; the caller synchronises.
-    __device__ __forceinline__ Decoder(const float* __restrict__ significands, float* shared)
+    __device__ __forceinline__ DecoderOf(const float* __restrict__ significands, float* shared)
         : significands(significands), near(shared) {
         if (SHARED)
             for (int i = threadIdx.x; i < ENTRIES; i += blockDim.x) shared[i] = significands[i];
     }
     __device__ __forceinline__ float operator()(int code) const {
-        const int field = code & FIELD_MASK, log = field - BIAS, exponent = log >> FRACTION_BITS,
+        const int field = code & MASK, log = field - OFFSET, exponent = log >> FRACTION_BITS,
                   fraction = log & (FRACTIONS - 1);
         const bool subnormal = SUBNORMAL && exponent < -126;
         const int entry = subnormal ? fraction + (exponent + 129) * FRACTIONS : fraction;
@@ -64,6 +66,7 @@ struct Decoder {
         return field == 0 ? 0.0f : __int_as_float(bits | (code & 0x80000000));
     }
 };
+typedef DecoderOf<BITS> Decoder;
 
 // The code below or above a float32 in magnitude, at random: lns_ops.reference.encode_stochastic.
 // An infinity saturates. `base` gives the last significand at or below the start of a cell, `steps`

@@ -128,11 +128,13 @@ struct Team {
 };
 
 // The sum of a group's terms in pieces of `length`, whose sums are summed in turn where there are
-// several; every thread of the team has it. A piece has at most BLOCK * slots terms.
+// several; every thread of the team has it. Sums of SQUARES are in their format. A piece has at
+// most BLOCK * slots terms.
 template <int KIND>
 __device__ __forceinline__ int summed(const short* x, const short* y, int common,
                                       const Groups& groups, const Team& team, int length,
                                       int inner_shift, int outer_shift, const int2* gauss) {
+    constexpr int WIDTH = BITS_OF_SUM<KIND>;
     Total* totals = TOTALS;
     short *codes = (short*)(TOTALS + 512), *results = codes + MOST_CODES;
     const int K = groups.terms.K, pieces = (K + length - 1) / length;
@@ -151,7 +153,7 @@ __device__ __forceinline__ int summed(const short* x, const short* y, int common
             Total sum = Total::zero();
             for (int b = 0; b < blocks; b++)
                 sum = Total::add(sum, totals[team.place(team.slot * blocks + b)], gauss);
-            codes[team.place(first + team.slot)] = stored(sum, inner_shift);
+            codes[team.place(first + team.slot)] = stored<WIDTH>(sum, inner_shift);
         }
         __syncthreads();
     }
@@ -160,14 +162,14 @@ __device__ __forceinline__ int summed(const short* x, const short* y, int common
     if (team.slot < parts) {
         Total total = Total::zero();
         for (int k = team.slot * BLOCK; k < min(pieces, (team.slot + 1) * BLOCK); k++)
-            total = Total::add(total, Total::of(codes[team.place(k)]), gauss);
+            total = Total::add(total, Total::of(Exact::of<WIDTH>(codes[team.place(k)])), gauss);
         totals[team.place(team.slot)] = total;
     }
     __syncthreads();
     if (team.slot == 0) {
         Total sum = Total::zero();
         for (int b = 0; b < parts; b++) sum = Total::add(sum, totals[team.place(b)], gauss);
-        results[team.column] = stored(sum, outer_shift);
+        results[team.column] = stored<WIDTH>(sum, outer_shift);
     }
     __syncthreads();
     return results[team.column];
@@ -193,8 +195,19 @@ __device__ __forceinline__ void each_of(const Groups& groups, const Team& team, 
         f(team.base + terms.place(k, flat), Count<1>());
 }
 
+// (variance + eps)^(-1/2), the format's smallest magnitude at least. `powers`: x^(-1/2) of each
+// code of the format of squares, in which the variance and eps are.
+__device__ __forceinline__ int inverse_root(int variance, int eps, const short* powers,
+                                            const int2* gauss) {
+    typedef Exact E;
+    const E total = E::add(E::of<SQUARE_BITS>(variance), E::of<SQUARE_BITS>(eps), gauss);
+    E root = E::of<SQUARE_BITS>(powers[total.code<SQUARE_BITS>()]);
+    root.log = max(root.log, 1 - BIAS);
+    return root.code();
+}
+
 // Statistics of each group, y = (x - mean) scale, and out = y weight + bias. `mean` is absent where
-// x is not centred, `out` without weight and bias. `powers`: x^(-1/2) of each code.
+// x is not centred, `out` without weight and bias.
 extern "C" __global__ void __launch_bounds__(512)
     lns_normalization(const short* __restrict__ x, short* __restrict__ y, short* __restrict__ out,
                       short* __restrict__ mean, short* __restrict__ variance,
@@ -207,9 +220,8 @@ extern "C" __global__ void __launch_bounds__(512)
     for (i64 first = blockIdx.x * columns; first < groups.terms.N; first += gridDim.x * columns) {
         const Team team(groups, first);
         const int about = mean ? mean_of<PLAIN>(x, x, 0, groups, team, gauss) : 0;
-        const int spread = mean ? mean_of<SQUARES>(x, x, about, groups, team, gauss)
-                                : mean_of<PRODUCTS>(x, x, 0, groups, team, gauss);
-        const int by = powers[sum_of<false>(spread, eps, gauss) & (2 * FIELD_MASK + 1)];
+        const int spread = mean_of<SQUARES>(x, x, about, groups, team, gauss);
+        const int by = inverse_root(spread, eps, powers, gauss);
         if (team.live && team.slot == 0) {
             if (mean) mean[team.group] = about;
             variance[team.group] = spread;

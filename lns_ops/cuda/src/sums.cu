@@ -2,9 +2,9 @@
 #include "sums.cuh"
 
 // out[piece][n]: a thread takes one block of 64 terms of one sum; `columns` (a power of two) of
-// them and 512 / columns blocks at a time in a thread block. In SQUARES y holds what is subtracted:
-// y[i / y_div % y_mod] for element i of x. `shift` ulps are added to the logarithm before it is
-// stored in the format. `wide`: vectors of 8 terms are aligned.
+// them and 512 / columns blocks at a time in a thread block. In SQUARES y holds what is subtracted,
+// if anything is: y[i / y_div % y_mod] for element i of x. `shift` ulps are added to the logarithm
+// before it is stored. `wide`: vectors of 8 terms are aligned.
 template <int KIND>
 __device__ __forceinline__ void sums(const short* x, const short* y, short* out, const Terms& terms,
                                      i64 y_div, i64 y_mod, int columns, int shift, bool wide,
@@ -17,7 +17,7 @@ __device__ __forceinline__ void sums(const short* x, const short* y, short* out,
         const i64 m = group * columns + column, n = m % terms.N, first = m / terms.N * LONG_SUM;
         const i64 base = terms.begin(n);
         const i64 last = m < M ? min(terms.K, first + LONG_SUM) : 0;
-        const int about = KIND == SQUARES && m < M ? y[base / y_div % y_mod] : 0;
+        const int about = KIND == SQUARES && y && m < M ? y[base / y_div % y_mod] : 0;
         Total total = Total::zero();
         for (i64 b = 0; b < blocks; b += slots) {
             const i64 begin = first + (b + slot) * BLOCK, end = min(last, begin + BLOCK);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void sums(const short* x, const short* y, short* out,
                     total = Total::add(total, totals[s * columns + column], gauss);
             __syncthreads();
         }
-        if (slot == 0 && m < M) out[m] = stored(total, shift);
+        if (slot == 0 && m < M) out[m] = stored<BITS_OF_SUM<KIND>>(total, shift);
     }
 }
 

@@ -15,7 +15,7 @@ constexpr i64 LONG_SUM = 4096;
 struct Total {
     typedef Arithmetic::Add Add;
     static constexpr int PITCH = Add::PITCH, LOWEST = ACC_MIN - 1, BEYOND = (1 << 15) * PITCH;
-    static constexpr bool GROWS_BEYOND = BIAS - LOWEST + (13 << FRACTION_BITS) > 1 << 15;
+    static constexpr bool GROWS_BEYOND = SQUARE_BIAS - LOWEST + (13 << FRACTION_BITS) > 1 << 15;
     float n;
 
     __device__ __forceinline__ static Total zero() { return {Arithmetic::without_underflow(0.0f)}; }
@@ -49,9 +49,8 @@ struct Total {
     Exact n;
 
     __device__ __forceinline__ static Total zero() { return {{0, 0, true}}; }
-    __device__ __forceinline__ static Total of(int code) {
-        return {Exact::of(code).accumulator()};
-    }
+    __device__ __forceinline__ static Total of(int code) { return of(Exact::of(code)); }
+    __device__ __forceinline__ static Total of(Exact x) { return {x.accumulator()}; }
     __device__ __forceinline__ Exact exact() const { return n; }
     __device__ __forceinline__ static Total add(Total x, Total y, const int2* gauss) {
         return {Exact::add(x.n, y.n, gauss).accumulator()};
@@ -99,8 +98,10 @@ struct Terms {
 };
 
 // Terms are x, x y, the square of x less a number that all terms of a sum share, x times that
-// number, or x times that number times y.
+// number, or x times that number times y. Squares and their sums are in the format of squares.
 enum Kind { PLAIN, PRODUCTS, SQUARES, WEIGHTED, WEIGHTED_PRODUCTS };
+template <int KIND>
+constexpr int BITS_OF_SUM = KIND == SQUARES ? SQUARE_BITS : BITS;
 
 // Adds terms begin .. end - 1 up, one after the other; `common` is the number that they share.
 template <int KIND>
@@ -114,11 +115,9 @@ __device__ __forceinline__ Total added_up(const short* x, const short* y, int co
     auto take = [&](int a, int b) {
         if (KIND == WEIGHTED || KIND == WEIGHTED_PRODUCTS) a = product_of(a, common);
         if (PAIRED) a = product_of(a, b);
-        if (KIND == SQUARES) {
-            a = sum_of<true>(a, common, gauss);
-            a = product_of(a, a);
-        }
-        total = Total::add(total, Total::of(a), gauss);
+        if (KIND == SQUARES && common) a = sum_of<true>(a, common, gauss);
+        const Total term = KIND == SQUARES ? Total::of(Exact::square_of(a)) : Total::of(a);
+        total = Total::add(total, term, gauss);
     };
     constexpr int AHEAD = 4;  // vectors loaded together: else each addition would wait for memory
     i64 k = begin;
@@ -157,11 +156,12 @@ __device__ __forceinline__ Total added_up(const short* x, const short* y, int co
     return total;
 }
 
-// The code of a sum whose logarithm is moved by `shift` ulps before it is stored.
+// The code of WIDTH bits of a sum whose logarithm is moved by `shift` ulps before it is stored.
+template <int WIDTH>
 __device__ __forceinline__ short stored(const Total& total, int shift) {
     Exact sum = total.exact();
     sum.log += shift;
-    return (short)sum.code();
+    return (short)sum.code<WIDTH>();
 }
 
 #if FAST

@@ -147,6 +147,8 @@ def _normalized(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and mean and variance in codes.
 
+    The variance is in those of ``fmt.of_squares``.
+
     The mean is subtracted only if ``centred``, else it is empty; the first is multiplied by
     ``weight`` and has ``bias`` added, as they are in ``shape``. Of an empty ``x`` all are empty.
     """
@@ -243,11 +245,9 @@ def _track(
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    encoded = [
-        LNSTensor.from_float(v.detach(), x.fmt).codes.reshape(shape) for v in (mean, variance)
-    ]
-    scale = LNSTensor(inverse_root(OPS, encoded[1], eps, x.fmt), x.fmt)
-    return (x - LNSTensor(encoded[0], x.fmt)) * scale
+    center = LNSTensor.from_float(mean.detach().reshape(shape), x.fmt)
+    spread = lns.encode(variance.detach().reshape(shape), x.fmt.of_squares)
+    return (x - center) * LNSTensor(inverse_root(OPS, spread, eps, x.fmt), x.fmt)
 
 
 def _batch(
@@ -327,6 +327,7 @@ def instance_norm(
         )
     y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
     if input.numel() and any(average is not None for average in averages):
-        mean, variance = (lns.mean(v, [0], input.fmt) for v in (mean, variance))
+        mean = lns.mean(mean, [0], input.fmt)
+        variance = lns.mean(variance, [0], input.fmt.of_squares)
         _track(averages, mean, variance, input.fmt, count, momentum)
     return y

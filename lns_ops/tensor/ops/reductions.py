@@ -3,7 +3,8 @@
 A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the
 encoded count before its sum is stored, so it never saturates. The variance is two passes, ``mean (x
 - mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that rounding has made
-nearly equal.
+nearly equal. It is held in the format of squares (:attr:`lns_ops.LNSFormat.of_squares`), so that a
+standard deviation is right wherever it lies in the range; a variance itself saturates.
 
 A norm squares: 0.003 squared underflows in lns12, yet 100,000 such values have norm 0.95. So a norm
 is summed in float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
@@ -30,6 +31,7 @@ from lns_ops._compat import DisableTorchFunction, weight_norm
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.functional.indexed import lookup
+from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
@@ -113,42 +115,45 @@ def _mean(
     return LNSTensor(lns.mean(x.codes, dimensions(x, dim), x.fmt, keepdim=keepdim), x.fmt)
 
 
-def _variance(
-    x: LNSTensor, dim: Any, correction: Any, keepdim: bool
-) -> tuple[LNSTensor, LNSTensor]:
-    count = _count(x, dim)
-    mean = _mean(None, x, dim, True)
-    deviation = binary(aten.sub.Tensor, x, mean)
-    squares = _mean(None, binary(aten.mul.Tensor, deviation, deviation), dim, keepdim)
+def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, LNSTensor]:
+    """Return the variance in codes of ``x.fmt.of_squares``, and the mean."""
+    count, dims = _count(x, dim), dimensions(x, dim)
+    mean = lns.mean(x.codes, dims, x.fmt, keepdim=True)
+    squares = lns.mean(x.codes, dims, x.fmt, keepdim=keepdim, about=mean)
     freedom = count - (1 if correction is None else correction)
     if freedom <= 0:
         raise ValueError(
             f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out"
         )
-    variance = binary(aten.mul.Tensor, squares, count / freedom)
-    return variance, mean if keepdim else LNSTensor(mean.codes.reshape(variance.shape), x.fmt)
+    own = x.fmt.of_squares
+    variance = lns.mul(squares, lns.encode_number(count / freedom, own), own)
+    return variance, LNSTensor(mean.reshape(variance.shape), x.fmt)
+
+
+def _root(variance: Tensor, fmt: LNSFormat) -> LNSTensor:
+    return LNSTensor(lns.within(lns.sqrt(variance, fmt.of_squares), fmt), fmt)
 
 
 @handles(aten.var.correction)
 def _var(
     func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> LNSTensor:
-    return _variance(x, dim, correction, keepdim)[0]
+    return LNSTensor(lns.within(_variance(x, dim, correction, keepdim)[0], x.fmt), x.fmt)
 
 
 @handles(aten.var_mean.correction)
 def _var_mean(
     func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[LNSTensor, LNSTensor]:
-    return _variance(x, dim, correction, keepdim)
+    variance, mean = _variance(x, dim, correction, keepdim)
+    return LNSTensor(lns.within(variance, x.fmt), x.fmt), mean
 
 
 @handles(aten.std.correction)
 def _std(
     func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> LNSTensor:
-    variance = _variance(x, dim, correction, keepdim)[0]
-    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt)
+    return _root(_variance(x, dim, correction, keepdim)[0], x.fmt)
 
 
 @handles(aten.std_mean.correction)
@@ -156,7 +161,7 @@ def _std_mean(
     func: Any, x: LNSTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[LNSTensor, LNSTensor]:
     variance, mean = _variance(x, dim, correction, keepdim)
-    return LNSTensor(lns.sqrt(variance.codes, x.fmt), x.fmt), mean
+    return _root(variance, x.fmt), mean
 
 
 @handles(aten.logsumexp.default)
@@ -396,31 +401,54 @@ def normalize(
     return input / vector_norm(input, p, dim, True).clamp_min(max(eps, input.fmt.smallest))
 
 
-class _Root(torch.autograd.Function):
-    """The root of a variance, whose gradient at 0 is 0."""
+class _Deviation(torch.autograd.Function):
+    """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
+
+    Its gradient is ``(x - mean) / s / (n - correction)``, in this order: of the variance, which may
+    lie beyond the format's range, it needs none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: LNSTensor) -> LNSTensor:
-        root = LNSTensor(lns.sqrt(x.codes, x.fmt), x.fmt)
-        ctx.save_for_backward(root)
-        return root
+    def forward(
+        ctx: Any, x: LNSTensor, dims: list[int], correction: float, keepdim: bool
+    ) -> LNSTensor:
+        deviation = _root(_variance(x, dims, correction, keepdim)[0], x.fmt)
+        ctx.save_for_backward(x, deviation)
+        ctx.dims, ctx.freedom = dims, _count(x, dims) - correction
+        return deviation
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (root,) = ctx.saved_tensors
-        zero = root == 0
-        slope: Tensor = (grad / (2 * root.masked_fill(zero, 1.0))).masked_fill(zero, 0.0)
-        return slope
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, deviation = ctx.saved_tensors
+        kept = [1 if d in ctx.dims else n for d, n in enumerate(x.shape)]
+        zero = deviation == 0
+        share = (grad / ctx.freedom).masked_fill(zero, 0.0).reshape(kept)
+        divisor = deviation.masked_fill(zero, 1.0).reshape(kept)
+        return (x - x.mean(ctx.dims, keepdim=True)) / divisor * share, None, None, None
+
+
+def _options(
+    dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None,
+    axis: Any = None, keepdims: bool = False,
+) -> tuple[Any, float, bool]:  # fmt: skip
+    """Return ``dim``, ``correction`` and ``keepdim`` of torch's signatures of ``std``."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    correction = int(unbiased) if correction is None else correction
+    return dim if axis is None else axis, correction, keepdim or keepdims
 
 
 @replaces(torch.std, torch.Tensor.std)
 def std(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
     """Return ``torch.std`` or ``Tensor.std``."""
-    return _Root.apply(torch.var(input, *args, **kwargs))  # type: ignore[no-untyped-call]
+    dim, *options = _options(*args, **kwargs)
+    dims = dimensions(input, dim)
+    return _Deviation.apply(input, dims, *options)  # type: ignore[no-untyped-call]
 
 
 @replaces(torch.std_mean)
 def std_mean(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
     """Return ``torch.std_mean``."""
-    variance, mean = torch.var_mean(input, *args, **kwargs)
-    return _Root.apply(variance), mean  # type: ignore[no-untyped-call]
+    dim, _, keepdim = _options(*args, **kwargs)
+    mean = input.mean(dimensions(input, dim), keepdim=keepdim)
+    return std(input, *args, **kwargs), mean

@@ -12,6 +12,7 @@ from torch import Tensor
 from lns_ops import LNSFormat, cuda
 from lns_ops import functional as lns
 from lns_ops.functional.library import kernels_of
+from lns_ops.functional.reductions import reduced
 from tests.lns_ops.cuda.codes import FORMATS, assert_same, random_codes
 from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS, WHOLE_NORMALIZATIONS
 
@@ -44,9 +45,11 @@ def test_sums_and_means(
     if all(shape[d] for d in dims):
         assert_same(lns.mean(gx, dims, fmt), lns.mean(x, dims, fmt).numpy())
         assert_same(lns.mean(gx, dims, fmt, times=gy), lns.mean(x, dims, fmt, times=y).numpy())
-        assert_same(
-            lns.mean(gx, dims, fmt, about=g_about), lns.mean(x, dims, fmt, about=about).numpy()
-        )
+        for given, copy in ((g_about, about), (None, None)):
+            assert_same(
+                reduced(kernels_of(gx), gx, given, dims, "squares", fmt, False, True),
+                reduced(kernels_of(x), x, copy, dims, "squares", fmt, False, True).numpy(),
+            )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -101,12 +104,13 @@ def assert_same_kernels(
         assert_same(got, wanted.numpy())
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0])
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize(("shape", "dims"), WHOLE_NORMALIZATIONS, ids=str)
 def test_normalizations_with_their_statistics_and_gradients(
-    shape: tuple[int, ...], dims: list[int], fmt: LNSFormat
+    shape: tuple[int, ...], dims: list[int], fmt: LNSFormat, spread: float
 ) -> None:
-    x, grad, y = (codes(shape, fmt, seed, 0.1) for seed in (1, 2, 3))
+    x, grad, y = (codes(shape, fmt, seed, spread) for seed in (1, 2, 3))
     scale = codes(tuple(1 if d in dims else n for d, n in enumerate(shape)), fmt, 4, 0.1)
     weight, bias = (codes((shape[1],), fmt, seed, 0.1) for seed in (5, 6))
     seen, numbers = [shape[1], *[1] * (len(shape) - 2)], (fmt.bits, fmt.fraction_bits)
@@ -120,9 +124,12 @@ def test_normalizations_with_their_statistics_and_gradients(
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_running_averages_have_the_bits_of_torchs_operations(fmt: LNSFormat) -> None:
-    mean, variance = (codes((1, 1000, 1), fmt, seed, 0.1).cuda() for seed in (1, 2))
-    unbiased = lns.mul(variance, lns.encode_number(1.01, fmt), fmt)
-    values = [lns.decode(batch, fmt).reshape(-1) for batch in (mean, unbiased)]
+    squares = fmt.of_squares
+    mean, variance = (codes((1, 1000, 1), own, 1, 0.1).cuda() for own in (fmt, squares))
+    unbiased = lns.mul(variance, lns.encode_number(1.01, squares), squares)
+    values = [
+        lns.decode(batch, own).reshape(-1) for batch, own in ((mean, fmt), (unbiased, squares))
+    ]
     got = [torch.rand(1000, device="cuda") for _ in range(2)]
     wanted = [average.clone() for average in got]
     for given in ((0, 1), (0,), (1,)):
