@@ -457,11 +457,13 @@ def _artifacts(study: StudyConfig) -> Path:
 def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
     """Say whose code is no longer that of the last run: its trials are others."""
     now = code_digests(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
-    for name, code in code_digests(trial.config for trial in before.trials).items():
-        if now.get(name, code) != code:
+    for name, then in code_digests(trial.config for trial in before.trials).items():
+        gone, new = then - now.get(name, set()), now.get(name, set()) - then
+        if gone and new:
             say(
-                f"The code of {name} has changed since the last run ({code} to {now[name]}): its"
-                " trials are trained anew, those of the code before stay in the ledger."
+                f"The code of {name} has changed since the last run ({', '.join(sorted(gone))} to"
+                f" {', '.join(sorted(new))}): its trials are trained anew, those of the code before"
+                " stay in the ledger."
             )
 
 

@@ -102,7 +102,8 @@ def stated(state: StudyState) -> Stated | None:
 
 def _code_of_trials(plan: Event) -> set[str]:
     """Return the digests of the user's code of all trials of a ``planned`` event."""
-    return set(code_digests(trial["config"] for trial in plan.get("trials", [])).values())
+    digests = code_digests(trial["config"] for trial in plan.get("trials", []))
+    return set().union(*digests.values())
 
 
 def _code_now(plan: Event) -> dict[str, str]:

@@ -72,10 +72,17 @@ def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [*named, *config.get("metrics", {}).values()]
 
 
-def code_digests(configs: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return the digest of the code of each factory that trials name."""
-    named = (part for config in configs for part in factories(config))
-    return {part["name"]: part["code"] for part in named if part.get("code")}
+def code_digests(configs: Iterable[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return the digests of the code of each factory that trials name, or of its files of data.
+
+    Factories of one name may read several files.
+    """
+    found: dict[str, set[str]] = {}
+    for config in configs:
+        for part in factories(config):
+            if part.get("code"):
+                found.setdefault(part["name"], set()).add(part["code"])
+    return found
 
 
 def _departures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

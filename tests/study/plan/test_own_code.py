@@ -39,6 +39,18 @@ rows:
 cpus: 2
 tracking_uri: none
 """
+TEXTS = """
+name: texts
+trial:
+  data: {name: text, args: {context: 8}, validation_size: null}
+  model: {name: gpt, args: {layers: 1, width: 8, heads: 1}}
+  loss: {name: cross_entropy}
+  epochs: 1
+  batch_size: 8
+metric: validation/loss
+cpus: 1
+tracking_uri: none
+"""
 LOSS = "def make():\n    return F.cross_entropy\n"
 
 
@@ -147,6 +159,24 @@ def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:
     )
     assert any("has changed since the last run" in line for line in said)
     assert len(again.state.known) == 4
+
+
+def test_several_files_of_one_name_have_not_changed(tmp_path: Path) -> None:
+    row = "  - {{label: {0}, overrides: {{data.root: {1}/{0}.txt}}}}\n"
+    rows = {name: row.format(name, tmp_path) for name in "ab"}
+    said: list[str] = []
+
+    def run_rows(names: str) -> None:
+        file = tmp_path / "texts.yaml"
+        file.write_text(TEXTS + "rows:\n" + "".join(rows[name] for name in names))
+        run_study(load(str(file), [f"storage={tmp_path}/store"]), SilentView(), said.append)
+
+    for name in rows:
+        (tmp_path / f"{name}.txt").write_text(f"{name} to be or not to be. " * 100)
+    for names in ("ab", "a", "ab"):
+        run_rows(names)
+    assert any("Resuming: 2 of 2" in line for line in said)
+    assert not any("has changed" in line for line in said)
 
 
 def run(folder: Path, *overrides: str) -> tuple[Outcome, list[str]]:
