@@ -161,6 +161,7 @@ def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:
     assert len(again.state.known) == 4
 
 
+@pytest.mark.slow
 def test_several_files_of_one_name_have_not_changed(tmp_path: Path) -> None:
     row = "  - {{label: {0}, overrides: {{data.root: {1}/{0}.txt}}}}\n"
     rows = {name: row.format(name, tmp_path) for name in "ab"}
