@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops.functional.elementwise import broadcast_shape
+from lns_ops.functional.elementwise import broadcast_shape, plus_beyond
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.promotion import refuse_forward_mode
@@ -51,11 +51,12 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """Apply an elementwise operation to two tensors, or a tensor and a number.
 
-    ``alpha`` multiplies ``y`` first. A number above the format's range that multiplies or divides
-    counts in full; one that is added saturates first.
+    ``alpha`` multiplies ``y`` first. A number above the format's range counts in full.
     """
     name = func.overloadpacket.__name__
-    if (type(y) in _NUMBERS or type(x) in _NUMBERS) and name in ("mul", "div"):
+    if alpha != 1 and type(y) in _NUMBERS:
+        y, alpha = alpha * y, 1
+    if (type(y) in _NUMBERS or type(x) in _NUMBERS) and alpha == 1:
         found = _by_large_number(name, x, y)
         if found is not None:
             return found
@@ -74,7 +75,7 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
 
 
 def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
-    """Return the product or quotient of a tensor and a Python number above the format's range.
+    """Return the result for a tensor and a Python number above the format's range.
 
     The number counts in full: its logarithm is rounded as encoding rounds, and only the result is
     clamped. Returns None for any other number, which is encoded.
@@ -82,11 +83,14 @@ def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
     tensor, number = (x, y) if isinstance(x, LNSTensor) else (y, x)
     fmt = tensor.fmt
     if isinstance(number, (torch.SymInt, torch.SymFloat)):
-        return _by_large_size(name, x, y, fmt)
+        return _by_large_size(name, x, y, fmt) if name in ("mul", "div") else None
     log = lns.logarithm_beyond(number, fmt)
     if not log:
         return None
     codes = tensor.codes
+    if name in ("add", "sub"):
+        total = plus_beyond(codes, log, (number < 0) ^ (name == "sub"), fmt)
+        return LNSTensor(lns.neg(total, fmt) if name == "sub" and tensor is y else total, fmt)
     if name == "div" and tensor is x:
         result = lns.shifted(codes, -log, fmt)
         warn_of_lost(number, codes, result, fmt)
@@ -132,15 +136,22 @@ def _with_alpha(
 
     The terms of the latter are as far apart.
     """
-    factor = operands("alpha", LNSTensor(y, fmt), alpha)[1]
-    product = lns.mul(y, factor, fmt)
+    product = _scaled(y, alpha, fmt)
     result = operation(x, product, fmt)
     if abs(alpha) <= 1:
         return result
     beyond = lns.absolute(product, fmt) == fmt.field_mask
-    return torch.where(
-        beyond, lns.mul(operation(lns.div(x, factor, fmt), y, fmt), factor, fmt), result
-    )
+    part = operation(_scaled(x, alpha, fmt, -1), y, fmt)
+    return torch.where(beyond, _scaled(part, alpha, fmt), result)
+
+
+def _scaled(x: Tensor, alpha: Any, fmt: LNSFormat, power: int = 1) -> Tensor:
+    """Return ``x alpha^power``, for a power of 1 or -1, of an ``alpha`` of any size."""
+    if isinstance(alpha, (int, float)) and (log := lns.logarithm_beyond(alpha, fmt)):
+        result = lns.shifted(x, power * log, fmt)
+        return lns.neg(result, fmt) if alpha < 0 else result
+    factor = operands("alpha", LNSTensor(x, fmt), alpha)[1]
+    return (lns.mul if power == 1 else lns.div)(x, factor, fmt)
 
 
 @handles(aten._amp_foreach_non_finite_check_and_unscale_.default)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lns_ops import LNSFormat, LNSTensor, NonFiniteError, convert_, lns8, lns12, lns16, reference
 from lns_ops.spec.format import logarithm
-from lns_ops.spec.reference import NO_LOG, pack, unpack
+from lns_ops.spec.reference import NO_LOG, add_unpacked, pack, unpack
 from tests.lns_ops.lns_formats import FORMATS, IDS, half_ulp
 
 
@@ -381,3 +381,8 @@ def test_numbers_above_the_range_count_in_full(fmt: LNSFormat) -> None:
             equal(found, product)
         equal(x / number, pack(sign ^ negative, down, fmt))
         equal(number / divisor, pack((sign ^ negative)[nonzero], ulps - log[nonzero], fmt))
+        other, f = (np.array(negative), np.array(ulps)), fmt.fraction_bits
+        total = pack(*add_unpacked(sign, log, *other, f), fmt)
+        for found in (x + number, number + x, x.clone().add_(number), x - -number):
+            equal(found, total)
+        equal(number - x, pack(*add_unpacked(~sign & nonzero, log, *other, f), fmt))
