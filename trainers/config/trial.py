@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args
 
 from trainers.config.data import DATA
 from trainers.config.layout import Layout
@@ -25,6 +26,7 @@ from trainers.config.validation import (
     as_dict,
     at_least,
     check_named,
+    field_types,
     finite,
     make_arguments,
     one_of,
@@ -80,7 +82,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         kinds = {name: known.arguments for name, known in DATA.items()}
-        _check_factory("data", self.name, self.args, {"auto": NoArguments} | kinds)
+        kinds = {"auto": NoArguments} | kinds
+        object.__setattr__(self, "args", _checked("data", self.name, self.args, kinds))
         at_least("data.num_workers", self.num_workers, 1, "leave it out to keep them in memory")
         if self.num_workers is not None and not names_code(self.name):
             raise ValueError(
@@ -132,11 +135,12 @@ class ModelConfig:
     channels: list[int] | None = None
 
     def __post_init__(self) -> None:
-        _check_factory("model", self.name, self.args, ARGUMENTS)
+        object.__setattr__(self, "args", _checked("model", self.name, self.args, ARGUMENTS))
         if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
                 f"model.hidden={self.hidden} with model.name={self.name}: only mlp and cnn have"
-                " it; leave it out, and use model.args for what this model takes"
+                f" it; leave it out (in a row by model.hidden={HIDDEN}), and use model.args for"
+                " what this model takes"
             )
         if self.name != "cnn" and self.channels is not None:
             raise ValueError(
@@ -191,10 +195,13 @@ class ModelConfig:
         return int(self.arguments.chain)
 
 
-def _check_factory(
+def _checked(
     part: str, name: str, args: dict[str, Any], ours: Mapping[str, type[Any]]
-) -> None:
-    """Refuse a name that is neither one of ours nor a factory's, and arguments that ours take not.
+) -> dict[str, Any]:
+    """Return the arguments of a factory, checked if it is one of ours.
+
+    None counts as left out where an argument of ours does not take it: rows merge their arguments
+    with those of the base trial, and leave one out so.
 
     Args:
         part: ``model`` or ``data``.
@@ -203,11 +210,20 @@ def _check_factory(
         ours: the dataclass of the arguments of each of ours.
 
     Raises:
-        ValueError: with the value, the rule and the remedy.
+        ValueError: a name that is neither one of ours nor a factory's, or an argument that ours
+            does not take; with the value, the rule and the remedy.
     """
     check_named(part, name, tuple(ours))
-    if not names_code(name):
-        make_arguments(part, name, ours[name], args)
+    if names_code(name):
+        return args
+    kinds = field_types(ours[name])  # type: ignore[arg-type]
+    args = {
+        key: value
+        for key, value in args.items()
+        if value is not None or NoneType in get_args(kinds.get(key))
+    }
+    make_arguments(part, name, ours[name], args)
+    return args
 
 
 @dataclass(frozen=True, kw_only=True)

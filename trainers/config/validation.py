@@ -206,11 +206,15 @@ def make_arguments(
         said = f"{part}.args.{key}={value!r} with {part}.name={name}"
         if not hints:
             raise ValueError(
-                f"{said}: it takes no arguments; leave them out, or use {part}.name=file.py:factory"
-                " for a factory of your own"
+                f"{said}: it takes no arguments; leave them out (in a row by"
+                f" {part}.args.{key}=null), or use {part}.name=file.py:factory for a factory of"
+                " your own"
             )
         if key not in hints:
-            raise ValueError(f"{said}: there is no such argument; there are {listed}")
+            raise ValueError(
+                f"{said}: there is no such argument; there are {listed}; leave it out, in a row by"
+                f" {part}.args.{key}=null"
+            )
         kinds = get_args(hints[key]) or (hints[key],)
         if value is None and NoneType in kinds:
             continue

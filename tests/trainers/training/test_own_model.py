@@ -421,6 +421,15 @@ def test_only_factories_take_arguments() -> None:
         ModelConfig(name="net.py:make", hidden=[3])
 
 
+def test_a_row_leaves_an_argument_of_the_base_out_by_null() -> None:
+    assert ModelConfig(name="mlp", args={"depth": None, "activation": None}) == ModelConfig()
+    own = ModelConfig(name="net.py:make", args={"width": None})
+    assert own.args == {"width": None}  # what it means is the factory's
+    assert DataConfig(name="text", args={"stride": None}).args == {"stride": None}
+    with pytest.raises(ValueError, match=r"in a row by model.args.width=null"):
+        ModelConfig(args={"width": 3})
+
+
 def replica(rank: int, folder: str) -> dict[str, Any]:
     file = Path(folder) / "net.py"
     training = Training(trial(file, args={"dropout": 0.5}, workers=2), rank=rank, world_size=2)
