@@ -2,13 +2,17 @@
 reports when a study is continued.
 
 They decide and do nothing else: trials are stubs to them, and their callers
-(:mod:`study.execution.loop`, :mod:`study.execution.simulate`) act.
+(:mod:`study.execution.loop`, :mod:`study.execution.simulate`) act. Trials of all rows are ranked
+together, but for those of other data or another loss, whose figures say nothing of each other.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +34,16 @@ class Scheduler:
     Args:
         search: options of the search.
         epochs: epochs of the longest trial.
+        task_of: returns what trials share that are ranked together, of a trial's id.
     """
 
-    def __init__(self, search: SearchConfig, epochs: int) -> None:
+    def __init__(
+        self, search: SearchConfig, epochs: int, task_of: Callable[[str], str] = lambda trial: ""
+    ) -> None:
         self._metric, mode = next(iter(search.objectives.items()))
-        self._tune = _make(search, self._metric, mode, epochs)
+        self._make = partial(_make, search, self._metric, mode, epochs)
+        self._task_of = task_of
+        self._policies: dict[str, Any] = {}
         self._stubs: dict[str, _Stub] = {}
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
@@ -53,7 +62,8 @@ class Scheduler:
             return True
         result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
         with np.errstate(invalid="ignore"):
-            return str(self._tune.on_trial_result(_ALONE, self._stub(trial), result)) == "STOP"
+            stub = self._stub(trial)
+            return str(self._policy(trial).on_trial_result(_ALONE, stub, result)) == "STOP"
 
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
@@ -66,7 +76,7 @@ class Scheduler:
         if value is not None and not math.isnan(value):
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
             with np.errstate(invalid="ignore"):  # quantiles between infinite values
-                self._tune.on_trial_complete(_ALONE, self._stub(trial), result)
+                self._policy(trial).on_trial_complete(_ALONE, self._stub(trial), result)
         self._stubs.pop(trial, None)
 
     def replay(self, state: StudyState) -> None:
@@ -84,10 +94,16 @@ class Scheduler:
                     self.ends(trial.id, epoch, {self._metric: value}, float(epoch))
             self.note_end(trial.id, last, {self._metric: values[last]}, float(last))
 
+    def _policy(self, trial: str) -> Any:
+        task = self._task_of(trial)
+        if task not in self._policies:
+            self._policies[task] = self._make()
+        return self._policies[task]
+
     def _stub(self, trial: str) -> _Stub:
         if trial not in self._stubs:
             self._stubs[trial] = _Stub(trial)
-            self._tune.on_trial_add(_ALONE, self._stubs[trial])
+            self._policy(trial).on_trial_add(_ALONE, self._stubs[trial])
         return self._stubs[trial]
 
 
@@ -112,9 +128,14 @@ def make_scheduler(search: SearchConfig, state: StudyState) -> Scheduler | None:
         (int(trial["config"]["epochs"]) for trial in state.plan["trials"]),
         default=state.config.trial.epochs,
     )
-    scheduler = Scheduler(search, epochs)
+    scheduler = Scheduler(search, epochs, lambda trial: _task_of(state.known[trial].config))
     scheduler.replay(state)
     return scheduler
+
+
+def _task_of(config: dict[str, Any]) -> str:
+    data = {key: config["data"].get(key) for key in ("name", "args", "code", "validation_size")}
+    return json.dumps([data, config.get("loss")], sort_keys=True)
 
 
 def _make(search: SearchConfig, metric: str, mode: str, epochs: int) -> Any:

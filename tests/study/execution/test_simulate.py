@@ -153,6 +153,27 @@ def test_the_command_tells_the_utilisation(
     assert told.split()[:5] == ["30", "3", "min", "67", "%"]
 
 
+@pytest.mark.parametrize("name", ["asha", "median"])
+def test_trials_of_other_data_are_not_ranked_with_each_other(name: str) -> None:
+    """Figures of the harder set are all worse, and say nothing of its trials."""
+    search = SearchConfig(scheduler=name, objectives={"figure": "min"}, reduction_factor=2)
+
+    def ended(figures: dict[str, float]) -> set[str]:
+        scheduler = Scheduler(search, 8, lambda trial: trial[0])
+        found: set[str] = set()
+        for epoch in range(1, 8):
+            for trial in sorted(figures.keys() - found):
+                if scheduler.ends(trial, epoch, {"figure": figures[trial]}):
+                    found.add(trial)
+        return found
+
+    easy, hard = (
+        {f"{data}{n}": base + n / 10 for n in range(6)} for data, base in (("e", 0.0), ("h", 2.0))
+    )
+    assert ended(easy | hard) == ended(easy) | ended(hard)
+    assert ended(hard)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("name", ["asha", "median"])
