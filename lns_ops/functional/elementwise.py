@@ -26,7 +26,6 @@ from lns_ops.functional.library import (
     define_operator,
     refuse_distributed,
 )
-from lns_ops.spec import reference
 from lns_ops.spec.format import LNSFormat, logarithm
 
 
@@ -188,22 +187,6 @@ def shifted(x: Tensor, shift: int, fmt: LNSFormat) -> Tensor:
     moved = (field + shift).clamp(max=fmt.field_mask)
     code = torch.where((field == 0) | (moved <= 0), 0, moved).to(torch.int16)
     return torch.where((x < 0) & (code != 0), code | fmt.sign_mask, code)
-
-
-@lru_cache(maxsize=64)
-def _sums_beyond(log: int, negative: bool, fmt: LNSFormat) -> Tensor:
-    """Return the sum of each code, by its low bits, with a number of a logarithm in ulps."""
-    words = np.arange(1 << fmt.bits, dtype=np.int64)
-    codes = np.where(words > fmt.field_mask, words | fmt.sign_mask, words).astype(np.int16)
-    number = np.array(negative), np.array(log, np.int64)
-    sums = reference.add_unpacked(*reference.unpack(codes, fmt), *number, fmt.fraction_bits)
-    return torch.from_numpy(reference.pack(*sums, fmt))
-
-
-def plus_beyond(x: Tensor, log: int, negative: bool, fmt: LNSFormat) -> Tensor:
-    """Return the sum with a number beyond the range, whose logarithm in ulps is given."""
-    sums = _sums_beyond(log, negative, fmt).to(x.device)
-    return sums[x.int() & (2 * fmt.field_mask + 1)]
 
 
 def square(x: Tensor, fmt: LNSFormat) -> Tensor:

@@ -11,7 +11,8 @@ Rounding. Every entry is the code nearest in logarithm to the exact value at the
 ``sign x 2^(log / 2^f)``. The value is computed in float64 and trusted to a relative error of
 ``2^-36``, some 10^4 times what these formulas err by; where both ends of that interval do not
 encode alike (an entry in some hundred tables), 60 digits decide. Powers are exact in integers, ``p
-log``. Only they and exponentials with a power of two for a base have ties, which go to even, as in
+log``, and so are sums with a number (``plus``), as those of two codes are. Only powers and
+exponentials with a power of two for a base have ties, which go to even, as in
 :func:`lns_ops.functional.sqrt`. Results above the range saturate, below it are zero.
 
 Where a function has no value (log of zero or less, 0 to a negative power, fractional powers of
@@ -36,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lns_ops.spec import reference
-from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.format import LNSFormat, logarithm
 
 TRUSTED = 2.0**-36
 """The relative error that float64 formulas stay below; where it could matter, 60 digits decide."""
@@ -282,16 +283,18 @@ def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArr
     argument.
 
     Args:
-        function: a name in :data:`FUNCTIONS`, or ``power`` with the exponent as its only parameter.
+        function: a name in :data:`FUNCTIONS`; ``power`` with the exponent as its only parameter; or
+            ``plus`` with a number, whose logarithm is rounded as encoding rounds, without bounds.
         parameters: what the function takes besides its argument.
         fmt: the format of argument and result.
 
     Raises:
         ValueError: no such function, or a parameter that is not finite.
     """
-    if function != "power" and function not in FUNCTIONS:
+    if function not in FUNCTIONS and function not in _EXACT:
         raise ValueError(
-            f"function {function!r}: must be power or one of {', '.join(sorted(FUNCTIONS))}"
+            f"function {function!r}: must be {', '.join(_EXACT)} or one of"
+            f" {', '.join(sorted(FUNCTIONS))}"
         )
     if any(math.isnan(p) or (math.isinf(p) and function != "softplus") for p in parameters):
         raise ValueError(f"{function} with parameters {parameters}: they must be finite numbers")
@@ -299,8 +302,8 @@ def table(function: str, parameters: tuple[float, ...], fmt: LNSFormat) -> NDArr
     codes = np.where(words >> (fmt.bits - 1), words | fmt.sign_mask, words).astype(np.int16)
     codes[codes & fmt.field_mask == 0] = 0
     result = (
-        _power(codes, parameters[0], fmt)
-        if function == "power"
+        _EXACT[function](codes, parameters[0], fmt)
+        if function in _EXACT
         else _rounded(FUNCTIONS[function], parameters, codes, fmt)
     )
     result.setflags(write=False)
@@ -317,6 +320,16 @@ def _power(codes: NDArray[np.int16], p: float, fmt: LNSFormat) -> NDArray[np.int
     if not whole:
         result[codes < 0] = undefined(fmt)
     return result
+
+
+def _plus(codes: NDArray[np.int16], number: float, fmt: LNSFormat) -> NDArray[np.int16]:
+    """Return the sums of codes and a number other than 0."""
+    other = np.array(number < 0), np.array(logarithm(abs(number), fmt.fraction_bits))
+    sums = reference.add_unpacked(*reference.unpack(codes, fmt), *other, fmt.fraction_bits)
+    return reference.pack(*sums, fmt)
+
+
+_EXACT = {"power": _power, "plus": _plus}
 
 
 def _rounded_products(p: Fraction, logs: NDArray[np.int64]) -> NDArray[np.int64]:

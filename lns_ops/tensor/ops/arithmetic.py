@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops.functional.elementwise import broadcast_shape, plus_beyond
+from lns_ops.functional.elementwise import broadcast_shape
+from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.promotion import refuse_forward_mode
@@ -51,7 +52,8 @@ def _check_broadcast(name: str, x: Tensor, y: Tensor) -> None:
 def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     """Apply an elementwise operation to two tensors, or a tensor and a number.
 
-    ``alpha`` multiplies ``y`` first. A number above the format's range counts in full.
+    ``alpha`` multiplies ``y`` first. A number above the format's range counts in full, but for one
+    of a traced shape that is added, which saturates first.
     """
     name = func.overloadpacket.__name__
     if alpha != 1 and type(y) in _NUMBERS:
@@ -89,7 +91,7 @@ def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:
         return None
     codes = tensor.codes
     if name in ("add", "sub"):
-        total = plus_beyond(codes, log, (number < 0) ^ (name == "sub"), fmt)
+        total = lookup(codes, "plus", fmt, number if name == "add" else -number)
         return LNSTensor(lns.neg(total, fmt) if name == "sub" and tensor is y else total, fmt)
     if name == "div" and tensor is x:
         result = lns.shifted(codes, -log, fmt)
@@ -134,7 +136,8 @@ def _with_alpha(
 ) -> Tensor:
     """Return ``x +- alpha y``, or ``(x / alpha +- y) alpha`` where ``alpha y`` leaves the range.
 
-    The terms of the latter are as far apart.
+    The terms of the latter are as far apart, but for an ``x / alpha`` below the range, which is
+    zero.
     """
     product = _scaled(y, alpha, fmt)
     result = operation(x, product, fmt)
@@ -165,6 +168,8 @@ def _unscale(func: Any, *args: Any) -> NoReturn:
 
 @handles(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(func: Any, x: LNSTensor, y: Any, alpha: Any = 1) -> LNSTensor:
+    if alpha != 1 and type(y) in _NUMBERS and abs(alpha) > 1:  # y may be beyond the range
+        return LNSTensor(_scaled(binary(aten.sub.Tensor, y / alpha, x).codes, alpha, x.fmt), x.fmt)
     return binary(aten.sub.Tensor, y, x, alpha)
 
 

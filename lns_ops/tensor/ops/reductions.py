@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 import torch
@@ -125,8 +126,7 @@ def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[T
         raise ValueError(
             f"a variance of {count} values, correction {correction}: LNS has no NaN; leave it out"
         )
-    own = x.fmt.of_squares
-    variance = lns.mul(squares, lns.encode_number(count / freedom, own), own)
+    variance = binary(aten.mul.Tensor, LNSTensor(squares, x.fmt.of_squares), count / freedom).codes
     return variance, LNSTensor(mean.reshape(variance.shape), x.fmt)
 
 
@@ -404,8 +404,8 @@ def normalize(
 class _Deviation(torch.autograd.Function):
     """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
 
-    Its gradient is ``(x - mean) / s / (n - correction)``, in this order: of the variance, which may
-    lie beyond the format's range, it needs none.
+    Its gradient is ``(x - mean) / s / (n - correction)``, in this order: the variance may lie
+    beyond the format's range, and the last quotient below it.
     """
 
     @staticmethod
@@ -421,21 +421,29 @@ class _Deviation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, deviation = ctx.saved_tensors
         kept = [1 if d in ctx.dims else n for d, n in enumerate(x.shape)]
-        zero = deviation == 0
-        share = (grad / ctx.freedom).masked_fill(zero, 0.0).reshape(kept)
-        divisor = deviation.masked_fill(zero, 1.0).reshape(kept)
-        return (x - x.mean(ctx.dims, keepdim=True)) / divisor * share, None, None, None
+        grad, deviation = grad.reshape(kept), deviation.reshape(kept)
+        zero, freedom = deviation == 0, ctx.freedom
+        normal = (x - x.mean(ctx.dims, keepdim=True)) / deviation.masked_fill(zero, 1.0)
+        slope = normal * grad
+        slope = slope / freedom if freedom >= 1 else slope * (1 / freedom)
+        return slope.masked_fill(zero, 0.0), None, None, None
 
 
 def _options(
     dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None,
     axis: Any = None, keepdims: bool = False,
 ) -> tuple[Any, float, bool]:  # fmt: skip
-    """Return ``dim``, ``correction`` and ``keepdim`` of torch's signatures of ``std``."""
+    """Return ``dim``, ``correction`` and ``keepdim`` of torch's signatures of ``std``.
+
+    Dimensions are a list, or None for all.
+    """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
+    dim = dim if axis is None else axis
+    if dim is not None:
+        dim = [index(d) for d in dim] if isinstance(dim, (tuple, list)) else [index(dim)]
     correction = int(unbiased) if correction is None else correction
-    return dim if axis is None else axis, correction, keepdim or keepdims
+    return dim, correction, keepdim or keepdims
 
 
 @replaces(torch.std, torch.Tensor.std)

@@ -386,3 +386,18 @@ def test_numbers_above_the_range_count_in_full(fmt: LNSFormat) -> None:
         for found in (x + number, number + x, x.clone().add_(number), x - -number):
             equal(found, total)
         equal(number - x, pack(*add_unpacked(~sign & nonzero, log, *other, f), fmt))
+
+
+def test_a_compiled_sum_with_a_number_above_the_range_leaves_eager_ones_alone() -> None:
+    x = LNSTensor.from_float(torch.tensor([1.0, -6e4]), lns12)
+    for add in (lambda v: v + 1e6, lambda v: 7e4 - v):
+        torch._dynamo.reset()
+        compiled = torch.compile(add, backend="aot_eager", fullgraph=True)
+        for codes in (x, torch.cat([x, x]), torch.cat([x, x, x])):
+            assert torch.equal(compiled(codes).codes, add(codes).codes)
+
+
+def test_a_number_above_the_range_less_a_multiple_counts_in_full() -> None:
+    x = LNSTensor.from_float(torch.tensor([40_000.0]), lns12)
+    assert torch.rsub(x, 1e5, alpha=2).item() == pytest.approx(20_357, rel=0.1)
+    assert torch.rsub(x, 5e4, alpha=0.5).item() == pytest.approx(3e4, rel=0.03)

@@ -4,7 +4,9 @@ same, and its gradients are."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -93,3 +95,57 @@ def test_squares_of_every_code_are_the_references(fmt: LNSFormat) -> None:
     assert torch.equal(squares, torch.from_numpy(reference.square(codes, fmt)))
     back = lns.within(squares, fmt).numpy()
     assert (back == reference.mul(codes, codes, fmt)).all()
+
+
+@pytest.mark.parametrize(
+    "deviation", [lambda x: x.std(0), lambda x: x.var(), lambda x: torch.std_mean(x, 0)[0]]
+)
+def test_compiled_deviations_take_other_sizes(deviation: Callable[[Tensor], Tensor]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(deviation, backend="aot_eager")
+    for rows in (5, 7, 11):
+        x = LNSTensor.from_float(torch.randn(rows, 3), lns12)
+        assert torch.equal(compiled(x).codes, deviation(x).codes)
+
+
+def test_the_gradient_of_a_deviation_of_many_values_is_not_lost_on_the_way() -> None:
+    torch.manual_seed(0)
+    x = LNSTensor.from_float(torch.randn(300) * 0.1, lns8).requires_grad_()
+    exact = x.detach().to_float().requires_grad_()
+    x.std().backward()
+    exact.std().backward()
+    assert x.grad is not None
+    assert exact.grad is not None
+    held = exact.grad.abs() > 1.2 * lns8.smallest
+    assert (x.grad.to_float()[held] != 0).all()
+    x.std(correction=299.9999).backward()  # not one of them may be divided by less than fits
+
+
+@pytest.mark.parametrize("dim", [0, (0, 1), np.int64(1), torch.tensor(0), True, None])
+def test_dimensions_of_a_deviation_are_torchs(dim: Any) -> None:
+    torch.manual_seed(0)
+    x = LNSTensor.from_float(torch.randn(4, 5), lns16).requires_grad_()
+    exact = x.detach().to_float().requires_grad_()
+    for keep in (False, True) if dim is not True else (False,):
+        got, wanted = (
+            v.std(dim) if dim is True else torch.std(v, dim, keepdim=keep) for v in (x, exact)
+        )
+        assert got.shape == wanted.shape
+        got.sum().backward()
+        wanted.sum().backward()
+    assert x.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(x.grad.to_float(), exact.grad, rtol=0.05, atol=0.02)
+
+
+def test_no_dimensions_of_a_deviation_are_all() -> None:
+    """As in torch, whose gradient of it is infinite."""
+    torch.manual_seed(0)
+    x, y, z = (LNSTensor.from_float(torch.ones(4, 5).tril(), lns16).requires_grad_() for _ in "xyz")
+    for v, dim in ((x, ()), (y, []), (z, None)):
+        torch.std_mean(v, dim)[0].backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert z.grad is not None
+    assert torch.equal(x.grad.codes, z.grad.codes)
+    assert torch.equal(y.grad.codes, z.grad.codes)
