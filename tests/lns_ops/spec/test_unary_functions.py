@@ -221,7 +221,7 @@ def test_arguments_without_a_value_are_errors(call: object, said: str) -> None:
 
 
 def test_an_unknown_function_is_named() -> None:
-    with pytest.raises(ValueError, match="function 'cosh': must be power or one of d_elu"):
+    with pytest.raises(ValueError, match="function 'cosh': must be power, plus or one of d_elu"):
         unary_functions.table("cosh", (), lns12)
 
 
