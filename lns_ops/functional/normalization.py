@@ -32,7 +32,7 @@ from lns_ops.functional.library import (
     define_operator,
     kernels_of,
 )
-from lns_ops.functional.reductions import reduced
+from lns_ops.functional.reductions import format_of, reduced
 from lns_ops.spec.format import LNSFormat
 
 
@@ -80,9 +80,7 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
     ops = kernels_of(x)
     for stage in stages(tuple(dims), x.dim()):
         x = reduced(ops, x, y, stage, kind, fmt, True, True)
-        if kind == "squares":
-            fmt = fmt.of_squares
-        y, kind = None, "plain"
+        y, kind, fmt = None, "plain", format_of(kind, fmt)
     return x
 
 

@@ -27,13 +27,13 @@ def _matmul_shape(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _terms(x: Tensor, y: Tensor | None, kind: str, fmt: LNSFormat) -> Tensor:
-    """Return what is summed, in the format of :func:`_format_of`."""
+    """Return what is summed, in the format of :func:`format_of`."""
     if kind == "squares":
         return square(x if y is None else sub(x, y, fmt), fmt)
     return x if y is None else mul(x, y, fmt)
 
 
-def _format_of(kind: str, fmt: LNSFormat) -> LNSFormat:
+def format_of(kind: str, fmt: LNSFormat) -> LNSFormat:
     """Return the format of terms and sums: squares have one of their own."""
     return fmt.of_squares if kind == "squares" else fmt
 
@@ -50,7 +50,7 @@ def _sum_cpu(
     shift: int = 0,
 ) -> Tensor:  # fmt: skip
     fmt, kept = cached_format(bits, fraction_bits), [d for d in range(x.dim()) if d not in dims]
-    x, fmt = _terms(x, y, kind, fmt), _format_of(kind, fmt)
+    x, fmt = _terms(x, y, kind, fmt), format_of(kind, fmt)
     sizes = [x.shape[d] for d in kept]
     flat = x.permute(*dims, *kept).reshape(math.prod(x.shape[d] for d in dims), *sizes)
     if len(flat) <= LONG_SUM:
@@ -210,7 +210,7 @@ def reduced(
     over: Sequence[int] = plan.dims
     for shift in plan.shifts:
         x = ops.sum(x, y, over, kind, fmt.bits, fmt.fraction_bits, shift)
-        y, over, kind, fmt = None, (0,), "plain", _format_of(kind, fmt)
+        y, over, kind, fmt = None, (0,), "plain", format_of(kind, fmt)
     return x.reshape(plan.shape)
 
 

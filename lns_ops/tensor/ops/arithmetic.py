@@ -168,8 +168,12 @@ def _unscale(func: Any, *args: Any) -> NoReturn:
 
 @handles(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(func: Any, x: LNSTensor, y: Any, alpha: Any = 1) -> LNSTensor:
-    if alpha != 1 and type(y) in _NUMBERS and abs(alpha) > 1:  # y may be beyond the range
-        return LNSTensor(_scaled(binary(aten.sub.Tensor, y / alpha, x).codes, alpha, x.fmt), x.fmt)
+    fmt = x.fmt
+    if alpha != 1 and isinstance(y, (int, float)) and lns.logarithm_beyond(y, fmt):
+        if abs(alpha) > 1:
+            part = binary(aten.sub.Tensor, y / alpha, x).codes
+            return LNSTensor(_scaled(part, alpha, fmt), fmt)
+        x, alpha = LNSTensor(_scaled(x.codes, alpha, fmt), fmt), 1
     return binary(aten.sub.Tensor, y, x, alpha)
 
 
