@@ -25,8 +25,6 @@ TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
 """File of conf/cluster that a target submits, unless --template names another."""
 LOOK_SECONDS = 2.0
 """Seconds between looks at a job of Slurm."""
-REQUEUE_SECONDS = 20.0
-"""Seconds for which a job of Slurm may look as if it had failed before it is queued again."""
 
 DESCRIPTION = """\
 Run a study on a cluster: pack the current folder's files and this version of
@@ -144,20 +142,18 @@ def _follow_slurm(job: str, status: str) -> int:
     """Wait for a job's end; return the exit code. The command ``status`` shows the study."""
     from study.launch.slurm import Seen, look
 
-    before, went_on = Seen.RUNNING, time.monotonic()
-    while (seen := look(job)) in (Seen.RUNNING, Seen.AWAY, Seen.FAILED):
+    before, goes_on = Seen.RUNNING, (Seen.RUNNING, Seen.AWAY)
+    # a job that is queued again has failed for a moment
+    while (seen := look(job)) in goes_on or (seen is Seen.FAILED and seen is not before):
         if seen is Seen.AWAY and before is not Seen.AWAY:
             print(f"{Seen.AWAY.value}; job {job} goes on, and is looked for again", file=sys.stderr)
-        if seen is not Seen.FAILED:
-            went_on = time.monotonic()
-        elif time.monotonic() - went_on > REQUEUE_SECONDS:
-            print(f"Job {job} {seen.value}.", file=sys.stderr)
-            return 1
         before = seen
         time.sleep(LOOK_SECONDS)
     if seen is Seen.FORGOTTEN:
         return _lost(OutOfSightError(f"job {job} {seen.value}"), status)
-    return 0
+    if seen is Seen.FAILED:
+        print(f"Job {job} failed.", file=sys.stderr)
+    return 0 if seen is Seen.COMPLETED else 1
 
 
 def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Package) -> int:

@@ -79,18 +79,18 @@ def test_a_job_is_followed_past_a_slurm_that_was_away(
 
 
 def test_a_job_that_is_queued_again_is_followed_though_it_has_failed_for_a_moment(
-    programs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    programs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program(programs, "squeue", "exit 0")
     states = f"n=$(cat {programs}/n 2>/dev/null || echo 0); echo $((n + 1)) >{programs}/n"
-    seen = "CANCELLED CANCELLED CANCELLED PENDING RUNNING COMPLETED"
-    script = f'{states}; words=({seen}); echo "JobState=${{words[$n]}}"'
-    program(programs, "scontrol", script)
+    script = f'{states}; words=(CANCELLED PENDING RUNNING {{}}); echo "JobState=${{{{words[$n]}}}}"'
+    program(programs, "scontrol", script.format("COMPLETED"))
     assert launch._follow_slurm("7", "lns-study status tiny") == 0
     assert capsys.readouterr().err == ""
-    program(programs, "scontrol", "echo JobState=FAILED")
-    monkeypatch.setattr(launch, "REQUEUE_SECONDS", 0.1)
+    (programs / "n").unlink()
+    program(programs, "scontrol", script.format("FAILED FAILED"))
     assert launch._follow_slurm("7", "lns-study status tiny") == 1
+    assert (programs / "n").read_text() == "5\n"
     assert capsys.readouterr().err == "Job 7 failed.\n"
 
 

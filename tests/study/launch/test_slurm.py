@@ -34,6 +34,7 @@ launch() {{
 job() {{ squeue --noheader --partition=all --format="$1"; }}
 requeued() {{
     until job %T | grep -q PENDING; do sleep 0.2; kill -0 $launched; done
+    sleep 3  # a job that starts in the second in which it was queued again has no credential
     scontrol update JobId=$(job %i) StartTime=now
 }}
 launch & launched=$!
