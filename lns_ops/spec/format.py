@@ -147,9 +147,7 @@ class LNSFormat:
         >>> lns12.of_squares.name, lns16.of_squares.name
         ('lns(13,6)', 'lns16')
         """
-        wider = self.bits + 1
-        exists = wider <= 16 and self.fraction_bits >= wider - 9
-        return LNSFormat(wider, self.fraction_bits) if exists else self
+        return _of_squares(self.bits, self.fraction_bits)
 
     @property
     def epsilon(self) -> float:
@@ -210,6 +208,13 @@ class LNSFormat:
         return np.concatenate([(magnitudes | self.sign_mask)[::-1], [0], magnitudes]).astype(
             np.int16
         )
+
+
+@lru_cache
+def _of_squares(bits: int, fraction_bits: int) -> LNSFormat:
+    wider = bits + 1
+    exists = wider <= 16 and fraction_bits >= wider - 9
+    return LNSFormat(wider if exists else bits, fraction_bits)
 
 
 LNSFormat.__module__ = "lns_ops.format"  # files name it by where it is public

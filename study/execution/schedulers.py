@@ -8,7 +8,6 @@ together, but for those of other data or another loss, whose figures say nothing
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import numpy as np
 
 from study.config import SearchConfig
 from study.ledger.state import ENDED, StudyState
+from study.plan.identity import task_key
 
 BRACKETS = 3
 """Number of hyperband's brackets, which trade the number of trials for their length.
@@ -61,9 +61,9 @@ class Scheduler:
         if not math.isfinite(value):
             return True
         result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
+        stub = self._stub(trial)
         with np.errstate(invalid="ignore"):
-            stub = self._stub(trial)
-            return str(self._policy(trial).on_trial_result(_ALONE, stub, result)) == "STOP"
+            return str(stub.policy.on_trial_result(_ALONE, stub, result)) == "STOP"
 
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
@@ -75,8 +75,9 @@ class Scheduler:
         value = metrics.get(self._metric)
         if value is not None and not math.isnan(value):
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
+            stub = self._stub(trial)
             with np.errstate(invalid="ignore"):  # quantiles between infinite values
-                self._policy(trial).on_trial_complete(_ALONE, self._stub(trial), result)
+                stub.policy.on_trial_complete(_ALONE, stub, result)
         self._stubs.pop(trial, None)
 
     def replay(self, state: StudyState) -> None:
@@ -94,24 +95,22 @@ class Scheduler:
                     self.ends(trial.id, epoch, {self._metric: value}, float(epoch))
             self.note_end(trial.id, last, {self._metric: values[last]}, float(last))
 
-    def _policy(self, trial: str) -> Any:
-        task = self._task_of(trial)
-        if task not in self._policies:
-            self._policies[task] = self._make()
-        return self._policies[task]
-
     def _stub(self, trial: str) -> _Stub:
         if trial not in self._stubs:
-            self._stubs[trial] = _Stub(trial)
-            self._policy(trial).on_trial_add(_ALONE, self._stubs[trial])
+            task = self._task_of(trial)
+            if task not in self._policies:
+                self._policies[task] = self._make()
+            stub = self._stubs[trial] = _Stub(trial, self._policies[task])
+            stub.policy.on_trial_add(_ALONE, stub)
         return self._stubs[trial]
 
 
 @dataclass(eq=False)
 class _Stub:
-    """A trial as Tune's schedulers see it, the same object every time."""
+    """A trial as Tune's schedulers see it, the same object every time, and its scheduler."""
 
     trial_id: str
+    policy: Any
     status: str = "RUNNING"
     last_result: dict[str, Any] = field(default_factory=dict)
 
@@ -128,14 +127,9 @@ def make_scheduler(search: SearchConfig, state: StudyState) -> Scheduler | None:
         (int(trial["config"]["epochs"]) for trial in state.plan["trials"]),
         default=state.config.trial.epochs,
     )
-    scheduler = Scheduler(search, epochs, lambda trial: _task_of(state.known[trial].config))
+    scheduler = Scheduler(search, epochs, lambda trial: task_key(state.known[trial].config))
     scheduler.replay(state)
     return scheduler
-
-
-def _task_of(config: dict[str, Any]) -> str:
-    data = {key: config["data"].get(key) for key in ("name", "args", "code", "validation_size")}
-    return json.dumps([data, config.get("loss")], sort_keys=True)
 
 
 def _make(search: SearchConfig, metric: str, mode: str, epochs: int) -> Any:

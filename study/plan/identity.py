@@ -1,8 +1,8 @@
 """Identity of trials: keys that equivalent trials share, made from their configs.
 
-Four equivalences, from the finest: the same trial (:func:`trial_id`), the same results
+Five equivalences, from the finest: the same trial (:func:`trial_id`), the same results
 (:func:`results_key`), the same first epochs (:func:`beginning_key`), the same seconds per epoch
-(:func:`pace_key`).
+(:func:`pace_key`), the same task (:func:`task_key`).
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ def pace_key(config: dict[str, Any]) -> str:
     optimizer = config["optimizer"]
     kind = [optimizer["name"], bool(optimizer["momentum"]), bool(optimizer["weight_decay"])]
     return json.dumps(_deciding(config, "epochs", "seed") | {"optimizer": kind}, sort_keys=True)
+
+
+def task_key(config: dict[str, Any]) -> str:
+    """Return the key that trials share if their figures say something of each other: of the same
+    data, in whatever number, and loss."""
+    values = without(config, "data.train_size", "data.root")
+    return json.dumps([values["data"], values.get("loss")], sort_keys=True)
 
 
 def digest(values: Any) -> str:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from study.config.keys import without
 from study.config.space import Params
 from study.ledger.state import TrialState
-from study.plan.identity import results_key
+from study.plan.identity import results_key, task_key
 
 KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
 """Trial keys of a category whose name is not the key itself."""
@@ -71,9 +71,8 @@ def by_likeness(category: str, found: Iterable[Entry], like: Likeness) -> dict[s
 
 
 def task_of(entry: Entry, keys: Sequence[str]) -> str:
-    """Return what an entry's figure is of: its data, in whatever number, and its loss."""
-    config = without(entry.trials[0].config, "data.train_size", "data.root")
-    return json.dumps([config["data"], config.get("loss")], sort_keys=True)
+    """Return what an entry's figure is of."""
+    return task_key(entry.trials[0].config)
 
 
 def _anything(entry: Entry, keys: Sequence[str]) -> str:
