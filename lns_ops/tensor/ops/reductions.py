@@ -404,8 +404,9 @@ def normalize(
 class _Deviation(torch.autograd.Function):
     """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
 
-    Its gradient is ``(x - mean) / s / (n - correction)``, in this order: the variance may lie
-    beyond the format's range, and the last quotient below it.
+    Its gradient ``g`` times ``(x - mean) / s / (n - correction)`` needs no variance, which may lie
+    beyond the format's range. Nothing on the way does where the result does not, as ``g`` is first
+    divided by a power of two near the root of ``n``, which ``(x - mean) / s`` cannot exceed.
     """
 
     @staticmethod
@@ -423,9 +424,10 @@ class _Deviation(torch.autograd.Function):
         kept = [1 if d in ctx.dims else n for d, n in enumerate(x.shape)]
         grad, deviation = grad.reshape(kept), deviation.reshape(kept)
         zero, freedom = deviation == 0, ctx.freedom
+        known = isinstance(freedom, (int, float))  # else of traced sizes
+        root = 2.0 ** round(math.log2(freedom) / 2) if known else freedom**0.5
         normal = (x - x.mean(ctx.dims, keepdim=True)) / deviation.masked_fill(zero, 1.0)
-        slope = normal * grad
-        slope = slope / freedom if freedom >= 1 else slope * (1 / freedom)
+        slope = normal * (grad / root) / (freedom / root)
         return slope.masked_fill(zero, 0.0), None, None, None
 
 

@@ -121,6 +121,33 @@ def test_the_gradient_of_a_deviation_of_many_values_is_not_lost_on_the_way() -> 
     x.std(correction=299.9999).backward()  # not one of them may be divided by less than fits
 
 
+@pytest.mark.parametrize(("fmt", "slope"), [(lns12, 10_000.0), (lns8, 16.0)], ids=str)
+def test_the_gradient_of_a_deviation_does_not_saturate_on_the_way(
+    fmt: LNSFormat, slope: float
+) -> None:
+    """One value makes the deviation: it lies as many of these away as the root of their number."""
+    x = LNSTensor.from_float(torch.tensor([5.0] + [0.0] * 999), fmt).requires_grad_()
+    exact = x.detach().to_float().double().requires_grad_()
+    x.std().backward(LNSTensor.from_float(torch.tensor(slope), fmt))
+    exact.std().backward(torch.tensor(slope).double())
+    assert x.grad is not None
+    assert exact.grad is not None
+    assert x.grad.to_float()[0].item() == pytest.approx(exact.grad[0].item(), rel=0.2)
+
+
+def test_compiled_gradients_of_deviations_take_other_sizes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.std(0).sum(), backend="aot_eager")
+    for rows in (5, 7, 11):
+        torch.manual_seed(rows)
+        x = LNSTensor.from_float(torch.randn(rows, 3), lns12)
+        both = [x.clone().requires_grad_() for _ in range(2)]
+        compiled(both[0]).backward()
+        both[1].std(0).sum().backward()
+        grads = [v.grad.to_float() for v in both if v.grad is not None]
+        torch.testing.assert_close(*grads, rtol=0.03, atol=1e-4)
+
+
 @pytest.mark.parametrize("dim", [0, (0, 1), np.int64(1), torch.tensor(0), True, None])
 def test_dimensions_of_a_deviation_are_torchs(dim: Any) -> None:
     torch.manual_seed(0)
