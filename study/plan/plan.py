@@ -41,6 +41,8 @@ from trainers.data import resolve
 
 TRIAL_BYTES = 2048
 """Least memory that a planned trial takes, in bytes."""
+PAIRS = 3
+"""Seeds from which on a race tests a difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +167,35 @@ def confirmation_rounds(plan: Plan) -> list[list[PlannedTrial]]:
     several a race may drop some early; all of them are here.
     """
     study, first = plan.study, [t for t in likely_trials(plan) if t.seed == plan.study.seeds[0]]
-    best: list[PlannedTrial] = []
+    races: list[list[list[PlannedTrial]]] = []
     for row in plan.rows if study.search.confirm else ():
         mine = [trial for trial in first if trial.row == row.label]
         count = _finalists(plan, row) if study.search.adaptive else len(mine)
-        best += itertools.islice(itertools.cycle(mine), min(study.search.confirm, count))
-    return [[trial.with_seed(seed) for trial in best] for seed in study.search.confirm_seeds]
+        best = list(itertools.islice(itertools.cycle(mine), min(study.search.confirm, count)))
+        rounds = rounds_of_race(len(best), len(study.seeds), study.search.confirm_seeds)
+        races.append(
+            [[each.with_seed(seed) for seed in seeds for each in best] for seeds in rounds]
+        )
+    return [list(itertools.chain(*each)) for each in itertools.zip_longest(*races, fillvalue=[])]
+
+
+def rounds_of_race(candidates: int, seeds: int, more: Sequence[int]) -> list[list[int]]:
+    """Return the seeds of each round of a race (:mod:`study.search.racing`).
+
+    A round ends where a test can save seeds: with two candidates or more, :data:`PAIRS` seeds or
+    more, and seeds that are left.
+
+    Args:
+        candidates: configurations that begin the race.
+        seeds: seeds that each has before it.
+        more: further seeds, in order.
+    """
+    rounds: list[list[int]] = [[]]
+    for count, seed in enumerate(more, 1):
+        rounds[-1].append(seed)
+        if candidates > 1 and seeds + count >= PAIRS and count < len(more):
+            rounds.append([])
+    return rounds
 
 
 def _finalists(plan: Plan, row: RowConfig) -> int:

@@ -3,9 +3,10 @@ evidence decides.
 
 A search compares many configurations on few seeds, so its best one owes its place partly to luck.
 With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
-one seed per round. After each round the leader stays, and so does every configuration that is not
+in rounds. After each round the leader stays, and so does every configuration that is not
 significantly worse: one-sided paired t-test over the seeds both have, at the level below. The
-rounds end when one of several is left or the seeds are used up. This is a race (O. Maron,
+rounds end when one of several is left or the seeds are used up. A round is one seed, or all those
+between which no test can save any: a lone candidate's seeds run at once. This is a race (O. Maron,
 A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002).
 Everything that decides is in the ledger, so a study that is continued goes on with the same race.
 Configurations outside a space that was changed since take no part in it.
@@ -19,10 +20,10 @@ comparisons among means", JASA 56, 1961, and, over rounds as over candidates, Ma
     level = ALPHA / (L k (k - 1))
 
 with the ``k`` candidates that begin the race, each of which may be tested against each other one,
-and the ``L`` planned looks: the rounds after which seeds are left and there are three pairs or
-more. Of candidates that are equal, one or more is eliminated with a probability of at most
-:data:`ALPHA`, however the looks depend on each other. Whoever leaves the race early costs no seeds;
-after the last round nobody would save any, so there is no look.
+and the ``L`` planned looks: one after each round but the last, with three pairs or more. Of
+candidates that are equal, one or more is eliminated with a probability of at most :data:`ALPHA`,
+however the looks depend on each other. Whoever leaves the race early costs no seeds; after the last
+round nobody would save any, so there is no look.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from collections.abc import Sequence
 
 from study.ledger.state import ENDED, FINISHED, StudyState
 from study.plan.candidates import bind_space, is_history
-from study.plan.plan import Plan
+from study.plan.plan import PAIRS, Plan, rounds_of_race
 from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
 from study.results.objectives import objective
@@ -41,8 +42,6 @@ from study.results.ties import mean_of
 
 ALPHA = 0.05
 """Probability of eliminating any of several equal candidates in a whole race, at most."""
-PAIRS = 3
-"""Seeds from which on a difference is tested."""
 
 
 class Confirmation:
@@ -101,16 +100,22 @@ class Confirmation:
         racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
         candidates = len(racing)
         level = level_of_test(candidates, len(self._seeds), len(self._more))
-        for round_, seed in enumerate(self._more, 1):
+        had = list(self._seeds)
+        for seeds in rounds_of_race(candidates, len(self._seeds), self._more):
             if not racing or len(racing) < min(candidates, 2):
                 break
-            wanted = [self._base.trial(seed, entry.number, entry.params) for entry in racing]
+            wanted = [
+                self._base.trial(seed, entry.number, entry.params)
+                for seed in seeds
+                for entry in racing
+            ]
             if missing := [trial for trial in wanted if trial.id not in state.known]:
                 return missing
             if any(state.known[trial.id].status not in ENDED for trial in wanted):
                 return []
-            if round_ < len(self._more):
-                racing = self._contenders(racing, [*self._seeds, *self._more[:round_]], level)
+            had += seeds
+            if len(had) < len(self._seeds) + len(self._more):
+                racing = self._contenders(racing, had, level)
         self.exhausted = True
         return []
 
@@ -150,9 +155,9 @@ def level_of_test(candidates: int, seeds: int, more: int) -> float:
     Args:
         candidates: number of candidates that begin the race.
         seeds: number of seeds that every candidate has before the race.
-        more: number of rounds, of one more seed each.
+        more: number of seeds that a candidate may get in it.
     """
-    looks = sum(seeds + round_ >= PAIRS for round_ in range(1, more))
+    looks = len(rounds_of_race(candidates, seeds, range(more))) - 1
     return ALPHA / max(1, looks * candidates * (candidates - 1))
 
 

@@ -10,7 +10,7 @@ from study.cli import main
 from study.config import StudyConfig
 from study.plan import estimate
 from study.plan.estimate import describe_cost, describe_plan
-from study.plan.plan import make_plan
+from study.plan.plan import confirmation_rounds, make_plan
 from tests.study.conftest import made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]
@@ -67,13 +67,18 @@ CONFIRMED = ("search.algorithm=grid", "search.confirm=1", "search.confirm_seeds=
 
 
 def test_runs_that_confirm_the_best_take_time_round_by_round(tiny: Tiny) -> None:
-    """Four trials of 100 s on four CPUs, then three rounds of one in each of two rows."""
+    """Four trials of 100 s on four CPUs, then three of each of two rows, all at once.
+
+    Of two candidates two seeds run at once, and the third after a test.
+    """
     study = tiny("confirmed", "baseline=null", "trial.epochs=100", "cpus=4", GRID, *CONFIRMED)
     write_ledger(study, made_up_events(study))
     (time,) = lines(study, "Expected time: ")
-    assert time.startswith("Expected time: 7 min, at most 4 at a time (17 min of trial time)")
+    assert time.startswith("Expected time: 5 min, at most 4 at a time (17 min of trial time)")
     assert describe_cost(make_plan(study)) == "Cost: about 0 GPU hours and 0.278 CPU hours"
-    (race,) = lines(tiny("race", GRID, *CONFIRMED, "search.confirm=2"), "Expected time: ")
+    raced = tiny("race", GRID, *CONFIRMED, "search.confirm=2")
+    assert [len(each) for each in confirmation_rounds(make_plan(raced))] == [8, 4]
+    (race,) = lines(raced, "Expected time: ")
     assert race.endswith(", less with what a race decides early")
 
 
@@ -85,7 +90,7 @@ def test_simulated_are_the_runs_that_confirm_too(
     assert main(["simulate", str(study.folder), "--slots", "4", "--seconds", "10"]) == 0
     said, _, four = capsys.readouterr().out.splitlines()
     assert said == "simulated: 10 trials, 6 of which confirm the best"
-    assert four.split()[:6] == ["4", "7", "min", "62", "%", "0"]
+    assert four.split()[:6] == ["4", "5", "min", "83", "%", "0"]
     assert four.split()[6] == "1000"
 
 

@@ -82,6 +82,24 @@ def test_a_row_with_one_configuration_is_confirmed(searched: Make) -> None:
     assert [trial.seed for trial in done] == [0, *range(10, 20)]
 
 
+@pytest.mark.parametrize(
+    ("confirm", "at_once"), [(1, [0, *range(10, 20)]), (5, [0, *[10] * 5, *[11] * 5])]
+)
+def test_seeds_between_which_nothing_is_decided_run_at_once(
+    searched: Make, confirm: int, at_once: list[int]
+) -> None:
+    """All of a lone candidate, and those before the first test of several."""
+    alone = RACE.replace("0.01, 0.02, 0.03, 0.04, 0.05", "0.03") if confirm == 1 else RACE
+    study = searched("rows=[]", "baseline=null", f"search.confirm={confirm}", space=alone)
+    pretend = Pretend(make_plan(study), noisy(lucky), slots=100)
+    search = len(pretend.plan.trials)
+    pretend.run(at_most=search)
+    assert pretend.agenda.next() is not None
+    waiting = pretend.agenda.trials
+    assert [0, *(trial.seed for trial in pretend.state.trials[search:])] == at_once
+    assert len(waiting) == len(at_once) - 2
+
+
 SPACE = "\nspace: {optimizer.lr: {uniform: [0.01, 1.0]}}\nsearch: {num_samples: 4}\n"
 HALVING = ("search.scheduler=halving", "search.num_samples=9", "search.reduction_factor=3")
 PBT = ("search.scheduler=pbt", "search.perturbation_interval=2", "trial.epochs=4")
