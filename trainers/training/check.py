@@ -41,6 +41,8 @@ SUM_TOLERANCE = 1e-3
 few values are a thousand times more exact."""
 _answers: dict[str, int] = {}
 """Answers of an example by task, for the tasks that this process has checked."""
+_accepted: set[str] = set()
+"""What this process has accepted of optimizers: a search tries each point in many rows."""
 
 
 def check(config: TrialConfig, info: DatasetInfo) -> None:
@@ -100,10 +102,15 @@ def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
     for rule in RULES_BEFORE_TRAINING:
         if rule.when(config):
             raise ValueError(rule.message(config))
+    parts = (config.optimizer, config.changes, config.precision, config.lr_schedule)
+    key = repr((parts, config.batch_size, config.update_examples, answers))
+    if key in _accepted:
+        return
     model = apply_precision(nn.Linear(1, 1), config.precision)
     for epoch in (0, *(change["epoch"] for change in config.changes)):
         options = optimizer_at(config.optimizer, config.changes, epoch)
         make_trial_optimizer(config, options, model, answers)
+    _accepted.add(key)
 
 
 def _check_task(config: TrialConfig) -> int:
