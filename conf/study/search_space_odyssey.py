@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from optuna.distributions import CategoricalDistribution
 from scipy.stats import ttest_ind
 
 from study import Study
 from study.claims.analyses import rank
 from study.claims.verdict import of_mean
-from study.config.distribution import distribution, quiet_optuna
+from study.config.space import Domain
+from study.results.importance import fanova
 from study.results.statistics import interval
 from study.results.summary import summarise, test_figures
 
@@ -78,18 +79,19 @@ def no_variant_ranks_above_vanilla(study: Study) -> dict[str, Any]:
 def share_of_learning_rate(study: Study) -> dict[str, Any]:
     """Return the share of the variance that the learning rate explains, by fANOVA.
 
-    The trees see the variant, too. The mean is over the sets, and so is the interval. All variants
-    are tried at the same points of rate, momentum and width: fewer than :data:`POINTS` of them on a
-    set cannot tell one from another, and decide nothing.
+    Each variant has a forest of its own on each set, so that how much worse one of them is counts
+    for none of the variance. The mean is over the variants and sets, the interval over the sets'
+    means. All variants are tried at the same points of rate, momentum and width: fewer than
+    :data:`POINTS` of them on a set cannot tell one from another, and decide nothing.
     """
     domains = study.config.parsed_space.domains
-    spaces = {f"config.{domain.key}": distribution(domain) for domain in domains}
     sets = _sets(study)
-    shares = {name: _shares(trials, spaces) for name, trials in sets.items()}
-    rates = [share["config.optimizer.lr"] for share in shares.values()]
+    shares = {name: _shares(trials, domains) for name, trials in sets.items()}
+    rates = [share["optimizer.lr"] for share in shares.values()]
     half = interval(rates) or math.inf
     mean, unit = statistics.fmean(rates), "of the variance"
-    points = min(len(trials[list(spaces)].drop_duplicates()) for trials in sets.values())
+    keys = [f"config.{domain.key}" for domain in domains]
+    points = min(len(trials[keys].drop_duplicates()) for trials in sets.values())
     if points < POINTS:
         note = f"{points} points of the space on a set, of {POINTS} that tell its keys apart"
         return {"figure": mean, "unit": unit, "verdict": "undecided", "note": note}
@@ -154,17 +156,14 @@ def _counted(study: Study, names: list[str], verdict: str, word: str) -> dict[st
     return {"figure": len(names), "unit": "variants", "verdict": verdict, "note": note}
 
 
-def _shares(trials: pd.DataFrame, spaces: dict[str, Any]) -> dict[str, float]:
-    """Return the share of the variance of the validation loss by key, largest first."""
-    optuna = quiet_optuna()
-    spaces = spaces | {VARIANT: CategoricalDistribution(sorted(trials[VARIANT].unique()))}
-    found = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    for _, trial in trials.iterrows():
-        params = {key: trial[key] for key in spaces}
-        found.add_trial(
-            optuna.trial.create_trial(
-                params=params, distributions=spaces, value=trial["validation/loss"]
-            )
-        )
-    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=16, max_depth=8, seed=0)
-    return dict(evaluator.evaluate(found))
+def _shares(trials: pd.DataFrame, domains: Sequence[Domain]) -> dict[str, float]:
+    """Return the share of the variance of the validation loss by key, the mean of the variants."""
+    found = []
+    for _, group in trials.groupby(VARIANT):
+        values = {domain.key: group[f"config.{domain.key}"] for domain in domains}
+        params = [
+            dict(zip(values, point, strict=True)) for point in zip(*values.values(), strict=True)
+        ]
+        of_variant = fanova(params, list(group["validation/loss"]), domains)
+        found.append(of_variant or dict.fromkeys(values, 0.0))
+    return {key: statistics.fmean(each[key] for each in found) for key in found[0]}

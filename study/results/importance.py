@@ -6,16 +6,23 @@ PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides w
 configuration is among the best tenth: how far its distribution there is from that of all that have
 the key. It counts keys with a ``when`` too.
 
-Optuna's fANOVA gives a choice one column per value, and walks each tree once for every combination
-of the columns' thresholds, 2^values of them, and of two keys for the product. A choice of more than
-:data:`COLUMNS` values, such as the row of a study with many, is one column of places instead, in
-the order of its values' mean metric: the order in which a tree finds every best split of a mean
-(W. D. Fisher 1958). With fewer than :data:`REPEATS` configurations a value that order would be the
-metric itself, and such a choice is left out.
+A share is of the variance over the space as it is searched, where every value of a choice is as
+likely as the others and the logarithm of a ``loguniform`` range is uniform. Optuna's fANOVA (5.0)
+weighs otherwise, so it is given other columns (docs/decisions/0072-measure-of-importance.md):
+
+- It takes a range as uniform, one with ``log=True`` too: of rates from 0.001 to 1 nine tenths of
+  its mean would be rates above 0.1. It gets the logarithm, as a uniform range.
+- It gives a choice one column per value, each 0 or 1 with equal weight, so that one value of nine
+  would have half of it; and it walks each tree once for every combination of the columns'
+  thresholds, 2^values of them. It gets one column of places, in the order of the values' mean
+  metric: the order in which a tree finds every best split of a mean (W. D. Fisher 1958). With fewer
+  than :data:`REPEATS` configurations a value the order of three or more would be the metric itself,
+  and such a choice is left out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -25,17 +32,15 @@ import numpy as np
 
 from study._compat import marginal_shares, search_space_transform
 from study.config.distribution import distribution, quiet_optuna
-from study.config.space import Domain, show
+from study.config.space import Domain, Params, show
 from study.ledger.state import StudyState
 from study.results.likeness import Entry
 from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, entries
 
 FOREST = 500
 """Largest number of configurations, the first ones, that enter importance and dependence."""
-COLUMNS, PAIR_COLUMNS = 10, 5
-"""Largest number of values of a choice that have a column each in fANOVA, of keys and of pairs."""
 REPEATS = 3
-"""Least number of configurations a value of a choice whose values are put in order."""
+"""Least number of configurations a value of a choice of three values or more."""
 ROW = "row"
 """The name of the row as a key."""
 PLACES = 24
@@ -71,14 +76,11 @@ def importance(state: StudyState) -> Importance | None:
     The row is a key too. Returns None with fewer than ten configurations.
     """
     sampled = _sampled(state)
-    single = _shares(sampled.ordered(COLUMNS), sampled.observed, 0) if sampled else None
+    single = _shares(sampled.ordered, sampled.observed, 0) if sampled else None
     if sampled is None or single is None:
         return None
-    pairs = _pairs(
-        sampled.ordered(PAIR_COLUMNS),
-        [domain.key for domain in sampled.observed],
-        list(single)[:PAIRED],
-    )
+    names = [domain.key for domain in sampled.observed]
+    pairs = _pairs(sampled.ordered, names, list(single)[:PAIRED])
     by_name = {domain.key: domain for domain in sampled.observed}
     curves = _dependence(sampled.study, [by_name[name] for name in single][:4])
     return Importance(
@@ -94,7 +96,29 @@ def shares(state: StudyState, seed: int) -> dict[str, float] | None:
     """Return the share of the metric's variance by key, of a forest with this seed; None as for
     :func:`importance`."""
     sampled = _sampled(state)
-    return _shares(sampled.ordered(COLUMNS), sampled.observed, seed) if sampled else None
+    return _shares(sampled.ordered, sampled.observed, seed) if sampled else None
+
+
+def fanova(
+    params: Sequence[Params], figures: Sequence[float], domains: Sequence[Domain], seed: int = 0
+) -> dict[str, float] | None:
+    """Return the share of the figures' variance by key, largest first, for a check of a claim.
+
+    Args:
+        params: sampled values by dotted key, one mapping a configuration.
+        figures: figure of each configuration.
+        domains: domains of the keys.
+        seed: seed of the forest.
+
+    Returns:
+        None if the figures do not vary.
+    """
+    found = [
+        Entry(row="", number=number, params=each, trials=(), values={METRIC: value}, categories={})
+        for number, (each, value) in enumerate(zip(params, figures, strict=True))
+    ]
+    observed = [_observed(domain, _values(found, domain.key)) for domain in domains]
+    return _shares(_optuna_study(*_ordered(found, observed), "min"), observed, seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +127,14 @@ class _Sampled:
 
     Attributes:
         study: the same configurations as a study of Optuna's.
+        ordered: the same for fANOVA, with choices as places.
     """
 
     found: list[Entry]
     domains: dict[str, Domain]
     observed: list[Domain]
-    mode: str
     study: Any
-
-    def ordered(self, columns: int) -> Any:
-        """Return Optuna's study for fANOVA: choices of more values than that are places."""
-        return _optuna_study(*_ordered(self.found, self.observed, columns), self.mode)
+    ordered: Any
 
 
 def _sampled(state: StudyState) -> _Sampled | None:
@@ -128,21 +149,22 @@ def _sampled(state: StudyState) -> _Sampled | None:
     study = _optuna_study(found, observed, mode)
     if len({trial.value for trial in study.trials}) < 2:
         return None
-    return _Sampled(found=found, domains=domains, observed=observed, mode=mode, study=study)
+    ordered = _optuna_study(*_ordered(found, observed), mode)
+    return _Sampled(found=found, domains=domains, observed=observed, study=study, ordered=ordered)
 
 
 def _ordered(
-    found: Sequence[Entry], observed: Sequence[Domain], columns: int
+    found: Sequence[Entry], observed: Sequence[Domain]
 ) -> tuple[Sequence[Entry], Sequence[Domain]]:
-    """Return both with choices of many values as places, without those of which too little is
-    known; see the head of this file."""
+    """Return both with choices as places, without those of which too little is known; see the head
+    of this file."""
     for domain in observed:
-        if not domain.categorical or len(domain.values) <= columns:
+        if not domain.categorical:
             continue
         metric: dict[str, list[float]] = {}
         for entry in found:
             metric.setdefault(_text(domain, entry), []).append(entry.values[METRIC])
-        if len(found) < REPEATS * len(metric):
+        if len(metric) > 2 and len(found) < REPEATS * len(metric):
             observed = [each for each in observed if each is not domain]
             continue
         order = sorted(metric, key=lambda text: (np.mean(metric[text]), text))
@@ -150,7 +172,8 @@ def _ordered(
             replace(entry, params={**entry.params, domain.key: order.index(_text(domain, entry))})
             for entry in found
         ]
-        place = replace(domain, kind="uniform", values=(-0.5, len(order) - 0.5))
+        ends = (-0.5, len(order) - 0.5) if len(order) > 1 else (0.0, 0.0)
+        place = replace(domain, kind="uniform", values=ends)
         observed = [place if each is domain else each for each in observed]
     return found, observed
 
@@ -222,7 +245,7 @@ def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
 def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain], mode: str) -> Any:
     """Return the configurations as an Optuna study; keys that one lacks are left out of it."""
     optuna = quiet_optuna()
-    distributions = {domain.key: distribution(domain) for domain in observed}
+    distributions = {domain.key: _distribution(domain) for domain in observed}
     direction = {"min": "minimize", "max": "maximize"}[mode]
     study = optuna.create_study(direction=direction, sampler=optuna.samplers.RandomSampler(seed=0))
     study.add_trials(
@@ -248,10 +271,24 @@ def _has(entry: Entry, domain: Domain) -> bool:
     return domain.key == ROW or domain.key in entry.params
 
 
+def _distribution(domain: Domain) -> Any:
+    """Return Optuna's distribution of :func:`_plain` values."""
+    if domain.categorical:
+        return distribution(domain)
+    low, high = (_place(domain, end) for end in domain.values)
+    return quiet_optuna().distributions.FloatDistribution(low, high)
+
+
 def _plain(domain: Domain, entry: Entry) -> int | float:
+    """Return a value as Optuna gets it: the index of a choice, or the place on the axis."""
     if domain.categorical:
         return domain.values.index(_text(domain, entry))
-    return float(entry.params[domain.key])
+    return _place(domain, entry.params[domain.key])
+
+
+def _place(domain: Domain, value: float) -> float:
+    """Return the place of a value on the axis on which its range is uniform."""
+    return math.log10(value) if domain.kind == "loguniform" else float(value)
 
 
 def _text(domain: Domain, entry: Entry) -> str:
@@ -294,7 +331,7 @@ def _dependence(study: Any, domains: Sequence[Domain]) -> dict[str, tuple[list[A
         places = _places(domain)
         predicted = [_with(trials[0], transform, x, domain.key, place) for place in places]
         curves[domain.key] = (
-            list(domain.values) if domain.categorical else places,
+            _values_at(domain, places),
             [float(forest.predict(moved).mean()) for moved in predicted],
         )
     return curves
@@ -309,8 +346,16 @@ def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> n
 
 
 def _places(domain: Domain) -> list[Any]:
+    """Return the indices of a choice, or places along the axis of a range."""
     if domain.categorical:
         return list(range(len(domain.values)))
-    low, high = domain.values
-    places = (np.geomspace if domain.kind == "loguniform" else np.linspace)(low, high, PLACES)
-    return [float(place) for place in np.clip(places, low, high)]
+    low, high = (_place(domain, end) for end in domain.values)
+    return [float(place) for place in np.linspace(low, high, PLACES)]
+
+
+def _values_at(domain: Domain, places: Sequence[Any]) -> list[Any]:
+    """Return what :func:`_places` stand for: texts of a choice, values of a range."""
+    if domain.categorical:
+        return list(domain.values)
+    values = np.power(10.0, places) if domain.kind == "loguniform" else places
+    return [float(value) for value in np.clip(values, *domain.values)]

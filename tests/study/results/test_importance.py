@@ -1,17 +1,22 @@
-"""Importance of choices of many values."""
+"""Importance: over the space as it is searched, and of choices of many values."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from study.config import StudyConfig
+from study.config.distribution import quiet_optuna
+from study.config.space import Domain
 from study.ledger.state import fold
-from study.results.importance import importance
+from study.results.importance import fanova, importance
+from study.results.statistics import DEPTH, TREES
 from tests.study.conftest import made_up_events
 
 Tiny = Callable[..., StudyConfig]
@@ -71,3 +76,56 @@ def test_a_choice_whose_values_were_tried_too_seldom_has_no_importance(tiny: Tin
     assert found is not None
     assert found.single.keys() == {"optimizer.lr"}
     assert not found.pairs
+
+
+RATE = Domain(key="rate", kind="loguniform", values=(1e-4, 1.0))
+MOMENTUM = Domain(key="momentum", kind="uniform", values=(0.0, 1.0))
+KIND = Domain(key="kind", kind="choice", values=tuple("abcdefghi"))
+
+
+def drawn(count: int) -> list[dict[str, Any]]:
+    """Points of the space of a rate, a momentum and one of nine kinds."""
+    domains, random = (RATE, MOMENTUM, KIND), np.random.default_rng(0)
+    return [{each.key: each.at(float(random.random())) for each in domains} for _ in range(count)]
+
+
+def test_a_share_is_over_the_logarithm_of_a_rate() -> None:
+    """Half of the rates are below 0.01, where a hundredth of their axis is."""
+    points = drawn(400)
+    figures = [(each["rate"] < 0.01) + 1.0 * (each["momentum"] < 0.5) for each in points]
+    shares = fanova(points, figures, [RATE, MOMENTUM])
+    assert shares is not None
+    assert shares == pytest.approx({"rate": 0.5, "momentum": 0.5}, abs=0.02)
+
+
+def test_each_value_of_a_choice_counts_alike() -> None:
+    """One of nine kinds is 3 above the others, the variance of which is 9 x 8 / 81."""
+    points = drawn(900)
+    figures = [3.0 * (each["kind"] == "e") + 2.0 * (each["momentum"] < 0.5) for each in points]
+    shares = fanova(points, figures, [MOMENTUM, KIND])
+    of_kind = 9 * (1 / 9) * (8 / 9)
+    assert shares is not None
+    assert shares["kind"] == pytest.approx(of_kind / (of_kind + 4 / 4), abs=0.03)
+
+
+def test_shares_of_uniform_ranges_are_those_of_optunas_evaluator() -> None:
+    points = drawn(200)
+    names = ["momentum", "second"]
+    for point, other in zip(points, drawn(400)[200:], strict=True):
+        point["second"] = other["momentum"]
+    figures = [each["momentum"] ** 2 + 0.5 * each["second"] for each in points]
+    optuna = quiet_optuna()
+    ends = {name: [end(each[name] for each in points) for end in (min, max)] for name in names}
+    distributions = {name: optuna.distributions.FloatDistribution(*ends[name]) for name in names}
+    theirs = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    for each, value in zip(points, figures, strict=True):
+        theirs.add_trial(
+            optuna.trial.create_trial(
+                params={name: each[name] for name in names},
+                distributions=distributions,
+                value=value,
+            )
+        )
+    evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=DEPTH, seed=3)
+    second = replace(MOMENTUM, key="second")
+    assert fanova(points, figures, [MOMENTUM, second], seed=3) == evaluator.evaluate(theirs)
