@@ -71,33 +71,9 @@ class Confirmation:
 
         Call it when no trial of the search itself is left to propose.
         """
-        mine = [
-            trial
-            for trial in state.trials
-            if trial.row == self._row and not is_history(trial.params, self._space)
-        ]
-        found = configurations(mine, [self._metric])
-        if any(
-            trial.seed in self._seeds and trial.status not in ENDED
-            for entry in found
-            for trial in entry.trials
-        ):
+        racing = self._candidates(state)
+        if racing is None:
             return []
-        kept = configurations(
-            (trial for trial in mine if trial.seed in self._seeds),
-            [self._metric],
-            self._constraints,
-        )
-        kept_numbers = {entry.number for entry in kept if not entry.broken}
-        first = [
-            (self._errors(entry, self._seeds), entry)
-            for entry in found
-            if entry.whole and entry.number in kept_numbers
-        ]
-        usable = [
-            (mean_of(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)
-        ]
-        racing = [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
         candidates = len(racing)
         level = level_of_test(candidates, len(self._seeds), len(self._more))
         had = list(self._seeds)
@@ -118,6 +94,36 @@ class Confirmation:
                 racing = self._contenders(racing, had, level)
         self.exhausted = True
         return []
+
+    def _candidates(self, state: StudyState) -> list[Configuration] | None:
+        """Return the best configurations, best first; None while the search's own trials run."""
+        mine = [
+            trial
+            for trial in state.trials
+            if trial.row == self._row and not is_history(trial.params, self._space)
+        ]
+        found = configurations(mine, [self._metric])
+        if any(
+            trial.seed in self._seeds and trial.status not in ENDED
+            for entry in found
+            for trial in entry.trials
+        ):
+            return None
+        kept = configurations(
+            (trial for trial in mine if trial.seed in self._seeds),
+            [self._metric],
+            self._constraints,
+        )
+        kept_numbers = {entry.number for entry in kept if not entry.broken}
+        first = [
+            (self._errors(entry, self._seeds), entry)
+            for entry in found
+            if entry.whole and entry.number in kept_numbers
+        ]
+        usable = [
+            (mean_of(errors), entry) for errors, entry in first if len(errors) == len(self._seeds)
+        ]
+        return [entry for _, entry in sorted(usable, key=lambda pair: pair[0])[: self._most]]
 
     def _errors(self, entry: Configuration, seeds: Sequence[int]) -> list[float]:
         """Return the objective of the trials that finished with ``seeds``, in the seeds' order.
