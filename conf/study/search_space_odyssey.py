@@ -60,14 +60,15 @@ def no_variant_ranks_above_vanilla(study: Study) -> dict[str, Any]:
     """Return the lead of the best other variant's mean rank over vanilla's.
 
     The claim holds if vanilla itself ranks best, and fails if another one leads by more than
-    Nemenyi's critical difference.
+    Nemenyi's critical difference where Friedman's test tells the variants apart.
     """
     found = rank(study.state, "model.args.variant", ["data.name", "data.args"])
     if found is None or "vanilla" not in found.means:
         return {"figure": math.nan, "verdict": "undecided", "note": "no set has every variant"}
     rival = next(name for name in found.means if name != "vanilla")
     lead = found.means["vanilla"] - found.means[rival]
-    verdict = "holds" if lead <= 0 else "fails" if lead > found.critical else "undecided"
+    beaten = lead > found.critical and found.p < LEVEL
+    verdict = "holds" if lead <= 0 else "fails" if beaten else "undecided"
     return {
         "figure": lead, "low": lead - found.critical, "high": lead + found.critical,
         "unit": "ranks", "verdict": verdict, "runs": found.runs,

@@ -30,12 +30,10 @@ import numpy as np
 from study.claims.verdict import FAILS, HOLDS, UNDECIDED, Verdict, decide
 from study.config import ClaimConfig
 from study.config.keys import lookup
-from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.contrasts import ALPHA
 from study.results.importance import shares
 from study.results.likeness import Entry
-from study.results.objectives import mean_objective
 from study.results.statistics import METRIC, entries, interval
 from study.results.summary import figures_by_seed
 from study.results.ties import mean_of
@@ -73,7 +71,13 @@ def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
     runs = sum(trial.status == FINISHED for trial in state.trials)
     half = interval(values)
     if half is None:
-        note = f"no importance of {key}: needs ten configurations that all have it, and a variance"
+        early = state.config.search.scheduler
+        why = (
+            f"those that {early} ended early are missing"
+            if state.config.search.ends_early
+            else "needs ten configurations that all have it, and a variance"
+        )
+        note = f"no importance of {key}: {why}"
         return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
     mean = statistics.fmean(values)
     return Verdict(
@@ -191,9 +195,8 @@ def chosen(
     metric = state.config.primary_metric
     alone = state.config.search.per_seed
     best: dict[str, dict[str, dict[int, Entry]]] = {}
-    constraints = state.config.search.constraints
     for entry in entries(state):
-        if broken(constraints, {name: mean_objective(entry.trials, name) for name in constraints}):
+        if not entry.eligible:
             continue
         cell = best.setdefault(_block(entry.trials[0], blocks), {})
         found = cell.setdefault(_value(entry.trials[0], of), {})

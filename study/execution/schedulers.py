@@ -8,8 +8,10 @@ together, but for those of other data or another loss, whose figures say nothing
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -101,8 +103,23 @@ class Scheduler:
             if task not in self._policies:
                 self._policies[task] = self._make()
             stub = self._stubs[trial] = _Stub(trial, self._policies[task])
-            stub.policy.on_trial_add(_ALONE, stub)
+            with _drawing(trial):
+                stub.policy.on_trial_add(_ALONE, stub)
         return self._stubs[trial]
+
+
+@contextmanager
+def _drawing(trial: str) -> Iterator[None]:
+    """Seed NumPy's global generator by a trial's id, and leave it as it was.
+
+    HyperBand draws the trial's bracket from it; a study that goes on draws the same one.
+    """
+    before = np.random.get_state()
+    np.random.seed(int(hashlib.sha256(trial.encode()).hexdigest()[:8], 16))
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
 
 
 @dataclass(eq=False)

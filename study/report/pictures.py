@@ -278,7 +278,9 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
         "ranks": lambda theme: draw_ranks(claimed_ranks(state), theme),
         "test_error": lambda theme: draw_bars(state, summary, theme),
         "error_per_epoch": lambda theme: draw_epochs(state, summary, theme),
-        "pareto": lambda theme: draw_front(found(), spread_measures(found()), metric, theme),
+        "pareto": lambda theme: draw_front(
+            [entry for entry in found() if entry.eligible], spread_measures(found()), metric, theme
+        ),
         "heat_map": lambda theme: draw_heat_map(heat_map(found(), metric), metric, theme),
         "categories": lambda theme: draw_groups(groups(state), metric, theme),
         "slices": lambda theme: draw_slices(state, theme),

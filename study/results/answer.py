@@ -144,9 +144,9 @@ def _resolution(found: list[Comparison], metric: Metric) -> str:
     undecided = [each.contrast for each in found if each.contrast and not each.contrast.decided]
     if not undecided:
         return ""
-    least = max(contrast.least for contrast in undecided)
-    over = undecided[0].over
-    return f" With {over}, a difference of {least:.2g}{metric.points} would have shown."
+    worst = max(undecided, key=lambda contrast: contrast.least)
+    shown = f"{worst.least:.2g}{metric.points}"
+    return f" With {worst.over}, a difference of {shown} would have shown."
 
 
 def _enumerate(listed: list[str]) -> str:

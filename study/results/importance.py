@@ -73,7 +73,8 @@ class Importance:
 def importance(state: StudyState) -> Importance | None:
     """Compute how much the metric depends on each sampled key, all rows together.
 
-    The row is a key too. Returns None with fewer than ten configurations.
+    The row is a key too. Returns None with fewer than ten configurations, or if a scheduler ends
+    trials early.
     """
     sampled = _sampled(state)
     single = _shares(sampled.ordered, sampled.observed, 0) if sampled else None
@@ -138,7 +139,10 @@ class _Sampled:
 
 
 def _sampled(state: StudyState) -> _Sampled | None:
-    """Return the configurations; None if there are fewer than ten, or all have one figure."""
+    """Return the configurations; None if there are fewer than ten, all have one figure, or those
+    that were ended early have none: the others are no sample of the space."""
+    if state.config.search.ends_early:
+        return None
     found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
     domains = {domain.key: domain for domain in state.config.parsed_space.domains}
     keys = [key for key in domains if all(key in entry.params for entry in found)]
@@ -233,13 +237,19 @@ def _all_observed(
 def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
     """Return the domain of what was tried, in the space or before the space was narrowed.
 
-    Choices are texts, and ranges are of reals.
+    Choices are texts. A range of whole numbers or steps ends half a step outside of them, so that
+    each weighs alike; one of whole numbers drawn by their logarithm weighs n by log(1 + 1 / n).
     """
     if domain.categorical:
         texts = dict.fromkeys(show(value) for value in (*domain.values, *values))
         return replace(domain, kind="choice", values=tuple(texts))
-    kind = "loguniform" if domain.kind.startswith("log") else "uniform"
-    return replace(domain, kind=kind, values=(float(min(values)), float(max(values))))
+    low, high = float(min(values)), float(max(values))
+    if domain.kind == "lograndint":
+        return replace(domain, values=(low, high + 1))
+    cell = 1.0 if domain.kind == "randint" else domain.values[2] if len(domain.values) > 2 else 0.0
+    half = cell / 2 if low < high else 0.0
+    kind = "loguniform" if domain.kind == "loguniform" else "uniform"
+    return replace(domain, kind=kind, values=(low - half, high + half))
 
 
 def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain], mode: str) -> Any:
@@ -275,8 +285,7 @@ def _distribution(domain: Domain) -> Any:
     """Return Optuna's distribution of :func:`_plain` values."""
     if domain.categorical:
         return distribution(domain)
-    low, high = (_place(domain, end) for end in domain.values)
-    return quiet_optuna().distributions.FloatDistribution(low, high)
+    return quiet_optuna().distributions.FloatDistribution(*_ends(domain))
 
 
 def _plain(domain: Domain, entry: Entry) -> int | float:
@@ -288,7 +297,15 @@ def _plain(domain: Domain, entry: Entry) -> int | float:
 
 def _place(domain: Domain, value: float) -> float:
     """Return the place of a value on the axis on which its range is uniform."""
+    if domain.kind == "lograndint":
+        return math.log10(value + 0.5)
     return math.log10(value) if domain.kind == "loguniform" else float(value)
+
+
+def _ends(domain: Domain) -> tuple[float, float]:
+    """Return the ends of a range on that axis."""
+    low, high = domain.values
+    return (math.log10(low), math.log10(high)) if domain.kind.startswith("log") else (low, high)
 
 
 def _text(domain: Domain, entry: Entry) -> str:
@@ -349,13 +366,12 @@ def _places(domain: Domain) -> list[Any]:
     """Return the indices of a choice, or places along the axis of a range."""
     if domain.categorical:
         return list(range(len(domain.values)))
-    low, high = (_place(domain, end) for end in domain.values)
-    return [float(place) for place in np.linspace(low, high, PLACES)]
+    return [float(place) for place in np.linspace(*_ends(domain), PLACES)]
 
 
 def _values_at(domain: Domain, places: Sequence[Any]) -> list[Any]:
     """Return what :func:`_places` stand for: texts of a choice, values of a range."""
     if domain.categorical:
         return list(domain.values)
-    values = np.power(10.0, places) if domain.kind == "loguniform" else places
+    values = np.power(10.0, places) if domain.kind.startswith("log") else places
     return [float(value) for value in np.clip(values, *domain.values)]

@@ -32,6 +32,7 @@ class Entry:
         trials: its trials, one per seed.
         values: mean over seeds by measure, for the measures that every trial has.
         categories: its value of each of :data:`study.results.statistics.CATEGORIES`, by name.
+        eligible: whether it may be called the best: it keeps the search's constraints.
     """
 
     row: str
@@ -40,6 +41,7 @@ class Entry:
     trials: tuple[TrialState, ...]
     values: Mapping[str, float]
     categories: Mapping[str, str]
+    eligible: bool = True
 
     @property
     def name(self) -> str:

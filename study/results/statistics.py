@@ -17,6 +17,7 @@ validation split, errors in per cent: the test set chooses nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,7 +77,7 @@ def entries(state: StudyState) -> list[Entry]:
     They are ordered by number.
     """
     found, metric = [], state.config.primary_metric
-    for group in groups_of_seeds(state.trials, []):
+    for group in groups_of_seeds(state.trials, [], state.config.search.constraints):
         values = (
             {
                 name: mean
@@ -96,6 +97,7 @@ def entries(state: StudyState) -> list[Entry]:
                     trials=group.trials,
                     values=values,
                     categories=categories_of(group.trials[0]),
+                    eligible=not group.broken,
                 )
             )
     return found
@@ -277,8 +279,17 @@ def _contrast(
             return _matched([ours[key] for key in shared], [theirs[key] for key in shared], metric)
     if category != "row" and len({task_of(entry, ()) for entry in (*first, *second)}) > 1:
         return None
-    means = [[entry.values[METRIC] for entry in found] for found in (first, second)]
-    return independent(means[0], means[1], CONFIGURATIONS)
+    return independent(_of_points(first), _of_points(second), CONFIGURATIONS)
+
+
+def _of_points(found: Iterable[Entry]) -> list[float]:
+    """Return the mean metric of every point of the space: the rows of a random search share its
+    points, and are no independent configurations. A row that is not searched is a point."""
+    points: dict[str, list[float]] = {}
+    for entry in found:
+        point = entry.row if entry.number is None else json.dumps(entry.params, sort_keys=True)
+        points.setdefault(point, []).append(entry.values[METRIC])
+    return [statistics.fmean(figures) for figures in points.values()]
 
 
 def _matched(
@@ -342,10 +353,24 @@ def heat_map(
     if len(formats) < 2 or len(layouts) < 2:
         return None
     table = np.full((len(formats), len(layouts)), np.nan)
+    cells: dict[tuple[int, int], list[Entry]] = {}
     for entry in found:
         place = formats.index(entry.categories["format"]), layouts.index(entry.categories["layout"])
-        table[place] = np.nanmin([table[place], metric.sign * entry.values[METRIC]])
-    return formats, layouts, metric.sign * table
+        cells.setdefault(place, []).append(entry)
+    for place, alike in cells.items():
+        if (best := best_entry(alike, metric)) is not None:
+            table[place] = best.values[METRIC]
+    return formats, layouts, table
+
+
+def best_entry(found: Iterable[Entry], metric: Metric) -> Entry | None:
+    """Return the best entry that keeps the constraints, of those with the most seeds, as
+    :func:`study.results.configurations.best`."""
+    return min(
+        (entry for entry in found if entry.eligible),
+        key=lambda entry: (-len(entry.trials), metric.sign * entry.values[METRIC]),
+        default=None,
+    )
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
@@ -354,7 +379,8 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
     The seconds are those of the row's trials in the order in which they ended. The metric is that
     of a configuration, the mean over its seeds, once the last of them has ended.
     """
-    found, planned = entries(state), {trial.id for trial in state.trials}
+    found = [entry for entry in entries(state) if entry.eligible]
+    planned = {trial.id for trial in state.trials}
     sign = state.config.primary_metric.sign
     last = {
         max(entry.trials, key=lambda trial: trial.ended or 0.0).id: sign * entry.values[METRIC]
@@ -381,14 +407,14 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
 
 def rank_formats(found: Iterable[Entry], metric: Metric) -> list[dict[str, Any]]:
     """Return the best entry of every number format, with its rank in metric, bits and seconds."""
-    best: dict[str, Entry] = {}
+    of_format: dict[str, list[Entry]] = {}
     sign = {METRIC: metric.sign, "bits": 1, "seconds": 1}
     for entry in found:
-        name = entry.categories["format"]
-        others = [best[name]] if name in best else []
-        best[name] = min([*others, entry], key=lambda each: metric.sign * each.values[METRIC])
+        of_format.setdefault(entry.categories["format"], []).append(entry)
     lines: list[dict[str, Any]] = [
-        {"format": name, "entry": entry.name, **entry.values} for name, entry in best.items()
+        {"format": name, "entry": best.name, **best.values}
+        for name, alike in of_format.items()
+        if (best := best_entry(alike, metric)) is not None
     ]
     for key in sign:
         order = sorted({sign[key] * float(line[key]) for line in lines if key in line})

@@ -37,6 +37,7 @@ from study.plan.candidates import bind_space, is_history
 from study.plan.plan import PAIRS, Plan, rounds_of_race
 from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
+from study.results.contrasts import ROUNDING
 from study.results.objectives import objective
 from study.results.ties import mean_of
 
@@ -189,15 +190,16 @@ def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
 def worse(errors: Sequence[float], others: Sequence[float], level: float) -> bool:
     """Tell whether ``errors`` are significantly higher than ``others``, pair by pair.
 
-    They never are with fewer than :data:`PAIRS` pairs.
+    They never are with fewer than :data:`PAIRS` pairs. Differences that are equal have no spread
+    for a t-test, as those of few examples often are by chance: theirs is the sign test.
     """
     if len(errors) < PAIRS:
         return False
     differences = [a - b for a, b in zip(errors, others, strict=True)]
     if not all(map(math.isfinite, differences)):  # one of the two has diverged
         return all(map(math.isfinite, others))
-    if not any(value != differences[0] for value in differences):
-        return differences[0] > 0
+    if max(differences) - min(differences) <= ROUNDING * max(map(abs, differences)):
+        return differences[0] > 0 and 0.5 ** len(differences) < level
     from scipy.special import stdtr
 
     pairs = len(differences)
