@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from study.cli import main
@@ -172,6 +173,30 @@ def test_trials_of_other_data_are_not_ranked_with_each_other(name: str) -> None:
     )
     assert ended(easy | hard) == ended(easy) | ended(hard)
     assert ended(hard)
+
+
+def test_a_trial_has_the_same_bracket_in_each_run() -> None:
+    """HyperBand draws it; a study that goes on must not draw another."""
+    search = SearchConfig(scheduler="hyperband", objectives={"figure": "min"}, reduction_factor=2)
+
+    def ends() -> list[int]:
+        scheduler = Scheduler(search, 16)
+        return [
+            next(
+                (epoch for epoch in range(1, 16) if scheduler.ends(trial, epoch, {"figure": n})), 16
+            )
+            for n, trial in enumerate(f"trial {n}" for n in range(40))
+        ]
+
+    first = ends()
+    np.random.random()
+    assert ends() == first
+    assert len(set(first)) > 2
+    np.random.seed(5)
+    one = np.random.random()
+    np.random.seed(5)
+    ends()
+    assert np.random.random() == one
 
 
 @pytest.mark.filterwarnings("error")

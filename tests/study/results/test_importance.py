@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from study.claims.analyses import judge_importance
+from study.claims.verdict import UNDECIDED
 from study.config import StudyConfig
 from study.config.distribution import quiet_optuna
 from study.config.space import Domain
-from study.ledger.state import fold
+from study.ledger.state import StudyState, fold
 from study.results.importance import fanova, importance
 from study.results.statistics import DEPTH, TREES
 from tests.study.conftest import made_up_events
@@ -129,3 +131,39 @@ def test_shares_of_uniform_ranges_are_those_of_optunas_evaluator() -> None:
     evaluator = optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, max_depth=DEPTH, seed=3)
     second = replace(MOMENTUM, key="second")
     assert fanova(points, figures, [MOMENTUM, second], seed=3) == evaluator.evaluate(theirs)
+
+
+def test_whole_numbers_weigh_as_they_are_drawn() -> None:
+    """One of eight has an eighth of a ``randint``, and 1 has log 2 / log 9 of a ``lograndint``."""
+    for kind, at, weight in (("randint", 8, 1 / 8), ("lograndint", 1, math.log(2, 9))):
+        domain = Domain(key="count", kind=kind, values=(1, 9))
+        random = np.random.default_rng(0)
+        points = [{"count": domain.at(float(u)), "momentum": v} for u, v in random.random((600, 2))]
+        figures = [(each["count"] == at) + 1.0 * (each["momentum"] < 0.5) for each in points]
+        shares = fanova(points, figures, [domain, MOMENTUM])
+        variance = weight * (1 - weight)
+        assert shares is not None
+        assert shares["count"] == pytest.approx(variance / (variance + 0.25), abs=0.03)
+
+
+def test_survivors_of_early_stopping_have_no_importance(tiny: Tiny) -> None:
+    """What ended early is missing, and the others are no sample of the space."""
+    words = ("space={optimizer.lr: {loguniform: [0.001, 1.0]}}", "search.num_samples=20")
+    claim = "claims=[{name: rate, claim: The rate matters., source: here,"
+    claim += " importance: {key: optimizer.lr, at_least: 0.5}}]"
+
+    def run(name: str, *more: str) -> StudyState:
+        events = made_up_events(tiny(name, *words, claim, *more))
+        config = {trial["id"]: trial["config"] for trial in events[0]["trials"]}
+        for event in events:
+            if event["event"] == "report":
+                rate = config[event["trial"]]["optimizer"]["lr"]
+                event["metrics"]["validation/error"] = rate
+        return fold(events)
+
+    whole, ended = run("whole"), run("ended", "search.scheduler=asha")
+    assert importance(whole) is not None
+    assert importance(ended) is None
+    verdict = judge_importance(ended.config.claims[0], ended)
+    assert verdict.outcome == UNDECIDED
+    assert "asha ended early" in verdict.note

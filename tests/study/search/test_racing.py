@@ -232,3 +232,12 @@ def test_the_level_of_a_test_counts_the_looks_that_can_save_seeds() -> None:
     assert level_of_test(2, 3, 2) == ALPHA / (1 * 2)
     assert level_of_test(3, 1, 6) == ALPHA / (4 * 6)  # with 3, 4, 5 and 6 seeds
     assert level_of_test(3, 1, 2) == level_of_test(1, 5, 5) == ALPHA  # nothing is tested
+
+
+def test_equal_differences_are_tested_by_their_signs() -> None:
+    """Errors of few examples often differ by the same count at a few seeds, by chance."""
+    lower, level = [0.05, 0.04, 0.06], level_of_test(3, 1, 4)
+    higher = [error + 1 / 300 for error in lower]
+    assert contenders([lower, higher], level) == [0, 1]
+    assert contenders([lower * 5, higher * 5], level) == [0]
+    assert contenders([lower * 5, lower * 5], level) == [0, 1]
