@@ -107,10 +107,13 @@ def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
         outcome = UNDECIDED
     test = "Friedman's" if len(found.means) > 2 else "the sign test's"
     p = "" if math.isnan(found.p) else f"; {test} p {found.p:.2g}"
+    show = f"{len(found.blocks)} blocks show {found.critical:.2f} ranks"
+    if found.critical >= (most := len(found.means) / 2):  # a lead over rivals that are alike
+        show += f", and no lead is above {most:.1f}"
     return Verdict(
         claim=claim, outcome=outcome, figure=lead, low=low, high=high, unit="ranks",
         runs=found.runs,
-        note=f"lead over {rival}; {len(found.blocks)} blocks show {found.critical:.2f} ranks{p}",
+        note=f"lead over {rival}; {show}{p}",
     )  # fmt: skip
 
 

@@ -337,6 +337,19 @@ def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
     assert found.runs == 20
 
 
+def test_ranks_over_few_blocks_say_that_no_lead_suffices(tiny: Tiny) -> None:
+    """Of two values the best leads by at most 1 rank; three blocks show 1.960 sqrt(6 / 18)."""
+    check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
+    study = tiny(
+        "claims", "seeds=[0]", "space={batch_size: {grid: [16, 17, 18]}}", "search.algorithm=grid",
+        f"claims=[{json.dumps(check)}]",
+    )  # fmt: skip
+    events = with_errors(study, {"float32": [2.0], "lns matmul": [3.0]})
+    (found,) = judge(fold(events), study.folder)
+    assert found.outcome == "undecided"
+    assert "3 blocks show 1.13 ranks, and no lead is above 1.0" in found.note
+
+
 @pytest.mark.parametrize("figure", [None, math.nan, math.inf])
 def test_a_value_without_a_finite_test_figure_ranks_nowhere(
     tiny: Tiny, figure: float | None
