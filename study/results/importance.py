@@ -4,7 +4,9 @@ fANOVA (F. Hutter, H. Hoos, K. Leyton-Brown 2014) says how much of the error's v
 whole space a key explains; it takes complete configurations, so only keys that all of them have.
 PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides whether a
 configuration is among the best tenth: how far its distribution there is from that of all that have
-the key. It counts keys with a ``when`` too.
+the key. It counts keys with a ``when`` too. Of noise it tells something of every key, of those with
+many values most: a share is of what it tells beyond the mean of :data:`SHUFFLES` shuffles of the
+metric, and there is none where no key tells more than each of them.
 
 A share is of the variance over the space as it is searched, where every value of a choice is as
 likely as the others and the logarithm of a ``loguniform`` range is uniform. Optuna's fANOVA (5.0)
@@ -47,6 +49,8 @@ PLACES = 24
 """Number of places on the axis of a range."""
 BEST = 0.1
 """Share of the configurations that PED-ANOVA tells from the others."""
+SHUFFLES = 19
+"""Shuffles of the metric: one key in twenty without effect tells more than each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +205,28 @@ def _of_the_best(
 ) -> dict[str, float]:
     """Return each key's share by PED-ANOVA; see the head of this file."""
     observed = _all_observed(found, domains, [key for key in domains if _values(found, key)])
-    study = _optuna_study(found, observed, state.config.primary_metric.mode)
+    mode = state.config.primary_metric.mode
+    told = _tells_the_best(_optuna_study(found, observed, mode), observed)
+    random, by_chance = np.random.default_rng(0), dict.fromkeys(told, (0.0, 0.0))
+    for turn in range(SHUFFLES):
+        shuffled = [
+            replace(entry, values={METRIC: found[place].values[METRIC]})
+            for entry, place in zip(found, random.permutation(len(found)), strict=True)
+        ]
+        for key, value in _tells_the_best(
+            _optuna_study(shuffled, observed, mode), observed
+        ).items():
+            mean, most = by_chance[key]
+            by_chance[key] = mean + (value - mean) / (turn + 1), max(most, value)
+    if not any(value > by_chance[key][1] for key, value in told.items()):
+        return {}
+    beyond = {key: max(0.0, value - by_chance[key][0]) for key, value in told.items()}
+    total = sum(beyond.values())
+    return {key: beyond[key] / total for key in sorted(beyond, key=lambda key: -beyond[key])}
+
+
+def _tells_the_best(study: Any, observed: Sequence[Domain]) -> dict[str, float]:
+    """Return the importance of each key that varies, by Optuna's PED-ANOVA."""
     trials = study.get_trials(deepcopy=False)
     varied = [
         domain.key
@@ -212,11 +237,7 @@ def _of_the_best(
         )
     ]
     evaluator = quiet_optuna().importance.PedAnovaImportanceEvaluator(target_quantile=BEST)
-    values = {key: float(value) for key, value in evaluator.evaluate(study, params=varied).items()}
-    total = sum(values.values())
-    if not total > 0:
-        return {}
-    return {key: value / total for key, value in sorted(values.items(), key=lambda of: -of[1])}
+    return {key: float(value) for key, value in evaluator.evaluate(study, params=varied).items()}
 
 
 def _values(found: Sequence[Entry], key: str) -> list[Any]:

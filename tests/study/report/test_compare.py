@@ -251,8 +251,21 @@ def test_importance_finds_the_key_that_matters(tiny: Tiny) -> None:
     assert found.configurations == 40
     assert found.single["optimizer.lr"] > 0.8
     assert max(found.pairs.values()) < 0.2
+    assert found.best["optimizer.lr"] > 0.9
     places, errors = found.curves["optimizer.lr"]
     assert places[int(np.argmin(errors))] == pytest.approx(10**-1.5, rel=1.0)
+
+
+def test_noise_tells_nothing_of_the_best(tiny: Tiny) -> None:
+    """Of the best tenth of 40, some key differs from the others by chance."""
+    events = made_up_events(tiny("noise", *SEARCH))
+    random = np.random.default_rng(3)
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"]["validation/error"] = float(random.random())
+    found = importance(fold(events))
+    assert found is not None
+    assert found.best == {}
 
 
 def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:
