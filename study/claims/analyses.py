@@ -14,7 +14,7 @@
   test does, since four blocks of four are within CD and have a probability of 12.5 %.
   Limit: blocks count as independent. Formats on one data set, trained with the same seeds, are less
   than that: with a correlation of 0.5 a value is found to be worse in 10 (of three values in four
-  blocks) to 41 (of five in sixteen) of 100 cases in which all are alike.
+  blocks) to 41 (of five in sixteen) of 100 cases in which all are alike. The note says so.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from study.claims.verdict import FAILS, HOLDS, UNDECIDED, Verdict, decide
 from study.config import ClaimConfig
 from study.config.keys import lookup
 from study.ledger.state import FINISHED, StudyState, TrialState
+from study.plan.identity import task_key
 from study.results.contrasts import ALPHA
 from study.results.importance import shares
 from study.results.likeness import Entry
 from study.results.statistics import METRIC, entries, interval
 from study.results.summary import figures_by_seed
 from study.results.ties import mean_of
+from study.text import counted
 
 FORESTS = 8
 """Number of forests over which the interval of an importance is computed."""
@@ -52,6 +54,7 @@ class Ranks:
         blocks: names of the blocks.
         p: p of Friedman's test, of two values that of the sign test; NaN with one block.
         critical: Nemenyi's critical difference of two mean ranks.
+        tasks: number of data sets and losses of the blocks; fewer than blocks are not independent.
         runs: number of trials behind the ranks.
     """
 
@@ -60,6 +63,7 @@ class Ranks:
     blocks: list[str]
     p: float
     critical: float
+    tasks: int
     runs: int
 
 
@@ -110,6 +114,8 @@ def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
     show = f"{len(found.blocks)} blocks show {found.critical:.2f} ranks"
     if found.critical >= (most := len(found.means) / 2):  # a lead over rivals that are alike
         show += f", and no lead is above {most:.1f}"
+    if found.tasks < len(found.blocks):
+        show += f"; of {counted(found.tasks, 'data set')}, so they are not independent"
     return Verdict(
         claim=claim, outcome=outcome, figure=lead, low=low, high=high, unit="ranks",
         runs=found.runs,
@@ -155,6 +161,7 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
         of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=itemgetter(1))),
         blocks=list(whole), p=_p(figures),
         critical=critical_difference(k, n),
+        tasks=len({task_key(cells[block][names[0]][0].config) for block in whole}),
         runs=sum(len(cell) for row in whole.values() for cell in row),
     )  # fmt: skip
 

@@ -347,7 +347,7 @@ def test_ranks_over_few_blocks_say_that_no_lead_suffices(tiny: Tiny) -> None:
     events = with_errors(study, {"float32": [2.0], "lns matmul": [3.0]})
     (found,) = judge(fold(events), study.folder)
     assert found.outcome == "undecided"
-    assert "3 blocks show 1.13 ranks, and no lead is above 1.0" in found.note
+    assert "3 blocks show 1.13 ranks, and no lead is above 1.0; of 1 data set, so" in found.note
 
 
 @pytest.mark.parametrize("figure", [None, math.nan, math.inf])

@@ -7,7 +7,6 @@ import math
 import statistics
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,7 @@ from study.report.interactive import explore_data
 from study.report.tables import remarks
 from study.results.configurations import configurations, table
 from study.results.importance import _all_observed, _optuna_study, importance
-from study.results.statistics import (
-    METRIC,
-    _of_points,
-    best_of_budget,
-    entries,
-    front,
-    interval,
-    rank_formats,
-    spread_measures,
-)
+from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
 from study.results.summary import summarise
 from study.serve.dashboard import Page, make_app
 from tests.study.conftest import made_up_events, write_ledger
@@ -113,27 +103,6 @@ def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
     assert [line[-1] for line in lines(found)] == ["+0.20 ± 0.63", "+0.40 ± 0.63"]
     assert "two minus one: +0.300 ± 0.6" in verdict(found)
     assert "undecided: a difference of 0.81 would have shown in 80 %" in verdict(found)
-
-
-def test_the_best_keeps_the_constraints_and_is_confirmed(tiny: Tiny) -> None:
-    """As in the table: no infeasible one, and no lucky one that was not confirmed."""
-    state = searched(tiny)
-    found = [entry for entry in entries(state) if entry.row == "float32"]
-    metric = state.config.primary_metric
-    order = sorted(found, key=lambda entry: entry.values[METRIC])
-    infeasible = [replace(entry, eligible=entry is not order[0]) for entry in found]
-    confirmed = [
-        replace(entry, trials=entry.trials * 2) if entry is order[3] else entry for entry in found
-    ]
-    for these, best in ((found, order[0]), (infeasible, order[1]), (confirmed, order[3])):
-        (line,) = rank_formats(these, metric)
-        assert line["entry"] == best.name
-
-
-def test_the_rows_of_a_point_are_one_configuration(tiny: Tiny) -> None:
-    """Rows of a random search are tried at the same points: 20 of them, not 40."""
-    found = entries(searched(tiny))
-    assert len(found) == 2 * len(_of_points(found))
 
 
 def test_configurations_that_share_a_number_are_not_mixed(tiny: Tiny) -> None:
@@ -254,18 +223,6 @@ def test_importance_finds_the_key_that_matters(tiny: Tiny) -> None:
     assert found.best["optimizer.lr"] > 0.9
     places, errors = found.curves["optimizer.lr"]
     assert places[int(np.argmin(errors))] == pytest.approx(10**-1.5, rel=1.0)
-
-
-def test_noise_tells_nothing_of_the_best(tiny: Tiny) -> None:
-    """Of the best tenth of 40, some key differs from the others by chance."""
-    events = made_up_events(tiny("noise", *SEARCH))
-    random = np.random.default_rng(3)
-    for event in events:
-        if event["event"] == "report":
-            event["metrics"]["validation/error"] = float(random.random())
-    found = importance(fold(events))
-    assert found is not None
-    assert found.best == {}
 
 
 def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:

@@ -167,3 +167,21 @@ def test_survivors_of_early_stopping_have_no_importance(tiny: Tiny) -> None:
     verdict = judge_importance(ended.config.claims[0], ended)
     assert verdict.outcome == UNDECIDED
     assert "asha ended early" in verdict.note
+
+
+def test_noise_tells_nothing_of_the_best(tiny: Tiny) -> None:
+    """Of the best tenth of 40, some key differs from the others by chance."""
+    events = made_up_events(
+        tiny(
+            "noise",
+            "space={optimizer.lr: {loguniform: [0.001, 1.0]}, batch_size: {choice: [16, 32]}}",
+            "search.num_samples=20",
+        )
+    )
+    random = np.random.default_rng(3)
+    for event in events:
+        if event["event"] == "report":
+            event["metrics"]["validation/error"] = float(random.random())
+    found = importance(fold(events))
+    assert found is not None
+    assert found.best == {}

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ from study.results.objectives import joules
 from study.results.statistics import (
     METRIC,
     Entry,
+    _of_points,
     best_of_budget,
     costs,
     entries,
@@ -423,3 +425,24 @@ def test_a_report_is_verified_by_the_configurations_of_the_last_round(tiny: Tiny
     row = summarise(fold(events)).rows[0]
     assert row.params == {"optimizer.lr": 0.2}
     assert Source(write_ledger(study, events)).of_row("a") == [row.trials[0].id]
+
+
+def test_the_best_keeps_the_constraints_and_is_confirmed(tiny: Tiny) -> None:
+    """As in the table: no infeasible one, and no lucky one that was not confirmed."""
+    state = fold(scored(tiny("bests", SCORE, *SEARCH, *LOWER)))
+    found = [entry for entry in entries(state) if entry.row == "float32"]
+    metric = state.config.primary_metric
+    order = sorted(found, key=lambda entry: entry.values[METRIC])
+    infeasible = [replace(entry, eligible=entry is not order[0]) for entry in found]
+    confirmed = [
+        replace(entry, trials=entry.trials * 2) if entry is order[3] else entry for entry in found
+    ]
+    for these, first in ((found, order[0]), (infeasible, order[1]), (confirmed, order[3])):
+        (line,) = rank_formats(these, metric)
+        assert line["entry"] == first.name
+
+
+def test_the_rows_of_a_point_are_one_configuration(tiny: Tiny) -> None:
+    """Rows of a random search are tried at the same points: 12 of them, not 24."""
+    found = entries(fold(scored(tiny("points", SCORE, *SEARCH, *LOWER))))
+    assert len(found) == 2 * len(_of_points(found))
