@@ -1,8 +1,9 @@
 """Claims about a whole search: how important a key is, and which value of a key ranks best.
 
 - Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator
-  (:mod:`study.results.importance`). Its interval is over the trees of the evaluator's forest, whose
-  seeds are varied: it says how sure the estimate is for these configurations, not for others.
+  (:mod:`study.results.importance`). Its interval is Student's, with the standard deviation of the
+  share over configurations drawn with replacement. A forest finds too little of an effect that is
+  not monotone, which no interval knows.
 - Ranks: Friedman's test (Friedman 1937) over blocks such as data sets, and Nemenyi's critical
   difference of mean ranks (J. Demsar, "Statistical Comparisons of Classifiers over Multiple Data
   Sets", JMLR 7, 2006, section 3.2.2)::
@@ -20,7 +21,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -33,15 +33,15 @@ from study.config.keys import lookup
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.plan.identity import task_key
 from study.results.contrasts import ALPHA
-from study.results.importance import shares
+from study.results.importance import resampled_shares
 from study.results.likeness import Entry
 from study.results.statistics import METRIC, entries, interval
 from study.results.summary import figures_by_seed
 from study.results.ties import mean_of
 from study.text import counted
 
-FORESTS = 8
-"""Number of forests over which the interval of an importance is computed."""
+SAMPLES = 20
+"""Bootstrap samples of the configurations for the interval of an importance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,10 @@ class Ranks:
 def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
     """Judge the share of the variance that a searched key explains."""
     key = str(claim.arguments["key"]).removeprefix("trial.")
-    found = [shares(state, seed) for seed in range(FORESTS)]
-    values = [each[key] for each in found if each is not None and key in each]
+    found = resampled_shares(state, SAMPLES)
+    values = [each[key] for each in found if key in each]
     runs = sum(trial.status == FINISHED for trial in state.trials)
-    half = interval(values)
-    if half is None:
+    if len(values) < 3:
         early = state.config.search.scheduler
         why = (
             f"those that {early} ended early are missing"
@@ -83,11 +82,12 @@ def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
         )
         note = f"no importance of {key}: {why}"
         return Verdict(claim=claim, outcome=UNDECIDED, runs=runs, note=note)
-    mean = statistics.fmean(values)
+    share, *drawn = values
+    half = float(interval(drawn) or 0.0) * math.sqrt(len(drawn))
     return Verdict(
-        claim=claim, outcome=decide(claim.bound, mean - half, mean + half), figure=mean,
-        low=mean - half, high=mean + half, unit="of the variance", runs=runs,
-        note=f"interval over {FORESTS} forests",
+        claim=claim, outcome=decide(claim.bound, share - half, share + half), figure=share,
+        low=share - half, high=share + half, unit="of the variance", runs=runs,
+        note=f"interval by {SAMPLES} bootstrap samples of the configurations",
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ STATISTICS = {
     "no_row_beats": "mean differences of final test figures, paired by seed, simultaneous 95 %"
     " intervals by Student's t and Bonferroni's correction",
     "importance": "share of the variance of the validation figure by fANOVA, 95 % interval by"
-    " Student's t over forests",
+    " bootstrap samples of the configurations",
     "ranks": "mean ranks of final test figures over blocks, Friedman's test and Nemenyi's critical"
     " difference at 5 %, of two values the sign test",
     "check": "that of the claim's function, whose code is stated by its SHA-256",

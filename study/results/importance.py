@@ -97,11 +97,21 @@ def importance(state: StudyState) -> Importance | None:
     )
 
 
-def shares(state: StudyState, seed: int) -> dict[str, float] | None:
-    """Return the share of the metric's variance by key, of a forest with this seed; None as for
-    :func:`importance`."""
+def resampled_shares(state: StudyState, samples: int) -> list[dict[str, float]]:
+    """Return the share of the metric's variance by key of the configurations, and of ``samples``
+    draws of as many of them with replacement; empty as for :func:`importance`."""
     sampled = _sampled(state)
-    return _shares(sampled.ordered, sampled.observed, seed) if sampled else None
+    first = _shares(sampled.ordered, sampled.observed, 0) if sampled else None
+    if sampled is None or first is None:
+        return []
+    found, random, mode = [first], np.random.default_rng(0), state.config.primary_metric.mode
+    while len(found) <= samples:
+        drawn = [
+            sampled.found[at] for at in random.integers(len(sampled.found), size=len(sampled.found))
+        ]
+        study = _optuna_study(*_ordered(drawn, sampled.observed), mode)
+        found.append(_shares(study, sampled.observed, len(found)) or {})
+    return found
 
 
 def fanova(

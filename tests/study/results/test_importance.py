@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from study.claims.analyses import judge_importance
-from study.claims.verdict import UNDECIDED
+from study.claims.verdict import HOLDS, UNDECIDED
 from study.config import StudyConfig
 from study.config.distribution import quiet_optuna
 from study.config.space import Domain
@@ -164,6 +164,10 @@ def test_survivors_of_early_stopping_have_no_importance(tiny: Tiny) -> None:
     whole, ended = run("whole"), run("ended", "search.scheduler=asha")
     assert importance(whole) is not None
     assert importance(ended) is None
+    sure = judge_importance(whole.config.claims[0], whole)
+    assert sure.outcome == HOLDS
+    assert sure.low < sure.figure < sure.high
+    assert "bootstrap" in sure.note
     verdict = judge_importance(ended.config.claims[0], ended)
     assert verdict.outcome == UNDECIDED
     assert "asha ended early" in verdict.note

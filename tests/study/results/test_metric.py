@@ -10,7 +10,6 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -433,9 +432,10 @@ def test_the_best_keeps_the_constraints_and_is_confirmed(tiny: Tiny) -> None:
     found = [entry for entry in entries(state) if entry.row == "float32"]
     metric = state.config.primary_metric
     order = sorted(found, key=lambda entry: entry.values[METRIC])
-    infeasible = [replace(entry, eligible=entry is not order[0]) for entry in found]
+    infeasible = [dataclasses.replace(entry, eligible=entry is not order[0]) for entry in found]
     confirmed = [
-        replace(entry, trials=entry.trials * 2) if entry is order[3] else entry for entry in found
+        dataclasses.replace(entry, trials=entry.trials * 2) if entry is order[3] else entry
+        for entry in found
     ]
     for these, first in ((found, order[0]), (infeasible, order[1]), (confirmed, order[3])):
         (line,) = rank_formats(these, metric)
