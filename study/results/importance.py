@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -217,20 +218,19 @@ def _of_the_best(
     observed = _all_observed(found, domains, [key for key in domains if _values(found, key)])
     mode = state.config.primary_metric.mode
     told = _tells_the_best(_optuna_study(found, observed, mode), observed)
-    random, by_chance = np.random.default_rng(0), dict.fromkeys(told, (0.0, 0.0))
-    for turn in range(SHUFFLES):
+    random, metric = np.random.default_rng(0), [entry.values[METRIC] for entry in found]
+    by_chance: dict[str, list[float]] = {key: [] for key in told}
+    for _ in range(SHUFFLES):
         shuffled = [
-            replace(entry, values={METRIC: found[place].values[METRIC]})
-            for entry, place in zip(found, random.permutation(len(found)), strict=True)
+            replace(entry, values={METRIC: value})
+            for entry, value in zip(found, random.permutation(metric), strict=True)
         ]
-        for key, value in _tells_the_best(
-            _optuna_study(shuffled, observed, mode), observed
-        ).items():
-            mean, most = by_chance[key]
-            by_chance[key] = mean + (value - mean) / (turn + 1), max(most, value)
-    if not any(value > by_chance[key][1] for key, value in told.items()):
+        study = _optuna_study(shuffled, observed, mode)
+        for key, value in _tells_the_best(study, observed).items():
+            by_chance[key].append(value)
+    if not any(value > max(by_chance[key]) for key, value in told.items()):
         return {}
-    beyond = {key: max(0.0, value - by_chance[key][0]) for key, value in told.items()}
+    beyond = {key: max(0.0, value - fmean(by_chance[key])) for key, value in told.items()}
     total = sum(beyond.values())
     return {key: beyond[key] / total for key in sorted(beyond, key=lambda key: -beyond[key])}
 
