@@ -159,12 +159,10 @@ def _counted(study: Study, names: list[str], verdict: str, word: str) -> dict[st
 
 def _shares(trials: pd.DataFrame, domains: Sequence[Domain]) -> dict[str, float]:
     """Return the share of the variance of the validation loss by key, the mean of the variants."""
+    keys = {f"config.{domain.key}": domain.key for domain in domains}
     found = []
     for _, group in trials.groupby(VARIANT):
-        values = {domain.key: group[f"config.{domain.key}"] for domain in domains}
-        params = [
-            dict(zip(values, point, strict=True)) for point in zip(*values.values(), strict=True)
-        ]
+        params = group[list(keys)].rename(columns=keys).to_dict("records")
         of_variant = fanova(params, list(group["validation/loss"]), domains)
-        found.append(of_variant or dict.fromkeys(values, 0.0))
+        found.append(of_variant or dict.fromkeys(keys.values(), 0.0))
     return {key: statistics.fmean(each[key] for each in found) for key in found[0]}

@@ -35,7 +35,7 @@ from study.plan.identity import task_key
 from study.results.contrasts import ALPHA
 from study.results.importance import resampled_shares
 from study.results.likeness import Entry
-from study.results.statistics import METRIC, entries, interval
+from study.results.statistics import entries, interval, preference
 from study.results.summary import figures_by_seed
 from study.results.ties import mean_of
 from study.text import counted
@@ -212,8 +212,7 @@ def chosen(
         found = cell.setdefault(_value(entry.trials[0], of), {})
         seed = entry.trials[0].seed if alone else 0
         found[seed] = min(
-            [found[seed], entry] if seed in found else [entry],
-            key=lambda each: (-len(each.trials), metric.sign * each.values[METRIC]),
+            [found[seed], entry] if seed in found else [entry], key=preference(metric)
         )
     wanted = state.config.seeds if alone else [0]
     return {

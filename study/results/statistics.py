@@ -366,11 +366,12 @@ def heat_map(
 def best_entry(found: Iterable[Entry], metric: Metric) -> Entry | None:
     """Return the best entry that keeps the constraints, of those with the most seeds, as
     :func:`study.results.configurations.best`."""
-    return min(
-        (entry for entry in found if entry.eligible),
-        key=lambda entry: (-len(entry.trials), metric.sign * entry.values[METRIC]),
-        default=None,
-    )
+    return min((entry for entry in found if entry.eligible), key=preference(metric), default=None)
+
+
+def preference(metric: Metric) -> Callable[[Entry], tuple[int, float]]:
+    """Return the key by which the best entry is the least: most seeds, then the metric."""
+    return lambda entry: (-len(entry.trials), metric.sign * entry.values[METRIC])
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
