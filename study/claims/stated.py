@@ -10,6 +10,7 @@ imports.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,9 +141,14 @@ def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> di
                 for key in claim.keys() | before[name].keys()
                 if claim.get(key) != before[name].get(key)
             )
-            was = ", ".join(f"{key} was {before[name].get(key)}" for key in keys)
+            was = ", ".join(f"{key} was {_short(before[name].get(key))}" for key in keys)
             found[name] = f"changed: {was}"
     return found
+
+
+def _short(value: Any) -> str:
+    """Return a value of a claim in words, of a SHA-256 the first twelve digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))
 
 
 def _hash(name: str) -> str:

@@ -171,7 +171,8 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
         )
         found["Machine"] = "; ".join(dict.fromkeys(shown))
     counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
-    notes = {"Remarks": " ".join(remarks(state, summary))} if remarks(state, summary) else {}
+    others = [text for text in remarks(state, summary) if text != found.get("Statement")]
+    notes = {"Remarks": " ".join(others)} if others else {}
     return {**found, "Trials": counts, **notes, "Command": command}
 
 

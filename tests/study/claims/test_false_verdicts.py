@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from study.claims.verdict import Verdict, decide, judge_mean, of_mean
 from study.claims.verdicts import judge
 from study.config import ClaimConfig, Metric
 from study.ledger.state import fold
+from study.report.reproduction import reproduced
 from study.results.summary import summarise
 from study.tracking.payload import claim_tags
 from tests.study.claims.test_verdicts import BETTER, FIVE, WORSE, Tiny, claim, planned
@@ -164,8 +166,12 @@ def test_a_function_that_is_edited_after_the_run_is_told(tiny: Tiny, tmp_path: P
         return dict(found["claims"][0])
 
     assert (judged()["outcome"], judged()["stated"]) == ("undecided", SAME)
+    before = hashlib.sha256(code.read_bytes()).hexdigest()
     code.write_text("def f(study): return {'figure': 1, 'low': 1, 'high': 1}")
     assert judged()["outcome"] == "holds"
-    assert judged()["stated"].startswith("changed: check was own.py:f")
+    assert judged()["stated"] == f"changed: check was own.py:f {before[:12]}"
     tags = claim_tags(record(state, summarise(state), judge(state, study.folder)))
     assert tags["claim.c"].startswith("NOT AS STATED, holds")
+    facts = reproduced(study.folder, "lns-study run edited").facts
+    assert f"c (changed: check was own.py:f {before[:12]})" in facts["Statement"]
+    assert "CLAIMS CHANGED" not in facts.get("Remarks", "")  # said once on a page of claims
