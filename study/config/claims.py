@@ -64,7 +64,8 @@ STATISTICS = {
     "importance": "share of the variance of the validation figure by fANOVA, 95 % interval by"
     " bootstrap samples of the configurations",
     "ranks": "mean ranks of final test figures over blocks, Friedman's test and Nemenyi's critical"
-    " difference at 5 %, of two values the sign test",
+    " difference at 5 %, of two values the sign test; of blocks of one data set Tukey's difference"
+    " of the ranks of each seed, too",
     "check": "that of the claim's function, whose code is stated by its SHA-256",
 }
 """Statistic of each check, which is stated with the claim."""

@@ -8,9 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from study.claims.analyses import chosen, critical_difference
+from study.claims.analyses import chosen, critical_difference, difference_of_seeds
 from study.claims.record import SAME, record
 from study.claims.verdict import Verdict, decide, judge_mean, of_mean
 from study.claims.verdicts import judge
@@ -116,12 +117,39 @@ def test_two_values_need_six_blocks(tiny: Tiny, blocks: int, outcome: str) -> No
     check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
     space = f"space={{batch_size: {{grid: {list(range(16, 16 + blocks))}}}}}"
     study = tiny(
-        "claims", "seeds=[0]", space, "search.algorithm=grid", f"claims=[{json.dumps(check)}]"
+        "claims", "seeds=[0,1]", space, "search.algorithm=grid", f"claims=[{json.dumps(check)}]"
     )
-    events = with_errors(study, {"float32": [2.0], "lns matmul": [3.0]})
+    events = with_errors(study, {"float32": [2.0, 2.0], "lns matmul": [3.0, 3.0]})
     (found,) = judge(fold(events), study.folder)
     assert found.outcome == outcome
     assert "the sign test's p" in found.note
+
+
+@pytest.mark.parametrize(
+    ("last", "outcome"), [([2.1, 3.2], "holds"), ([9.0, 3.1], "undecided")]
+)  # fmt: skip
+def test_ten_blocks_of_one_data_set_are_no_ten(tiny: Tiny, last: list[float], outcome: str) -> None:
+    """One bad seed of three is bad in every block: ten equal blocks, and one seed against two."""
+    check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
+    study = tiny(
+        "claims", "seeds=[0,1,2]", f"space={{batch_size: {{grid: {list(range(16, 26))}}}}}",
+        "search.algorithm=grid", f"claims=[{json.dumps(check)}]",
+    )  # fmt: skip
+    errors = {"float32": [2.0, 2.2, last[0]], "lns matmul": [3.0, 3.3, last[1]]}
+    (found,) = judge(fold(with_errors(study, errors)), study.folder)
+    assert found.outcome == outcome
+    assert (found.figure > 0) == (outcome == "holds")
+    assert "of 1 data set, so that the seeds must agree" in found.note
+
+
+def test_tukeys_difference_of_seeds() -> None:
+    """By hand: three values by three seeds, residuals of squares 0.08 with four degrees of freedom,
+    q(0.05; 3, 4) = 5.040 (table of the studentized range)."""
+    ranks = np.array([[1.0, 2.0, 3.0], [1.2, 1.8, 3.0], [1.0, 2.0, 3.0]])
+    rests = ranks - ranks.mean(0)  # all rows have the mean 2
+    expected = 5.040 * math.sqrt(float((rests**2).sum()) / 4 / 3)
+    assert difference_of_seeds(ranks) == pytest.approx(expected, rel=1e-3)
+    assert difference_of_seeds(ranks[:1]) == math.inf
 
 
 def test_a_value_ranks_by_its_confirmed_configuration(tiny: Tiny) -> None:

@@ -326,15 +326,15 @@ def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
     sizes = list(range(16, 26))
     space = f"space={{batch_size: {{grid: {sizes}}}}}"
     study = tiny(
-        "claims", "seeds=[0]", space, "search.algorithm=grid", f"claims=[{json.dumps(check)}]"
+        "claims", "seeds=[0,1]", space, "search.algorithm=grid", f"claims=[{json.dumps(check)}]"
     )
-    events = with_errors(study, {"float32": [2.0], "lns matmul": [3.0]})
+    events = with_errors(study, {"float32": [2.0, 2.1], "lns matmul": [3.0, 3.0]})
     (found,) = judge(fold(events), study.folder)
     # Demsar 2006, table 5: q(0.05, 2) = 1.960; CD = 1.960 sqrt(2 * 3 / (6 * 10)) = 0.620
     assert found.outcome == "holds"
     assert found.figure == 1.0
     assert found.high == pytest.approx(1.62, abs=0.001)
-    assert found.runs == 20
+    assert found.runs == 40
 
 
 def test_ranks_over_few_blocks_say_that_no_lead_suffices(tiny: Tiny) -> None:
@@ -348,6 +348,7 @@ def test_ranks_over_few_blocks_say_that_no_lead_suffices(tiny: Tiny) -> None:
     (found,) = judge(fold(events), study.folder)
     assert found.outcome == "undecided"
     assert "3 blocks show 1.13 ranks, and no lead is above 1.0; of 1 data set, so" in found.note
+    assert "by 1.00 ranks, of which they show inf" in found.note  # one seed shows nothing
 
 
 @pytest.mark.parametrize("figure", [None, math.nan, math.inf])
