@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def gloo_threads() -> list[str]:
     While there is one, Python may fail to end cleanly.
     """
     tasks = Path("/proc/self/task")
-    names = (
-        [(task / "comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else []
-    )
+    names = []
+    for task in tasks.iterdir() if tasks.exists() else ():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended since the folder was read
+            names.append((task / "comm").read_text().strip())
     return [name for name in names if "gloo" in name]
