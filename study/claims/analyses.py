@@ -162,7 +162,8 @@ def claimed_ranks(state: StudyState) -> list[Ranks]:
 
 def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
     """Return the mean ranks of the values of a trial key over blocks, by the test figure's mean
-    over seeds; None below two values or without a block that has all of them.
+    over seeds; None below two values, without a block that has all of them, or without a seed that
+    has a figure of each.
 
     Args:
         state: state of the study.
@@ -179,12 +180,13 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
         for block, cell in cells.items()
         if len(cell) == len(names)
     }
-    if len(names) < 2 or not whole:
+    found = [set(cell) for row in whole.values() for cell in row]
+    seeds = sorted(set.intersection(*found)) if found else []
+    if len(names) < 2 or not seeds:
         return None
     figures = [[mean_of(cell.values()) for cell in row] for row in whole.values()]
     means = rankdata(metric.sign * np.array(figures), axis=1).mean(axis=0)
-    seeds = set.intersection(*(set(cell) for row in whole.values() for cell in row))
-    each = [[[cell[seed] for cell in row] for row in whole.values()] for seed in sorted(seeds)]
+    each = [[[cell[seed] for cell in row] for row in whole.values()] for seed in seeds]
     of_seeds = rankdata(metric.sign * np.array(each), axis=2).mean(axis=1)
     return Ranks(
         of=of, means=dict(sorted(zip(names, map(float, means), strict=True), key=itemgetter(1))),
