@@ -37,7 +37,7 @@ from study.plan.candidates import (
 from study.plan.identity import digest
 from study.plan.trials import Base, Excluded, PlannedTrial, refuse_seed, refuse_twins
 from trainers.config.validation import fits
-from trainers.data import resolve
+from trainers.data import DownloadError, resolve
 
 TRIAL_BYTES = 2048
 """Least memory that a planned trial takes, in bytes."""
@@ -355,9 +355,15 @@ def _refuse_lone_seed(row: RowConfig, seed: int, left_out: Sequence[Excluded]) -
 def _resolve_data(study: StudyConfig, download: bool) -> StudyConfig:
     """Resolve ``data.name=auto`` once, in the base trial, before the rows copy it.
 
-    A loop of the user's own has its own data.
+    A loop of the user's own has its own data. Data that are nowhere to be found are left to the
+    rows: each may name others, and one that does not is refused.
     """
     if study.trial.own_loop:
         return study
-    data = resolve(study.trial.data, download=download)
+    try:
+        data = resolve(study.trial.data, download=download)
+    except DownloadError:
+        if not study.rows:
+            raise
+        return study
     return dataclasses.replace(study, trial=dataclasses.replace(study.trial, data=data))
