@@ -3,6 +3,7 @@ worth."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +48,7 @@ def fit(seeds: list[Errors]) -> dict[str, Any]:
             "fewer than three numbers of bits have, at every seed, depths that train and depths"
             " that do not"
         )
-        return {"figure": 0.0, "verdict": "undecided", "note": note}
+        return {"figure": math.nan, "verdict": "undecided", "note": note}
     whole = [{bits: each[bits] for bits in sorted(shared)} for each in ends]
     fits = [stats.linregress(list(each), np.log2(list(each.values()))) for each in whole]
     found = of_mean([float(each.slope) for each in fits], "octaves a bit")

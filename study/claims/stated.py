@@ -18,7 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from study.config.claims import digest, statement
-from study.config.keys import without_folders
+from study.config.compose import as_overrides
+from study.config.keys import leaves, lookup, without, without_folders
+from study.config.yaml_loader import parse
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.plan.identity import code_digests
@@ -27,6 +29,11 @@ from trainers.user_code import find_source
 
 DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
 """Keys of a statement that a study's file says by itself, whatever the machine and its data."""
+SETTINGS = (
+    "trial", "seeds", "limits", "cpus", "max_concurrent", "executor", "checkpoint_every",
+    "max_failures", "heartbeat",
+)  # fmt: skip
+"""Keys of a study that a command may give, and by which its trials or their times are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,37 @@ def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
     then, now = (without_folders(statement(study, code)) for study in (plan["study"], file))
     keys = [key for key in DESIGN if then.get(key) != now.get(key)]
     return keys + list(_changed_claims(then.get("claims", []), now.get("claims", [])))
+
+
+def overrides_of(ran: Mapping[str, Any], file: Mapping[str, Any]) -> list[str]:
+    """Return the ``key=value`` by which a study's file runs as a study ran.
+
+    Folders of data are left out, and the validation split that the program took from the data.
+
+    Args:
+        ran: ``StudyConfig.to_dict()`` of the study.
+        file: the same of its file as it is now.
+    """
+    ran, now = (
+        without_folders(without({key: study.get(key) for key in SETTINGS}, "trial.data.root"))
+        for study in (ran, file)
+    )
+    found = {}
+    for key in sorted(leaves(ran) | leaves(now)):
+        value, other = lookup(ran, key), lookup(now, key)
+        chosen = key == "trial.data.validation_size" and other is None
+        if value != other and not chosen and not isinstance(value, Mapping):
+            found[key] = value
+    return [
+        f"{key}={value}" if _is_plain(value) else as_overrides({key: value})[0]
+        for key, value in found.items()
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether a value is a word that YAML reads as itself without quotation marks."""
+    word = isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value)
+    return bool(word) and parse(value) == value
 
 
 def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, str]:

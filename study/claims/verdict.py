@@ -44,8 +44,8 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """Our figure with its interval and unit: ``1.33 (1.12 to 1.54) points``."""
-        if self.figure is None:
+        """Our figure with its interval and unit: ``1.33 (1.12 to 1.54) points``; ``-`` for none."""
+        if self.figure is None or math.isnan(self.figure):
             return "-"
         ends = [value for value in (self.low, self.high) if value is not None]
         shown = [show(value, self.unit) for value in ends]

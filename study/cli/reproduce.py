@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.ledger.state import StudyState
     from study.report.reproduction import Reproduced
 
 DESCRIPTION = """\
@@ -71,8 +71,6 @@ def _reproduce(options: argparse.Namespace) -> int:
     place = ["--output", options.output] if options.output else []
     said = [*(names or ["--all"]), *small, *changes, *place]
     again = lns_study("reproduce", *said, storage=options.storage)
-    words = {name: shlex.join([Path(name).name, *small, *changes]) for name in studies}
-    commands = {name: f"{NAME} run {rest}" for name, rest in words.items()}
     worst = 0
     for turn, (name, study) in enumerate(studies.items(), 1):
         if options.page_only:
@@ -82,8 +80,8 @@ def _reproduce(options: argparse.Namespace) -> int:
         if code == 130:
             return code
         worst = max(worst, code)
-        _write(studies, commands, output, options)
-    done = _write(studies, commands, output, options)
+        _write(studies, output, options)
+    done = _write(studies, output, options)
     missing = [study.name for study in studies.values() if study.name not in done]
     print(f"\nClaims:  {output / 'claims.html'}")
     if missing:
@@ -136,12 +134,7 @@ def _run(name: str, study: StudyConfig, again: str) -> int:
         return 2
 
 
-def _write(
-    studies: dict[str, StudyConfig],
-    commands: dict[str, str],
-    output: Path,
-    options: argparse.Namespace,
-) -> set[str]:
+def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Namespace) -> set[str]:
     """Write the page of the studies that the storage has; return the names of those of
     ``studies``."""
     from study.ledger.log import FILE
@@ -152,7 +145,15 @@ def _write(
         for study in studies.values():
             refresh(study.folder)
         there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
-        parts = [reproduced(study.folder, commands[name], study) for name, study in there.items()]
+        small = ["--small"] if options.small else []
+        parts = [
+            reproduced(
+                study.folder,
+                shlex.join([NAME, "run", Path(name).name, *small]),
+                _file(name, small=options.small) or study,
+            )
+            for name, study in there.items()
+        ]
         parts += _others({study.slug for study in studies.values()}, options)
     write_page(sorted(parts, key=lambda part: part.slug), output)
     if error := share(output):
@@ -170,20 +171,30 @@ def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced
         if folder.name in named or folder.name.endswith(SMALL) != options.small:
             continue
         try:
-            ran = read(folder).config
-            if ran.claims:
-                yield reproduced(folder, _command(ran, options))
+            state = read(folder)
+            if state.config.claims:
+                yield reproduced(folder, *_command(state, options))
         except (TypeError, ValueError) as error:  # without a plan, or of a later version
             print(f"lns-study: {folder.name} is not on the page: {error}", file=sys.stderr)
 
 
-def _command(ran: StudyConfig, options: argparse.Namespace) -> str:
-    """Return the command that runs a study: of its file, if that is as the study ran."""
-    from study.config.compose import SMALL, load
+def _command(state: StudyState, options: argparse.Namespace) -> tuple[str, StudyConfig | None]:
+    """Return the command that runs a study, and its file; without one that says what the study
+    ran, the command that continues it."""
+    from study.claims.stated import differences_of
+    from study.config.compose import SMALL
 
-    name = ran.name.removesuffix(SMALL)
+    name = state.config.name.removesuffix(SMALL)
+    file = _file(name, small=options.small)
+    if file is None or differences_of(state.plan, file.to_dict()):
+        return lns_study("resume", state.config.slug, storage=options.storage), None
+    return lns_study("run", name, *(["--small"] if options.small else [])), file
+
+
+def _file(name: str, *, small: bool) -> StudyConfig | None:
+    """Return a study as its file has it; None where that needs a change to be one, or is gone."""
+    from study.config.compose import load
+
     with suppress(OSError, ValueError):
-        file = load(name, download=False, small=options.small)
-        if replace(file, storage=ran.storage, tracking_uri=ran.tracking_uri) == ran:
-            return lns_study("run", name, *(["--small"] if options.small else []))
-    return lns_study("resume", ran.slug, storage=options.storage)
+        return load(name, download=False, small=small)
+    return None

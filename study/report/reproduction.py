@@ -8,6 +8,7 @@ It is made from the studies' ledgers, so it can be written again at any time.
 from __future__ import annotations
 
 import base64
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.claims.record import record
-from study.claims.stated import differences_of
+from study.claims.stated import differences_of, overrides_of
 from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
@@ -36,7 +37,7 @@ PAGE = "claims"
 RULE = (
     "A claim holds if all of the 95 % interval of its figure lies within its bounds, fails if none"
     " of it does, and is undecided otherwise; a claim without an interval, or about what is"
-    " significant, follows the rule of its own function, which its remark names. Every interval is"
+    " significant, follows the rule of its own function (`check` in its file). Every interval is"
     " of one claim, with no correction for how many claims the page has: where the truth lies on a"
     " bound one claim in twenty is decided all the same. What was stated, and when, is in each"
     " study's list."
@@ -82,7 +83,8 @@ def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> R
 
     Args:
         folder: folder of the study.
-        command: command that runs it.
+        command: command that runs its file, to which is added what it ran with; the whole command
+            without ``file``.
         file: the study as its file is now, which may have amendments that the ledger lacks; None
             for as it ran.
 
@@ -91,6 +93,9 @@ def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> R
     """
     state = read(folder)
     summary = summarise(state)
+    if file is not None:
+        changes = overrides_of(state.config.to_dict(), file.to_dict())
+        command = " ".join([command, *map(shlex.quote, changes)])
     file = file or state.config
     picture, alt = _picture(state, summary, file.picture)
     return Reproduced(

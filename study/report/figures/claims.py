@@ -111,6 +111,7 @@ def draw_ranks(found: Sequence[Ranks], theme: Theme) -> Figure | None:
         axes.annotate(
             f"{plain(name)}  {place:.2f}", (place, height), color=theme.text, fontsize=10,
             ha="left" if place < (1 + len(names)) / 2 else "right", va="center",
+            bbox={"facecolor": theme.page, "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     for number, (low, high) in enumerate(_alike(places, ranks.critical)):
         axes.plot([low, high], [0.7 - 0.25 * number] * 2, color=COLOURS[2], linewidth=4)

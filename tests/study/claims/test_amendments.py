@@ -43,6 +43,17 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
     assert not {"Amendments", "Its file now"} & reproduced(study.folder, "run", study).facts.keys()
 
 
+def test_the_page_has_the_command_that_runs_the_file_as_it_ran(tiny: Tiny) -> None:
+    """Whatever was given to the command that wrote the page."""
+    study = tiny("changed", FIVE, "epochs=4", "cpus=1", "precision.format=lns12")
+    write_ledger(study, with_errors(study, {"float32": BETTER, "lns matmul": WORSE}))
+    said = reproduced(study.folder, "run changed", tiny("changed")).facts
+    assert said["Command"] == (
+        "run changed cpus=1 'seeds=[0, 1, 2, 3, 4]' trial.epochs=4 trial.precision.format=lns12"
+    )
+    assert reproduced(study.folder, "resume changed").facts["Command"] == "resume changed"
+
+
 def test_the_page_has_every_machine_that_started_trials(tiny: Tiny) -> None:
     study = tiny("machines", FIVE)
     events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})

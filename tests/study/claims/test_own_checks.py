@@ -59,7 +59,9 @@ def test_deep_vanilla_fits_the_octaves_of_depth_a_bit(octaves: float) -> None:
 
 def test_deep_vanilla_is_undecided_where_no_depth_fails() -> None:
     all_train = {bits: {10: 5.0, 100: 9.0} for bits in (3, 4, 5)}
-    assert check("deep_vanilla.py:fit")([all_train])["verdict"] == "undecided"
+    found = check("deep_vanilla.py:fit")([all_train])
+    assert found["verdict"] == "undecided"
+    assert math.isnan(found["figure"])
 
 
 def test_deep_vanilla_leaves_no_seed_out_for_what_it_found() -> None:
