@@ -10,6 +10,7 @@ imports.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from study.config import StudyConfig
 from study.config.claims import digest, statement
 from study.config.compose import as_overrides
 from study.config.keys import leaves, lookup, without, without_folders
@@ -25,15 +27,18 @@ from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.plan.identity import code_digests
 from study.text import when
+from trainers.config.data import DATA
 from trainers.user_code import find_source
 
 DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
 """Keys of a statement that a study's file says by itself, whatever the machine and its data."""
 SETTINGS = (
-    "trial", "seeds", "limits", "cpus", "max_concurrent", "executor", "checkpoint_every",
-    "max_failures", "heartbeat",
+    "name", "trial", "seeds", "search", "metric", "mode", "limits", "baseline", "cpus",
+    "max_concurrent", "executor", "checkpoint_every", "max_failures", "heartbeat",
 )  # fmt: skip
-"""Keys of a study that a command may give, and by which its trials or their times are others."""
+"""Keys of a study that a command can give, and by which its trials or their times are others."""
+OF_THE_FILE = ("question", "rows", "space", "digits", "comparable")
+"""Keys that no command can give as a whole: a study that has others than a file is not of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,34 +140,45 @@ def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
     return keys + list(_changed_claims(then.get("claims", []), now.get("claims", [])))
 
 
-def overrides_of(ran: Mapping[str, Any], file: Mapping[str, Any]) -> list[str]:
-    """Return the ``key=value`` by which a study's file runs as a study ran.
+def overrides_of(ran: StudyConfig, file: StudyConfig) -> list[str] | None:
+    """Return the ``key=value`` by which a study's file runs as a study ran; None if it is another
+    study's, or cannot.
 
-    Folders of data are left out, and the validation split that the program took from the data.
-
-    Args:
-        ran: ``StudyConfig.to_dict()`` of the study.
-        file: the same of its file as it is now.
+    Folders and digests of data and code are left out, and the validation split where it is that of
+    the data. Files of code are named as from the working folder.
     """
-    ran, now = (
-        without_folders(without({key: study.get(key) for key in SETTINGS}, "trial.data.root"))
-        for study in (ran, file)
+    then, now = (
+        {key: study.to_dict()[key] for key in (*SETTINGS, *OF_THE_FILE)} for study in (ran, file)
     )
+    if any(without_folders(then[key]) != without_folders(now[key]) for key in OF_THE_FILE):
+        return None
+    if ran.metric != file.metric:  # objectives that are not given follow from it
+        then, now = (without(values, "search.objectives") for values in (then, now))
     found = {}
-    for key in sorted(leaves(ran) | leaves(now)):
-        value, other = lookup(ran, key), lookup(now, key)
-        chosen = key == "trial.data.validation_size" and other is None
-        if value != other and not chosen and not isinstance(value, Mapping):
-            found[key] = value
+    for key in sorted(leaves(then) | leaves(now)):
+        value, other = lookup(then, key), lookup(now, key)
+        if key == "trial.data.validation_size" and other is None and ran.trial.data.name in DATA:
+            other = DATA[ran.trial.data.name].validation
+        told = key.partition(".")[0] in SETTINGS and not isinstance(value, Mapping)
+        found_here = key == "trial.data.root" or key.endswith(".code")
+        if told and not found_here and without_folders(value) != without_folders(other):
+            found[key] = _from_here(value)
     return [
         f"{key}={value}" if _is_plain(value) else as_overrides({key: value})[0]
         for key, value in found.items()
     ]
 
 
+def _from_here(value: Any) -> Any:
+    """Return a value with a file of code named as from the working folder."""
+    if without_folders(value) == value or not isinstance(value, str):
+        return value
+    return os.path.relpath(value)
+
+
 def _is_plain(value: Any) -> bool:
     """Tell whether a value is a word that YAML reads as itself without quotation marks."""
-    word = isinstance(value, str) and re.fullmatch(r"[\w./+-]+", value)
+    word = isinstance(value, str) and re.fullmatch(r"[\w./+:-]+", value)
     return bool(word) and parse(value) == value
 
 

@@ -19,7 +19,6 @@ from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
-    from study.ledger.state import StudyState
     from study.report.reproduction import Reproduced
 
 DESCRIPTION = """\
@@ -139,21 +138,13 @@ def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Name
     ``studies``."""
     from study.ledger.log import FILE
     from study.ledger.storage import refresh, share
-    from study.report.reproduction import reproduced, write_page
+    from study.report.reproduction import write_page
 
     with refusals():
         for study in studies.values():
             refresh(study.folder)
         there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
-        small = ["--small"] if options.small else []
-        parts = [
-            reproduced(
-                study.folder,
-                shlex.join([NAME, "run", Path(name).name, *small]),
-                _file(name, small=options.small) or study,
-            )
-            for name, study in there.items()
-        ]
+        parts = [_part(study.folder, name, study, options) for name, study in there.items()]
         parts += _others({study.slug for study in studies.values()}, options)
     write_page(sorted(parts, key=lambda part: part.slug), output)
     if error := share(output):
@@ -165,30 +156,45 @@ def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced
     """Yield the parts of the storage's other studies with claims, of the same form, as they ran."""
     from study.config.compose import SMALL
     from study.manage.studies import folders, read
-    from study.report.reproduction import reproduced
 
     for folder in folders(options.storage):
         if folder.name in named or folder.name.endswith(SMALL) != options.small:
             continue
         try:
-            state = read(folder)
-            if state.config.claims:
-                yield reproduced(folder, *_command(state, options))
+            ran = read(folder).config
+            if ran.claims:
+                yield _part(folder, ran.name.removesuffix(SMALL), None, options)
         except (TypeError, ValueError) as error:  # without a plan, or of a later version
             print(f"lns-study: {folder.name} is not on the page: {error}", file=sys.stderr)
 
 
-def _command(state: StudyState, options: argparse.Namespace) -> tuple[str, StudyConfig | None]:
-    """Return the command that runs a study, and its file; without one that says what the study
-    ran, the command that continues it."""
-    from study.claims.stated import differences_of
-    from study.config.compose import SMALL
+def _part(
+    folder: Path, name: str, given: StudyConfig | None, options: argparse.Namespace
+) -> Reproduced:
+    """Return a study's part of the page, with the command that gives what it ran: of its file, or
+    else the one that continues it.
 
-    name = state.config.name.removesuffix(SMALL)
-    file = _file(name, small=options.small)
-    if file is None or differences_of(state.plan, file.to_dict()):
-        return lns_study("resume", state.config.slug, storage=options.storage), None
-    return lns_study("run", name, *(["--small"] if options.small else [])), file
+    Args:
+        folder: folder of the study.
+        name: study file, or the name of one.
+        given: the study with the changes of this command, if it names it.
+        options: the command's.
+    """
+    from study.claims.stated import overrides_of
+    from study.manage.studies import read
+    from study.report.reproduction import reproduced
+
+    ran, file = read(folder).config, _file(name, small=options.small)
+    changes = None if file is None else overrides_of(ran, file)
+    if changes is None:
+        file = given and (
+            file or given
+        )  # one that merely has the name of another study says nothing
+        command = lns_study("resume", ran.slug, storage=options.storage)
+    else:
+        small = ["--small"] if options.small else []
+        command = shlex.join([NAME, "run", Path(name).name, *small, *changes])
+    return reproduced(folder, command, file)
 
 
 def _file(name: str, *, small: bool) -> StudyConfig | None:

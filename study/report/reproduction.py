@@ -8,7 +8,6 @@ It is made from the studies' ledgers, so it can be written again at any time.
 from __future__ import annotations
 
 import base64
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.claims.record import record
-from study.claims.stated import differences_of, overrides_of
+from study.claims.stated import differences_of
 from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
@@ -83,8 +82,7 @@ def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> R
 
     Args:
         folder: folder of the study.
-        command: command that runs its file, to which is added what it ran with; the whole command
-            without ``file``.
+        command: command that runs it.
         file: the study as its file is now, which may have amendments that the ledger lacks; None
             for as it ran.
 
@@ -93,9 +91,6 @@ def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> R
     """
     state = read(folder)
     summary = summarise(state)
-    if file is not None:
-        changes = overrides_of(state.config.to_dict(), file.to_dict())
-        command = " ".join([command, *map(shlex.quote, changes)])
     file = file or state.config
     picture, alt = _picture(state, summary, file.picture)
     return Reproduced(

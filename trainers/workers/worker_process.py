@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
@@ -334,6 +335,7 @@ def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
     """
     try:
         with kept_settings():
+            torch.set_num_threads(1)  # of two examples threads would only wait for each other
             if info is None:
                 forget()
                 load_loop(config.trainable.name, config.trainable.code)

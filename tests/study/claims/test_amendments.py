@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from study.claims.stated import differences_of, state_claims, stated
+from study.claims.stated import differences_of, overrides_of, state_claims, stated
 from study.claims.verdicts import judge
 from study.config.claims import (
     PICTURES,
@@ -43,15 +43,48 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
     assert not {"Amendments", "Its file now"} & reproduced(study.folder, "run", study).facts.keys()
 
 
-def test_the_page_has_the_command_that_runs_the_file_as_it_ran(tiny: Tiny) -> None:
-    """Whatever was given to the command that wrote the page."""
-    study = tiny("changed", FIVE, "epochs=4", "cpus=1", "precision.format=lns12")
-    write_ledger(study, with_errors(study, {"float32": BETTER, "lns matmul": WORSE}))
-    said = reproduced(study.folder, "run changed", tiny("changed")).facts
-    assert said["Command"] == (
-        "run changed cpus=1 'seeds=[0, 1, 2, 3, 4]' trial.epochs=4 trial.precision.format=lns12"
-    )
-    assert reproduced(study.folder, "resume changed").facts["Command"] == "resume changed"
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], []),
+        (["epochs=4", "cpus=1"], ["cpus=1", "trial.epochs=4"]),
+        (
+            ["precision.format=lns12", FIVE],
+            ["seeds=[0, 1, 2, 3, 4]", "trial.precision.format=lns12"],
+        ),
+        (["space={optimizer.lr: {grid: [0.1, 0.2]}}"], None),
+        (["max_failures=7", "executor=train"], ["executor=train", "max_failures=7"]),
+        (["data.validation_size=200"], ["trial.data.validation_size=200"]),
+        (["data.validation_size=300"], []),  # as the data have it
+        (["metric=validation/loss"], ["metric=validation/loss"]),
+        (["name=other"], ["name=other"]),
+        (["rows=[]", "baseline=null"], None),
+    ],
+)
+def test_a_command_has_what_a_study_ran_with(
+    tiny: Tiny, given: list[str], said: list[str] | None
+) -> None:
+    ran, file = tiny("changed", *given), tiny("changed")
+    found = overrides_of(ran, file)
+    assert found == said
+    if found is not None:
+        assert overrides_of(ran, tiny("changed", *found)) == []
+
+
+def test_a_command_leaves_out_the_digest_of_data(tiny: Tiny) -> None:
+    rolls = "data.name=piano_rolls", "data.validation_size=null"
+    ran, file = (tiny("coded", *rolls, *code) for code in (["data.code=ab"], []))
+    assert overrides_of(ran, file) == []
+
+
+def test_a_command_names_code_from_the_working_folder(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "own.py").write_text("def make(): ...")
+    monkeypatch.chdir(tmp_path)
+    ran = tiny("own", "loss.name=sub/own.py:make")
+    assert overrides_of(ran, tiny("own")) == ["trial.loss.name=sub/own.py:make"]
 
 
 def test_the_page_has_every_machine_that_started_trials(tiny: Tiny) -> None:
