@@ -152,7 +152,7 @@ def overrides_of(ran: StudyConfig, file: StudyConfig) -> list[str] | None:
     )
     if any(without_folders(then[key]) != without_folders(now[key]) for key in OF_THE_FILE):
         return None
-    if ran.metric != file.metric:  # objectives that are not given follow from it
+    if max(len(study.search.objectives) for study in (ran, file)) < 2:  # it follows from the metric
         then, now = (without(values, "search.objectives") for values in (then, now))
     found = {}
     for key in sorted(leaves(then) | leaves(now)):
