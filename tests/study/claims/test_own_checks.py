@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import study
 from study.handle import Study
 from study.report.reproduction import reproduced
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
+from trainers.models.vanilla import critical_bias
 from trainers.user_code import load_code
 
 FOLDER = Path(__file__).parents[3] / "conf" / "study"
@@ -209,3 +211,17 @@ def test_one_hash_in_layouts_on_kernels_after_a_kill_and_not_of_other_weights(
     again = Study(ran.folder).claims
     assert again["outcome"]["one_hash_in_every_layout"] == "fails"
     assert again["figure"]["one_hash_in_every_layout"] == 2.0
+
+
+def test_signals_follow_mean_field_theory_at_the_critical_point() -> None:
+    """Equal inputs stay equal, and nearly equal ones neither near nor part: chi is 1."""
+    sigma_w = math.sqrt(1.05)
+    sigma_b, q = critical_bias(sigma_w)
+    after = functools.partial(
+        check("signal_propagation.py:correlation"), q=q, sigma_w=sigma_w, sigma_b=sigma_b
+    )
+    assert after(1.0) == pytest.approx(1.0, abs=1e-9)
+    assert (1 - after(1 - 1e-5)) / 1e-5 == pytest.approx(1.0, abs=1e-3)
+    q = check("signal_propagation.py:fixed_point")(math.sqrt(2))
+    apart = check("signal_propagation.py:correlation")(1 - 1e-5, q, math.sqrt(2), 0.0)
+    assert (1 - apart) / 1e-5 > 1.2  # chaos: Kaiming's weights part them
