@@ -154,11 +154,13 @@ def overrides_of(ran: StudyConfig, file: StudyConfig) -> list[str] | None:
         return None
     if max(len(study.search.objectives) for study in (ran, file)) < 2:  # it follows from the metric
         then, now = (without(values, "search.objectives") for values in (then, now))
+    name = ran.trial.data.name
+    of_data = DATA[name].validation if name in DATA else None
     found = {}
     for key in sorted(leaves(then) | leaves(now)):
         value, other = lookup(then, key), lookup(now, key)
-        if key == "trial.data.validation_size" and other is None and ran.trial.data.name in DATA:
-            other = DATA[ran.trial.data.name].validation
+        if key == "trial.data.validation_size" and other is None and value == of_data:
+            continue
         told = key.partition(".")[0] in SETTINGS and not isinstance(value, Mapping)
         found_here = key == "trial.data.root" or key.endswith(".code")
         if told and not found_here and without_folders(value) != without_folders(other):

@@ -224,4 +224,4 @@ def test_signals_follow_mean_field_theory_at_the_critical_point() -> None:
     assert (1 - after(1 - 1e-5)) / 1e-5 == pytest.approx(1.0, abs=1e-3)
     q = check("signal_propagation.py:fixed_point")(math.sqrt(2))
     apart = check("signal_propagation.py:correlation")(1 - 1e-5, q, math.sqrt(2), 0.0)
-    assert (1 - apart) / 1e-5 > 1.2  # chaos: Kaiming's weights part them
+    assert (1 - apart) / 1e-5 > 1.1  # chaos: Kaiming's weights part them
