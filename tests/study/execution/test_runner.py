@@ -48,7 +48,8 @@ def workers() -> list[psutil.Process]:
     return [
         process
         for server in psutil.Process().children()
-        if "fork_server" in " ".join(server.cmdline())
+        if server.status() != psutil.STATUS_ZOMBIE  # one that has just ended has no command line
+        and "fork_server" in " ".join(server.cmdline())
         for process in server.children()
     ]
 
