@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -156,7 +155,7 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
         found = parts(process.pid, name)
         assert found
         for part in found:
-            with suppress(psutil.NoSuchProcess):  # a raylet ends with the head's server
+            with contextlib.suppress(psutil.NoSuchProcess):  # a raylet ends with the head's server
                 part.kill()
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
