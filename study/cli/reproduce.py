@@ -187,9 +187,8 @@ def _part(
     ran, file = read(folder).config, _file(name, small=options.small)
     changes = None if file is None else overrides_of(ran, file)
     if changes is None:
-        file = given and (
-            file or given
-        )  # one that merely has the name of another study says nothing
+        # a file that was not named may merely have the name of another study
+        file = None if given is None else file or given
         command = lns_study("resume", ran.slug, storage=options.storage)
     else:
         small = ["--small"] if options.small else []
