@@ -2,8 +2,8 @@
 
 Both are written into one file, from ``conf/cluster/rayjob.yaml`` or the user's own copy of it, and
 given to ``kubectl apply --server-side``: a client-side apply copies the object into an annotation,
-which may have 256 KiB. The package must fit a ConfigMap (1 MiB, base64 included); each pod unpacks
-it into an empty folder of its own before Ray starts. The study's storage must lie in a volume of
+which may have 256 KiB. The package must fit a ConfigMap (1 MiB before base64); each pod unpacks it
+into an empty folder of its own before Ray starts. The study's storage must lie in a volume of
 the head that outlives the cluster. Secrets are named in the template, never contained.
 
 Docs: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html,
@@ -36,8 +36,7 @@ from trainers.object_store import is_url, local_folder
 
 ARCHIVE = "package.tar.xz"
 TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
-"""Compression of text, which is 1 % smaller than by the preset alone: the code nearly fills a
-ConfigMap."""
+"""Compression of text, which is 1 % smaller than by the preset alone."""
 VOLUME = "package"
 """Name of the template's volumes that hold the package."""
 CODE = "lns-study/code"
@@ -45,7 +44,8 @@ CODE = "lns-study/code"
 MANAGER = "lns-study"
 """Name under which the server notes what a launch has set."""
 MOST_BYTES = 2**20
-"""Largest size of a ConfigMap's data, in bytes, base64 included."""
+"""Largest size of a ConfigMap's data, in bytes: those that its base64 stands for (MaxSecretSize of
+Kubernetes' core/validation, which sums what it has decoded)."""
 LONGEST_NAME = 47
 """Most characters of a RayJob's name that KubeRay takes."""
 DIGITS = 8
@@ -87,10 +87,10 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
             f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
             " compare it with conf/cluster/rayjob.yaml"
         ) from None
-    content = base64.b64encode(_archive(package)).decode()
-    if len(content) > MOST_BYTES:
+    archive = _archive(package)
+    if len(archive) > MOST_BYTES:
         raise UserError(
-            f"the package is {len(content) >> 10} KiB, and Kubernetes takes 1 MiB in a ConfigMap;"
+            f"the package is {len(archive) >> 10} KiB, and Kubernetes takes 1 MiB in a ConfigMap;"
             " launch from a folder with the study alone, or build its files into the image"
             " (conf/cluster/Dockerfile) and launch a study by name"
         )
@@ -100,7 +100,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
         "kind": "ConfigMap",
         "metadata": {"name": name, **place, "annotations": {CODE: package.digest}},
         "immutable": True,
-        "binaryData": {ARCHIVE: content},
+        "binaryData": {ARCHIVE: base64.b64encode(archive).decode()},
     }
     return [data, *documents]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
@@ -30,6 +31,7 @@ from tests.study.object_store import SECRET
 
 WORDS = ["storage=/studies", "tracking_uri=none"]
 HEX = "0123456789abcdef" * 2
+RAYJOB = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -433,3 +435,16 @@ def test_too_large_a_folder_is_refused(here: Path, monkeypatch: pytest.MonkeyPat
     (here / "weights.bin").write_bytes(bytes(2**20))
     with pytest.raises(ValueError, match=r"the largest weights\.bin; at most 1 MiB travel"):
         packed()
+
+
+def test_kubernetes_counts_what_base64_stands_for(here: Path) -> None:
+    def content(noise: int) -> str:
+        (here / "noise.bin").write_bytes(os.urandom(noise))
+        objects = kuberay.manifest(packed(), load("tiny.yaml", WORDS), RAYJOB)
+        return objects[0]["binaryData"][kuberay.ARCHIVE]
+
+    room = kuberay.MOST_BYTES - len(base64.b64decode(content(0)))
+    assert room > kuberay.MOST_BYTES // 4  # for a study's own files
+    assert len(content(room - 4096)) > kuberay.MOST_BYTES
+    with pytest.raises(UserError, match=r"is 10\d\d KiB, .* takes 1 MiB in a ConfigMap"):
+        content(room)
