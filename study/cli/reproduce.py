@@ -19,6 +19,7 @@ from trainers.object_store import local_folder
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
+    from study.ledger.state import StudyState
     from study.report.reproduction import Reproduced
 
 DESCRIPTION = """\
@@ -138,13 +139,17 @@ def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Name
     ``studies``."""
     from study.ledger.log import FILE
     from study.ledger.storage import refresh, share
+    from study.manage.studies import read
     from study.report.reproduction import write_page
 
     with refusals():
         for study in studies.values():
             refresh(study.folder)
         there = {name: study for name, study in studies.items() if (study.folder / FILE).exists()}
-        parts = [_part(study.folder, name, study, options) for name, study in there.items()]
+        parts = [
+            _part(read(study.folder), study.folder, name, study, options)
+            for name, study in there.items()
+        ]
         parts += _others({study.slug for study in studies.values()}, options)
     write_page(sorted(parts, key=lambda part: part.slug), output)
     if error := share(output):
@@ -161,30 +166,34 @@ def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced
         if folder.name in named or folder.name.endswith(SMALL) != options.small:
             continue
         try:
-            ran = read(folder).config
-            if ran.claims:
-                yield _part(folder, ran.name.removesuffix(SMALL), None, options)
+            state = read(folder)
+            if state.config.claims:
+                yield _part(state, folder, state.config.name.removesuffix(SMALL), None, options)
         except (TypeError, ValueError) as error:  # without a plan, or of a later version
             print(f"lns-study: {folder.name} is not on the page: {error}", file=sys.stderr)
 
 
 def _part(
-    folder: Path, name: str, given: StudyConfig | None, options: argparse.Namespace
+    state: StudyState,
+    folder: Path,
+    name: str,
+    given: StudyConfig | None,
+    options: argparse.Namespace,
 ) -> Reproduced:
     """Return a study's part of the page, with the command that gives what it ran: of its file, or
     else the one that continues it.
 
     Args:
+        state: the study, as its ledger tells it.
         folder: folder of the study.
         name: study file, or the name of one.
         given: the study with the changes of this command, if it names it.
         options: the command's.
     """
     from study.claims.stated import overrides_of
-    from study.manage.studies import read
     from study.report.reproduction import reproduced
 
-    ran, file = read(folder).config, _file(name, small=options.small)
+    ran, file = state.config, _file(name, small=options.small)
     changes = None if file is None else overrides_of(ran, file)
     if changes is None:
         # a file that was not named may merely have the name of another study
@@ -193,7 +202,7 @@ def _part(
     else:
         small = ["--small"] if options.small else []
         command = shlex.join([NAME, "run", Path(name).name, *small, *changes])
-    return reproduced(folder, command, file)
+    return reproduced(state, folder, command, file)
 
 
 def _file(name: str, *, small: bool) -> StudyConfig | None:

@@ -23,7 +23,6 @@ from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.ledger.state import StudyState
-from study.manage.studies import read
 from study.report.claims import HEADINGS, claim_cells, markdown_table
 from study.report.figures.style import LIGHT, png
 from study.report.pictures import caption, drawings
@@ -77,19 +76,18 @@ class Reproduced:
         return base64.b64encode(self.picture).decode()
 
 
-def reproduced(folder: Path, command: str, file: StudyConfig | None = None) -> Reproduced:
-    """Return a study's part of the page, from its ledger.
+def reproduced(
+    state: StudyState, folder: Path, command: str, file: StudyConfig | None = None
+) -> Reproduced:
+    """Return a study's part of the page.
 
     Args:
+        state: the study, as its ledger tells it.
         folder: folder of the study.
         command: command that runs it.
         file: the study as its file is now, which may have amendments that the ledger lacks; None
             for as it ran.
-
-    Raises:
-        ValueError: the folder holds no study.
     """
-    state = read(folder)
     summary = summarise(state)
     file = file or state.config
     picture, alt = _picture(state, summary, file.picture)

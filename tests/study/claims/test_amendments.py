@@ -20,6 +20,7 @@ from study.config.claims import (
 )  # fmt: skip
 from study.config.compose import load
 from study.ledger.state import fold
+from study.manage.studies import read
 from study.report.pictures import TITLES
 from study.report.reproduction import Reproduced, reproduced, write_page
 from tests.study.claims.test_verdicts import BETTER, FIVE, WORSE, Tiny, claim
@@ -36,11 +37,12 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
     write_ledger(study, with_errors(study, {"float32": BETTER, "lns matmul": WORSE}))
     checks[0]["claim"] = "It is otherwise."
     changes = f"claims={json.dumps(checks)}", f"amendments={json.dumps(AMENDED)}"
-    part = reproduced(study.folder, "run", tiny("amended", FIVE, *changes))
+    part = reproduced(read(study.folder), study.folder, "run", tiny("amended", FIVE, *changes))
     assert "2026-11-24: Five seeds in place of two. Reason: Too few." in part.facts["Amendments"]
     assert part.facts["Its file now"].startswith("says otherwise of c;")
     assert "Amendments: 2026-11-24" in write_page([part], tmp_path).read_text()
-    assert not {"Amendments", "Its file now"} & reproduced(study.folder, "run", study).facts.keys()
+    facts = reproduced(read(study.folder), study.folder, "run", study).facts
+    assert not {"Amendments", "Its file now"} & facts.keys()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_the_page_has_every_machine_that_started_trials(tiny: Tiny) -> None:
     planned["hardware"] = machine | {"gpus": ["H100"]}
     events[other:other] = [idle, planned | {"hardware": machine | {"processor": "B"}}]
     write_ledger(study, events)
-    assert reproduced(study.folder, "run", study).facts["Machine"] == (
+    assert reproduced(read(study.folder), study.folder, "run", study).facts["Machine"] == (
         "A, 16 cores, H100; B, 16 cores, no GPU"
     )
 

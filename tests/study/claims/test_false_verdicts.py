@@ -17,6 +17,7 @@ from study.claims.verdict import Verdict, decide, judge_mean, of_mean
 from study.claims.verdicts import judge
 from study.config import ClaimConfig, Metric
 from study.ledger.state import fold
+from study.manage.studies import read
 from study.report.reproduction import reproduced
 from study.results.summary import summarise
 from study.tracking.payload import claim_tags
@@ -200,6 +201,6 @@ def test_a_function_that_is_edited_after_the_run_is_told(tiny: Tiny, tmp_path: P
     assert judged()["stated"] == f"changed: check was own.py:f {before[:12]}"
     tags = claim_tags(record(state, summarise(state), judge(state, study.folder)))
     assert tags["claim.c"].startswith("NOT AS STATED, holds")
-    facts = reproduced(study.folder, "lns-study run edited").facts
+    facts = reproduced(read(study.folder), study.folder, "lns-study run edited").facts
     assert f"c (changed: check was own.py:f {before[:12]})" in facts["Statement"]
     assert "CLAIMS CHANGED" not in facts.get("Remarks", "")  # said once on a page of claims

@@ -12,6 +12,7 @@ import pytest
 
 import study
 from study.handle import Study
+from study.manage.studies import read
 from study.report.reproduction import reproduced
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.models.vanilla import critical_bias
@@ -182,7 +183,7 @@ def test_energy_without_a_gpu_is_modelled_and_not_measured(tmp_path: Path) -> No
     found = check("energy.py:against_float32")(ran)
     assert found["low"] <= found["figure"] <= found["high"]
     assert "float16" in check("energy.py:against_float16")(ran)["note"]  # no such row
-    assert "the line joins" in reproduced(ran.folder, "").alt
+    assert "the line joins" in reproduced(read(ran.folder), ran.folder, "").alt
     networks = ran.state.trials
     assert len(networks) == 3 * 3 * 2
     by_row = {row: [trial for trial in networks if trial.row == row] for row in ("float32", "int8")}
