@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,8 +100,10 @@ def _train(trial: TrialState, kernel: str, folder: Path, *, kill: bool) -> None:
         time.sleep(0.05)
         if kill and (folder / STATE).exists():
             process.kill()
-    if process.returncode and not kill:
+    if process.returncode != (-signal.SIGKILL if kill else 0):
         raise RuntimeError(f"{kernel}: training ended with exit code {process.returncode}")
+    if kill and read_state(folder)["epoch"] == trial.config["epochs"]:
+        raise RuntimeError(f"{kernel}: training was killed after its last epoch; take more epochs")
 
 
 def main(folder: Path) -> None:

@@ -8,7 +8,6 @@ each claim's verdict.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,21 @@ def write_record(values: dict[str, Any], folder: Path) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the figures of the report in ``folder``; empty if it has none."""
-    with suppress(FileNotFoundError):
+    """Return the figures of the report in ``folder``; empty if it has none.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    try:
         found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        return found
-    return {}
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / FILE}: is no JSON ({error}); write it again with `lns-study report"
+            f" {folder.parent.name}`"
+        ) from None
+    return found
 
 
 def interval_of(row: Row, metric: Metric) -> tuple[float, float] | None:

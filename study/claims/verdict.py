@@ -29,7 +29,7 @@ class Verdict:
         figure: our figure in ``unit``; None if there is none yet.
         low, high: ends of its 95 % interval; None without one.
         unit: unit of the figure: ``%``, ``points``, ``of the variance``; "" if it has none.
-        runs: number of finished trials behind the figure.
+        runs: number of finished trials behind the figure; of a function all that it was given.
         note: reason for which the claim is undecided, or what else a reader must know.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def _load(
     """Return the configs of the studies; refuse one without claims before anything runs."""
     from study.config.compose import load
 
-    found = {}
+    found: dict[str, StudyConfig] = {}
     for name in names:
         study = load(
             name,
@@ -121,6 +122,11 @@ def _load(
         )
         if not study.claims:
             raise ValueError(f"reproduce {name}: the study states no claims; add `claims: [...]`")
+        if same := [other for other, known in found.items() if known.slug == study.slug]:
+            raise ValueError(
+                f"reproduce {' '.join(same)} {name}: both keep their results as {study.slug}; name"
+                " one of them, or give the other file another `name:`"
+            )
         found[name] = study
     return found
 
@@ -201,8 +207,14 @@ def _part(
         command = lns_study("resume", ran.slug, storage=options.storage)
     else:
         small = ["--small"] if options.small else []
-        command = shlex.join([NAME, "run", Path(name).name, *small, *changes])
+        command = shlex.join([NAME, "run", _told(name), *small, *changes])
     return reproduced(state, folder, command, file)
+
+
+def _told(name: str) -> str:
+    """Return a study's name, or the path of its file as from the working folder, if it is there."""
+    path = Path(name).resolve()
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def _file(name: str, *, small: bool) -> StudyConfig | None:

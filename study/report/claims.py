@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from study.claims.record import SAME
+from study.config.claims import BOUNDS
 
 HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "remark")
 
@@ -14,7 +15,7 @@ def claim_cells(claim: Mapping[str, Any]) -> list[str]:
     """Return one line of the table of claims."""
     published = "-" if claim["published"] is None else f"{claim['published']:g}"
     late = "" if claim["stated"] == SAME else f"NOT AS STATED: {claim['stated']}"
-    remark = "; ".join(part for part in (late, claim["note"]) if part)
+    remark = "; ".join(part for part in (late, _bound(claim["arguments"]), claim["note"]) if part)
     return [
         f"{claim['name']}: {claim['claim']}",
         claim["outcome"],
@@ -24,6 +25,15 @@ def claim_cells(claim: Mapping[str, Any]) -> list[str]:
         claim["source"],
         remark or "-",
     ]
+
+
+def _bound(arguments: Mapping[str, Any]) -> str:
+    """Return the bound of a claim in words; "" if it states none."""
+    for key in BOUNDS:
+        if (bound := arguments.get(key)) is not None:
+            ends = bound if isinstance(bound, list) else [bound]
+            return f"{key.replace('_', ' ')} {' to '.join(f'{end:g}' for end in ends)}"
+    return f"by {arguments['by']:g}" if arguments.get("by") else ""
 
 
 def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:

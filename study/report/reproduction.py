@@ -34,8 +34,11 @@ from trainers.files import write_whole
 PAGE = "claims"
 RULE = (
     "A claim holds if all of the 95 % interval of its figure lies within its bounds, fails if none"
-    " of it does, and is undecided otherwise; a claim without an interval, or about what is"
-    " significant, follows the rule of its own function (`check` in its file). Every interval is"
+    " of it does, and is undecided otherwise; its remark has the bounds. A claim without bounds is"
+    " about ranks (Nemenyi's distance, where Friedman's test rejects and, for blocks of one data"
+    " set, the seeds by themselves agree) or about no better row (none is found), or follows the"
+    " rule of its own function (`check` in its file), of which the runs are all that the function"
+    " was given. Every interval is"
     " of one claim, with no correction for how many claims the page has: where the truth lies on a"
     " bound one claim in twenty is decided all the same. What was stated, and when, is in each"
     " study's list."

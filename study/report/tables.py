@@ -15,7 +15,7 @@ from typing import Any
 
 from study.claims.stated import stated
 from study.config import StudyConfig
-from study.config.space import describe
+from study.config.space import describe, show
 from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table
@@ -138,7 +138,7 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     early = sum(trial.status == STOPPED for trial in state.trials)
     if note := _infeasible(state):
         texts.append(note)
-    texts += _without_figures(state, summary)
+    texts += _without_figures(state, summary) + _at_an_end(state, summary)
     if early:
         texts.append(
             f"{early} of {len(state.trials)} trials were ended early by"
@@ -199,6 +199,30 @@ def _without_figures(state: StudyState, summary: Summary) -> list[str]:
             " finished and keep the constraints; no claim about the row is decided."
         )
     return texts
+
+
+def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
+    """Say of which values of an optimizer's the best of rows is the first or last that was tried,
+    so that the optimum may not be among them."""
+    texts = []
+    for domain in state.config.parsed_space.domains:
+        if not (domain.key.startswith("optimizer.") and domain.categorical):
+            continue
+        numbers = sorted({value for value in domain.values if _is_number(value)})
+        if len(numbers) < 2:
+            continue
+        chosen = [row.params[domain.key] for row in summary.rows if domain.key in row.params]
+        for end, words in ((numbers[0], "least"), (numbers[-1], "largest")):
+            if count := chosen.count(end):
+                texts.append(
+                    f"AT AN END: {domain.key} is {show(end)}, the {words} that was tried, in"
+                    f" {count} of {counted(len(chosen), 'row')}; values beyond it may do better."
+                )
+    return texts
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lost(trial: TrialState) -> bool:

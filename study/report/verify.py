@@ -45,7 +45,7 @@ from study.ledger.state import fold
 from study.ledger.storage import fetch_report
 from study.manage.studies import placed, read
 from study.report.claims import markdown_cell
-from study.report.verify_pages import verify_pages, verify_record
+from study.report.verify_pages import has_form_of, verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.results.ties import compared
@@ -179,11 +179,16 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
         return
     source, text = Source(folder), folder / "report" / "report.md"
     page = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
+    summary = summarise(state)
+    wanted = record(state, summary, judge(state, folder))
+    if not has_form_of(figures, wanted):
+        yield f"{FILE}: it is not of the form that this version writes"
+        yield from verify_record(figures, wanted)
+        yield from verify_pages(state, summary, wanted["claims"], folder / "report")
+        return
     yield from _statement(figures, source)
     for row in figures["rows"]:
         yield from _row(row, source, page)
-    summary = summarise(state)
-    wanted = record(state, summary, judge(state, folder))
     again = {claim["name"]: claim for claim in wanted["claims"]}
     yield from _missing(figures, wanted)
     for claim in figures["claims"]:
@@ -283,11 +288,12 @@ def _claim(
     source: Source,
     again: Mapping[str, Any],
 ) -> Iterator[str]:
-    place, kind, arguments = f"claim {claim['name']}", claim["kind"], claim["arguments"]
+    place = f"claim {claim['name']}"
     for key in ("outcome", "shown", "runs", "stated", "published", "arguments"):
         if claim[key] != again.get(key):
             yield f"{place}: the report has {key} {claim[key]}, judged again {again.get(key)}"
-    if claim["low"] is None or kind not in ("value", "difference", "no_row_beats"):
+    kind, arguments = again.get("kind"), again.get("arguments", {})
+    if again.get("low") is None or kind not in ("value", "difference", "no_row_beats"):
         return
     named = arguments.get("rows") or [arguments["row"]]
     first, *others = [source.by_seed(source.of_row(label)) for label in named]

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from itertools import takewhile
+from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,20 @@ def verify_record(found: Any, wanted: Any, place: str = "figures.json") -> Itera
     elif not _alike(found, wanted):
         ours, theirs = (json.dumps(each, default=str)[:SHOWN] for each in (found, wanted))
         yield f"{place}: the report has {ours}, computed again it is {theirs}"
+
+
+def has_form_of(found: Any, wanted: Any) -> bool:
+    """Tell whether a record has the keys and the types of values of another one, whatever they are
+    and however many entries a list has; a number may be None, and each kind of claim has arguments
+    of its own."""
+    if isinstance(wanted, Mapping):
+        whole = isinstance(found, Mapping) and found.keys() >= wanted.keys()
+        inner = wanted.keys() - {"arguments"}
+        return whole and all(has_form_of(found[key], wanted[key]) for key in inner)
+    if isinstance(wanted, list | tuple):
+        listed = isinstance(found, list)
+        return listed and all(map(has_form_of, found, cycle(wanted or ("",))))
+    return isinstance(found, str if isinstance(wanted, str) else int | float | None)
 
 
 def _parts_of(text: str, page: str, made: Parts) -> Parts:

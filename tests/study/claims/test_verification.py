@@ -204,6 +204,52 @@ def test_what_the_report_leaves_out_is_seen(reproduced: Path, part: str, said: s
             del values[part][1]
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("rows", 0, "mean"), "2.1"),
+        (("rows", 0, "trials"), None),
+        (("rows", 1, "printed"), {}),
+        (("claims", 0, "low"), [1.0]),
+        (("claims", 2, "outcome"), 1.0),
+        (("claims",), None),
+        (("stated",), {"digest": "x"}),
+    ],
+)
+def test_a_record_of_another_form_is_told_without_being_read(
+    reproduced: Path, path: tuple[str | int, ...], value: Any
+) -> None:
+    with falsified(reproduced, "figures.json: it is not of the form") as values:
+        place = values
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+
+def test_an_altered_kind_or_row_of_a_claim_is_told(reproduced: Path) -> None:
+    with falsified(reproduced, "figures.json: claims best: kind") as values:
+        values["claims"][2]["kind"] = "difference"
+    with falsified(reproduced, "claim best: the report has arguments") as values:
+        values["claims"][2]["arguments"] = {"row": "nobody"}
+
+
+def test_a_record_that_is_no_json_is_refused(
+    reproduced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(study_of(reproduced).folder, tmp_path / "mine-small")
+    (tmp_path / "mine-small" / "report" / FILE).write_text("{")
+    assert main(["report", "mine-small", "--verify", "--storage", str(tmp_path)]) == 2
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_one_study_that_is_named_twice_is_refused(
+    reproduced: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(reproduced)
+    assert command(reproduced, "reproduce", "mine", "mine.yaml", "--small", "--page-only") == 2
+    assert "mine mine.yaml: both keep their results as mine-small" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
     reproduced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,6 +192,21 @@ def test_a_loss_that_is_no_number_is_told_where_the_error_is_one(tiny: Tiny, spl
     assert "NOT FINITE: 1 of 2 trials ended with a loss that is no finite number (float32)" in text
 
 
+def test_a_best_value_at_an_end_of_those_tried_is_told(tiny: Tiny) -> None:
+    space = "space={optimizer.lr: {grid: [0.1, 0.2, 0.4]}}"
+    events = made_up_events(tiny("report", space, "search={algorithm: grid}"))
+    best = {"float32": 0.4, "lns matmul": 0.2}
+    trials = {trial["id"]: trial for trial in events[0]["trials"]}
+    for event in events:
+        if event["event"] == "report":
+            trial = trials[event["trial"]]
+            is_best = trial["params"]["optimizer.lr"] == best[trial["row"]]
+            event["metrics"]["validation/error"] = 0.1 if is_best else 0.2
+    text = render_text(fold(events))
+    assert text.count("AT AN END") == 1
+    assert "optimizer.lr is 0.4, the largest that was tried, in 1 of 2 rows;" in text
+
+
 def pixels(png: bytes, colour: str) -> int:
     """Points of a picture in a colour, as far as its palette keeps it."""
     image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
