@@ -60,7 +60,8 @@ def no_variant_ranks_above_vanilla(study: Study) -> dict[str, Any]:
     """Return the lead of the best other variant's mean rank over vanilla's.
 
     The claim holds if vanilla itself ranks best, and fails if another one leads by more than
-    Nemenyi's critical difference where Friedman's test tells the variants apart.
+    Nemenyi's critical difference where Friedman's test tells the variants apart. It is about the
+    best of a search: fewer than :data:`POINTS` points of the space decide nothing.
     """
     found = rank(study.state, "model.args.variant", ["data.name", "data.args"])
     if found is None or "vanilla" not in found.means:
@@ -69,12 +70,20 @@ def no_variant_ranks_above_vanilla(study: Study) -> dict[str, Any]:
     lead = found.means["vanilla"] - found.means[rival]
     beaten = lead > found.critical and found.p < LEVEL
     verdict = "holds" if lead <= 0 else "fails" if beaten else "undecided"
+    points = _points(_sets(study), study)
+    few = f"; {points} points of the space on a set, of {POINTS}" if points < POINTS else ""
     return {
         "figure": lead, "low": lead - found.critical, "high": lead + found.critical,
-        "unit": "ranks", "verdict": verdict, "runs": found.runs,
+        "unit": "ranks", "verdict": "undecided" if few else verdict, "runs": found.runs,
         "note": "mean ranks " + ", ".join(f"{n} {mean:.1f}" for n, mean in found.means.items())
-        + f"; Friedman's p {found.p:.2g}",
+        + f"; Friedman's p {found.p:.2g}{few}",
     }  # fmt: skip
+
+
+def _points(sets: dict[str, pd.DataFrame], study: Study) -> int:
+    """Return the least number of points of the space that were tried on a set."""
+    keys = [f"config.{domain.key}" for domain in study.config.parsed_space.domains]
+    return min(len(trials[keys].drop_duplicates()) for trials in sets.values())
 
 
 def share_of_learning_rate(study: Study) -> dict[str, Any]:
@@ -91,9 +100,7 @@ def share_of_learning_rate(study: Study) -> dict[str, Any]:
     rates = [share["optimizer.lr"] for share in shares.values()]
     half = interval(rates) or math.inf
     mean, unit = statistics.fmean(rates), "of the variance"
-    keys = [f"config.{domain.key}" for domain in domains]
-    points = min(len(trials[keys].drop_duplicates()) for trials in sets.values())
-    if points < POINTS:
+    if (points := _points(sets, study)) < POINTS:
         note = f"{points} points of the space on a set, of {POINTS} that tell its keys apart"
         return {"figure": mean, "unit": unit, "verdict": "undecided", "note": note}
     note = "; ".join(
