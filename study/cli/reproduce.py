@@ -213,8 +213,8 @@ def _part(
 
 def _told(name: str) -> str:
     """Return a study's name, or the path of its file as from the working folder, if it is there."""
-    path = Path(name).resolve()
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else path.name
+    path = Path(os.path.relpath(name))
+    return path.name if os.pardir in path.parts else str(path)
 
 
 def _file(name: str, *, small: bool) -> StudyConfig | None:

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from study.config.keys import OUTSIDE, sha256_of, without
+from study.config.keys import OUTSIDE, is_number, sha256_of, without
 from trainers.config.validation import finite, require
 from trainers.user_code import split_name, without_folder
 
@@ -237,15 +237,11 @@ class ClaimConfig:
         flat = [x for value in values for x in (value if isinstance(value, list) else [value])]
         pair = arguments.get("within")
         ordered = pair is None or (isinstance(pair, list) and len(pair) == 2)
-        if not ordered or not all(_is_number(x) for x in flat) or (pair and pair[0] > pair[1]):
+        if not ordered or not all(is_number(x) for x in flat) or (pair and pair[0] > pair[1]):
             raise ValueError(
                 f"claim {self.name}: {kind}={arguments}: bounds are numbers, within is [LOW, HIGH];"
                 " use for example at_least: 1.0, or within: [2.0, 2.3]"
             )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> None:

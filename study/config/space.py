@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from study.config.keys import leaves, lookup
+from study.config.keys import is_number, leaves, lookup
 from trainers.config.validation import fits
 
 Params = dict[str, Any]
@@ -326,11 +326,7 @@ def _parse_domain(key: str, spec: Any) -> Domain:
 
 
 def _check_range(key: str, kind: str, values: Sequence[Any]) -> None:
-    numbers = all(
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        for value in values
-    )
-    if len(values) != RANGES[kind] or not numbers:
+    if len(values) != RANGES[kind] or not all(map(is_number, values)):
         wanted = "[low, high, step]" if kind == "quniform" else "[low, high]"
         raise ValueError(
             f"space.{key}.{kind}: {show(list(values))} must be {wanted}, finite numbers; {EXAMPLE}"

@@ -22,7 +22,7 @@ from importlib.resources import files
 from typing import Any
 
 from study.config import Metric
-from study.config.keys import flatten
+from study.config.keys import flatten, is_number
 from study.ledger.state import StudyState, TrialState, name_of
 from study.report.figures.style import COLOURS
 from study.results.objectives import curve, test_value
@@ -187,5 +187,4 @@ def _line(
 
 def _finite(value: Any) -> float | None:
     """Return a finite number with six digits, as JSON can hold it, else None."""
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(f"{value:.6g}") if usable else None
+    return float(f"{value:.6g}") if is_number(value) else None

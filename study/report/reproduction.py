@@ -38,10 +38,9 @@ RULE = (
     " about ranks (Nemenyi's distance, where Friedman's test rejects and, for blocks of one data"
     " set, the seeds by themselves agree) or about no better row (none is found), or follows the"
     " rule of its own function (`check` in its file), of which the runs are all that the function"
-    " was given. Every interval is"
-    " of one claim, with no correction for how many claims the page has: where the truth lies on a"
-    " bound one claim in twenty is decided all the same. What was stated, and when, is in each"
-    " study's list."
+    " was given. Every interval is of one claim, with no correction for how many claims the page"
+    " has: where the truth lies on a bound one claim in twenty is decided all the same. What was"
+    " stated, and when, is in each study's list."
 )
 SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
 WIDTH = 100

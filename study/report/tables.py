@@ -15,6 +15,7 @@ from typing import Any
 
 from study.claims.stated import stated
 from study.config import StudyConfig
+from study.config.keys import is_number
 from study.config.space import describe, show
 from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState, name_of
 from study.manage.export import write_csv
@@ -208,7 +209,7 @@ def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
     for domain in state.config.parsed_space.domains:
         if not (domain.key.startswith("optimizer.") and domain.categorical):
             continue
-        numbers = sorted({value for value in domain.values if _is_number(value)})
+        numbers = sorted({value for value in domain.values if is_number(value)})
         if len(numbers) < 2:
             continue
         chosen = [row.params[domain.key] for row in summary.rows if domain.key in row.params]
@@ -219,10 +220,6 @@ def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
                     f" {count} of {counted(len(chosen), 'row')}; values beyond it may do better."
                 )
     return texts
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _lost(trial: TrialState) -> bool:
