@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 import lns_ops
+from study.claims.analyses import Ranks
 from study.config.compose import load
 from study.ledger.state import TrialState
 from tests.trainers.processes import spawned
@@ -63,9 +65,8 @@ def test_the_odyssey_has_every_variant_on_every_set() -> None:
     assert seen == dict.fromkeys(("JSB", "MuseData", "Nottingham", "Piano-midi", "copy"), nine)
 
 
-@pytest.mark.parametrize(("points", "decided"), [(4, False), (12, True)])
-def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> None:
-    """All variants are tried at the same ones, where a rate goes with a momentum and a width."""
+def odyssey_of(points: int) -> Any:
+    """A study whose variants are all tried at the same points of the space."""
     draws, rows = np.random.default_rng(0), []
     for _ in range(points):
         rate, momentum = draws.uniform(-2, 1.7), draws.uniform(0, 0.99)
@@ -85,10 +86,35 @@ def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> N
                     "test/loss": 0.1,
                 }
             )
-    study: Any = SimpleNamespace(config=load("search_space_odyssey"), trials=pd.DataFrame(rows))
-    found = module("search_space_odyssey").share_of_learning_rate(study)
+    config = load("search_space_odyssey")
+    return SimpleNamespace(config=config, trials=pd.DataFrame(rows), state=None)
+
+
+@pytest.mark.parametrize(("points", "decided"), [(4, False), (12, True)])
+def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> None:
+    """A rate goes with a momentum and a width, whose shares few points cannot tell apart."""
+    found = module("search_space_odyssey").share_of_learning_rate(odyssey_of(points))
     assert found["figure"] > 0.2
     assert (found.get("verdict") == "undecided") is not decided
+
+
+@pytest.mark.parametrize(("points", "beaten"), [(9, "undecided"), (10, "fails")])
+@pytest.mark.parametrize("lead", [-2.0, 2.0])
+def test_ranks_at_few_points_decide_nothing(
+    points: int, beaten: str, lead: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever way they point: the best of few points is that of a variant that they suit."""
+    means = dict(sorted({"vanilla": 2.0 + lead, "np": 2.0, "nog": 7.0}.items(), key=itemgetter(1)))
+    ranks = Ranks(
+        of="model.args.variant", means=means, blocks=["JSB"], p=0.001, critical=1.0,
+        by_seed=means, critical_by_seed=0.1, tasks=5, runs=30,
+    )  # fmt: skip
+    odyssey = module("search_space_odyssey")
+    monkeypatch.setattr(odyssey, "rank", lambda *_: ranks)
+    found = odyssey.no_variant_ranks_above_vanilla(odyssey_of(points))
+    assert found["figure"] == pytest.approx(lead)
+    assert found["verdict"] == ("holds" if lead < 0 and points == 10 else beaten)
+    assert ("points of the space" in found["note"]) == (points == 9)
 
 
 @pytest.mark.parametrize("name", ["search_space_odyssey", "are_gans_equal"])
