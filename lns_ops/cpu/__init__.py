@@ -17,7 +17,7 @@ Shape suffixes: M, K, N of a product; B a batch.
 
 from lns_ops.cpu.compiler.thread_pool import get_num_threads, set_num_threads
 from lns_ops.cpu.elementwise import add, div, mul, repeat, sqrt, sub
-from lns_ops.cpu.encoding import decode, encode, encode_stochastic
+from lns_ops.cpu.encoding import decode, encode, encode_stochastic, quantize_float, quantize_scaled
 from lns_ops.cpu.gemm import matmul, matmul_batched
 from lns_ops.cpu.kernel_choice import kernel_info
 from lns_ops.cpu.sums import sum
@@ -31,6 +31,7 @@ from lns_ops.cpu.updates import (
 
 __all__ = [
     "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic",
-    "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "random_bits", "repeat",
-    "set_num_threads", "sgd_update", "sgd_update_float32", "sqrt", "sub", "sum",
+    "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "quantize_float",
+    "quantize_scaled", "random_bits", "repeat", "set_num_threads", "sgd_update",
+    "sgd_update_float32", "sqrt", "sub", "sum",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Encoding of floating-point arrays, to nearest or at random, and decoding on the CPU."""
+"""Encoding of floating-point arrays, to nearest or at random, and decoding on the CPU; and rounding
+to formats with a power of two for each group of values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from lns_ops.cpu.arrays import GRAIN, Codes, flattened
 from lns_ops.cpu.compiler.thread_pool import run
-from lns_ops.cpu.kernels import elementwise
+from lns_ops.cpu.kernels import elementwise, scaling
 from lns_ops.spec import reference
 from lns_ops.spec.format import (
     MANTISSA_BITS,
@@ -156,3 +157,70 @@ def decode(
             fmt.field_mask,
         )  # fmt: skip
     return out
+
+
+def quantize_float(
+    x: NDArray[np.float32], mantissa_bits: int, min_exponent: int, largest: float
+) -> NDArray[np.float32] | None:
+    """Return ``x`` rounded to binary floats that saturate; None where a value is not finite.
+
+    Args:
+        x: float32, any shape.
+        mantissa_bits: width of the mantissa.
+        min_exponent: exponent of the smallest normal number.
+        largest: largest magnitude.
+    """
+    flat, out, result = _rounded(x)
+    bad = run(
+        scaling.quantize_floats, flat.size, GRAIN, flat, result, _pattern(largest), mantissa_bits,
+        min_exponent + 127,
+    )  # fmt: skip
+    return None if bad else out
+
+
+def quantize_scaled(
+    x: NDArray[np.float32],
+    width: int,
+    length: int,
+    fmt: LNSFormat | tuple[int, int],
+    largest: float,
+) -> NDArray[np.float32] | None:
+    """Return ``x`` rounded to a format times a power of two for each group, the largest with which
+    none of the group is above the format's ``largest``; None where a value is not finite.
+
+    Args:
+        x: float32, any shape.
+        width: number of values of a row.
+        length: number of values of a group, of which a row's last may have fewer.
+        fmt: an LNS format, or of binary floats the number of mantissa bits and the exponent of the
+            smallest normal number.
+        largest: largest magnitude of the format.
+    """
+    flat, out, result = _rounded(x)
+    rows, grain = flat.size // max(width, 1), max(1, GRAIN // max(width, 1))
+    if isinstance(fmt, LNSFormat):
+        f = fmt.fraction_bits
+        bad = run(
+            scaling.quantize_scaled_logarithms, rows, grain, flat, result, _encode_tables(f)[0],
+            _decode_tables(f)[0], width, length, _pattern(largest), f, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
+    else:
+        bad = run(
+            scaling.quantize_scaled_floats, rows, grain, flat, result, width, length,
+            _pattern(largest), fmt[0], fmt[1] + 127,
+        )  # fmt: skip
+    return None if bad else out
+
+
+def _rounded(
+    x: NDArray[np.float32],
+) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
+    """Return the bits of ``x``, an array for the rounded values, and their bits."""
+    if not (x.flags.c_contiguous and x.flags.writeable and x.flags.aligned):
+        x = np.array(x, order="C", copy=True)
+    out = np.empty(x.shape, np.float32)
+    return x.reshape(-1).view(np.int32), out, out.reshape(-1).view(np.int32)
+
+
+def _pattern(value: float) -> int:
+    return int(np.float32(value).view(np.int32))

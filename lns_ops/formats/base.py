@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from lns_ops.spec.format import LNSFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,11 @@ class NumberFormat(ABC):
             return x.copy_(self.quantize(x, random))
 
     @property
+    def kernel(self) -> LNSFormat | tuple[int, int] | None:
+        """What :func:`lns_ops.cpu.quantize_scaled` takes for the format; None if it has none."""
+        return None
+
+    @property
     def compensation(self) -> NumberFormat:
         """The format of Kahan compensations beside weights of this one, of the same width."""
         return self
@@ -169,3 +176,17 @@ def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
     """
     low = steps.floor()
     return low + (((steps - low) * 65536).floor() + random >= 65536)
+
+
+def eager_values(x: Tensor) -> Any:
+    """Return float32 as an array that a CPU kernel takes, which shares its memory if it can; None
+    elsewhere than on a CPU, or where torch traces."""
+    import torch
+
+    if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    import numpy as np
+
+    from lns_ops._compat import is_recorded
+
+    return None if is_recorded() else np.from_dlpack(x.contiguous())  # FSDP frees what x.numpy pins

@@ -72,6 +72,11 @@ class Logarithmic(NumberFormat):
             largest=self.lns.largest,
         )
 
+    @property
+    def kernel(self) -> LNSFormat:
+        """The LNS format."""
+        return self.lns
+
     def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
         """Return the LNS codes of ``x``."""
         from lns_ops import functional as lns

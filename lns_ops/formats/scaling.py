@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, eager_values
 
 if TYPE_CHECKING:
     import torch
@@ -151,10 +152,38 @@ class Scaled(NumberFormat):
         return values.mul_(self._spread(encoded.scale, values))
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
-        """Return ``x`` on the grid of ``base`` times the scale."""
+        """Return ``x`` on the grid of ``base`` times the scale.
+
+        On a CPU rounding to nearest is one kernel, for those of ``base`` that have one.
+        """
         x = as_float32(x)
+        if random is None and (found := self._by_kernel(x)) is not None:
+            return found
         up, down = self._scales(x)
         return self.base.quantize(x * self._spread(up, x), random).mul_(self._spread(down, x))
+
+    def _by_kernel(self, x: Tensor) -> Tensor | None:
+        """Return ``x`` rounded by :func:`lns_ops.cpu.quantize_scaled`, with the same bits; None
+        where there is no kernel, a value is not finite, or torch traces."""
+        kind = self.base.kernel
+        if kind is None or (values := eager_values(x)) is None:
+            return None
+        import torch
+
+        from lns_ops import cpu
+
+        if self.granularity == BLOCK and x.dim():
+            width, length = x.shape[-1], BLOCK_SIZE
+        else:
+            one = self.granularity == TENSOR or x.dim() < 2
+            width = length = x.numel() if one else math.prod(x.shape[1:])
+        found = cpu.quantize_scaled(values, width, length, kind, self._limit)
+        return None if found is None else torch.from_numpy(found)
+
+    @cached_property
+    def _limit(self) -> float:
+        """The largest magnitude of ``base``."""
+        return self.base.error.largest
 
     def _spread(self, scale: Tensor, x: Tensor) -> Tensor:
         return spread(scale, x.shape, self.granularity)
@@ -166,7 +195,7 @@ class Scaled(NumberFormat):
         """
         import torch
 
-        limit, limit_exponent = math.frexp(self.base.error.largest)
+        limit, limit_exponent = math.frexp(self._limit)
         fraction, exponent = torch.frexp(group_largest(x, self.granularity))
         shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)
         shift = torch.where(fraction > 0, shift, 0).clamp(-126, 126)

@@ -126,6 +126,26 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
     return table.dtype(table, types.int32), generate
 
 
+@intrinsic
+def float_of(typing_context: Any, pattern: Any) -> Any:
+    """Return the float32 of an int32's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def pattern_of(typing_context: Any, value: Any) -> Any:
+    """Return the bits of a float32 as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
 def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
     """Make a contiguous array of ``size`` elements at ``address``, memory that it does not own."""
     array = context.make_array(array_type)(context, builder)

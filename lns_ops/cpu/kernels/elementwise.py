@@ -158,6 +158,22 @@ def sqrt(x: _I16, out: _I16, bias: int, mask: int, start: int, stop: int) -> int
     return int(bad)
 
 
+@helper
+def nearest_field(magnitude: Any, shift: _I32, down: Any, f: Any, offset: Any) -> Any:
+    """Return the field nearest to a positive float32's bits, not yet limited to the range."""
+    # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are below
+    # every format.
+    once, twice = (
+        int32(int32(magnitude << 1) - int32(1 << 23)),
+        int32(int32(magnitude << 2) - int32(2 << 23)),
+    )
+    subnormal = once if magnitude >= int32(0x400000) else twice
+    normal = magnitude if magnitude >= int32(0x800000) else subnormal
+    fraction = int32(normal & int32(0x7FFFFF))
+    rounded = int32(fraction + look_up(shift, int32(fraction >> down))) >> down
+    return int32(int32(int32((normal >> 23) << f) + rounded) + offset)
+
+
 @kernel
 def encode32(
     x: _I32, out: _I16, shift: _I32, fraction_bits: int, bias: int, mask: int, start: int, stop: int
@@ -171,17 +187,7 @@ def encode32(
         pattern = get(x, i)
         magnitude = int32(pattern & int32(0x7FFFFFFF))
         largest = max(largest, magnitude)
-        # Subnormals of 2^-127 and 2^-128 move into place by one and two bits; smaller ones are
-        # below every format.
-        once, twice = (
-            int32(int32(magnitude << 1) - int32(1 << 23)),
-            int32(int32(magnitude << 2) - int32(2 << 23)),
-        )
-        subnormal = once if magnitude >= int32(0x400000) else twice
-        normal = magnitude if magnitude >= int32(0x800000) else subnormal
-        fraction = int32(normal & int32(0x7FFFFF))
-        rounded = int32(fraction + look_up(shift, int32(fraction >> down))) >> down
-        field = int32(int32(int32((normal >> 23) << f) + rounded) + offset)
+        field = nearest_field(magnitude, shift, down, f, offset)
         # Zero comes out below the range too. A conditional expression here would be a branch, and
         # the loop scalar.
         put(out, i, code_of(pattern >> 31, max(min(field, mask_), int32(0)), mask_))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from lns_ops import NonFiniteError, formats, reference
+from lns_ops import NonFiniteError, cpu, formats, reference
 from lns_ops.formats import FloatFormat, NumberFormat, microscaling, parse, random_bits
 from lns_ops.formats.scaling import BLOCK_SIZE
 from lns_ops.formats.stochastic_rounding import _philox
@@ -247,6 +248,92 @@ def test_a_scale_is_the_power_of_two_that_fills_the_range(name: str) -> None:
     assert bool(((used <= fmt.base.error.largest) & (used > fmt.base.error.largest / 2)).all())
     huge = fmt.quantize(x * 2.0**20)
     assert torch.equal(huge, fmt.quantize(x) * 2.0**20), "a power of two must move the scale alone"
+
+
+KERNELS = ["lns8", "lns12", "lns(6,3)", "lns(2,0)", "float8_e4m3fn", "float8_e5m2", "float16"]
+"""Formats whose rounding with a scale is a kernel on a CPU."""
+PATTERNS = st.integers(0, 0x7F7FFFFF) | st.integers(0, 0x7F7FFF) | st.sampled_from([0, 1, 0x7FFFFF])
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
+def in_torch(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
+    """What :meth:`Scaled.quantize` rounds by where there is no kernel."""
+    assert isinstance(fmt, formats.Scaled)
+    up, down = (fmt._spread(scale, x) for scale in fmt._scales(x))
+    if isinstance(fmt.base, FloatFormat):
+        return fmt.base.decode(fmt.base.encode(x * up)) * down
+    return fmt.base.quantize(x * up) * down
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("name", KERNELS)
+@given(
+    st.lists(st.tuples(PATTERNS, st.booleans()), min_size=1, max_size=80),
+    st.integers(1, 4),
+    st.integers(-150, 100),
+    st.booleans(),
+)
+def test_the_kernel_of_scaled_formats_is_torchs_operations(
+    name: str, granularity: str, words: list[tuple[int, bool]], rows: int, shift: int, near: bool
+) -> None:
+    """Any finite bits, or values near each other at any place of float32's range."""
+    fmt = parse(f"{name}/{granularity}")
+    width = -(-len(words) // rows)
+    flat = np.resize(np.array([word for word, _ in words], np.int32), rows * width)
+    x = torch.from_numpy(flat.view(np.float32)).clone()
+    if near:
+        x = torch.ldexp(torch.frexp(x)[0], torch.tensor(shift) + torch.from_numpy(flat) % 12)
+    signs = torch.from_numpy(np.resize([sign for _, sign in words], rows * width))
+    x = torch.where(signs, -x, x).view(rows, width)
+    assert fmt._by_kernel(x) is not None
+    assert same_bits(fmt.quantize(x), in_torch(fmt, x))
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+@given(st.lists(st.tuples(PATTERNS, st.booleans()), min_size=1, max_size=80))
+def test_the_kernel_of_8_bit_floats_is_torchs_conversion(
+    name: str, words: list[tuple[int, bool]]
+) -> None:
+    fmt = parse(name)
+    x = torch.from_numpy(np.array([word for word, _ in words], np.int32).view(np.float32))
+    x = torch.where(torch.tensor([sign for _, sign in words]), -x, x)
+    for values in (x, torch.frexp(x)[0], 512 * torch.frexp(x)[0]):
+        assert same_bits(fmt.quantize(values), fmt.decode(fmt.encode(values)))
+
+
+@pytest.mark.parametrize("name", ["lns8/channel", "float8_e4m3fn/block", "float8_e4m3fn"])
+def test_kernels_of_formats_share_their_work(name: str) -> None:
+    fmt, x = parse(name), torch.randn(301, 1003, generator=torch.Generator().manual_seed(2))
+    threads = cpu.get_num_threads()
+    try:
+        cpu.set_num_threads(3)
+        assert same_bits(fmt.quantize(x), fmt.decode(fmt.encode(x)))
+    finally:
+        cpu.set_num_threads(threads)
+    assert same_bits(fmt.quantize(x.t()), fmt.decode(fmt.encode(x.t().contiguous())))
+
+
+@pytest.mark.parametrize("name", ["lns8/channel", "float8_e4m3fn/channel", "float16/block"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_rounded_without_the_kernel(name: str, value: float) -> None:
+    fmt, x = parse(name), sample()
+    x[3, 4] = value
+    assert fmt._by_kernel(x) is None
+    found, expected = fmt.quantize(x), in_torch(fmt, x)
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", ["lns8/channel", "float8_e4m3fn/channel", "float8_e5m2"])
+def test_formats_are_traced_in_torchs_operations(name: str) -> None:
+    fmt, x = parse(name), sample().view(4, 6, 50)
+    expected = [fmt.quantize(part) for part in x]
+    traced = make_fx(lambda x: fmt.quantize(x))(x[0])
+    assert torch.equal(traced(x[1]), expected[1]), "its operations, not the result of one call"
+    compiled = torch.compile(fmt.quantize, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x[2]), expected[2])
 
 
 @needs_torchao
