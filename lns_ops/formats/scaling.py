@@ -32,6 +32,9 @@ BLOCK_SIZE = 32
 """Values of a block."""
 SCALE_BITS = 8
 """Bits of a block's power of two."""
+_OF_A_THREAD = 1 << 16
+"""Most values with one scale that the kernel, in which a row is a thread's, rounds where several
+threads of torch could share them."""
 
 
 def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) -> None:
@@ -164,7 +167,7 @@ class Scaled(NumberFormat):
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """Return ``x`` rounded by :func:`lns_ops.cpu.quantize_scaled`, with the same bits; None
-        where there is no kernel, a value is not finite, or torch traces."""
+        where there is no kernel, it would be slower, a value is not finite, or torch traces."""
         kind = self.base.kernel
         if kind is None or (values := eager_values(x)) is None:
             return None
@@ -176,6 +179,8 @@ class Scaled(NumberFormat):
             width, length = x.shape[-1], BLOCK_SIZE
         else:
             one = self.granularity == TENSOR or x.dim() < 2
+            if one and x.numel() > _OF_A_THREAD and cpu.get_num_threads() > 1:
+                return None
             width = length = x.numel() if one else math.prod(x.shape[1:])
         found = cpu.quantize_scaled(values, width, length, kind, self._limit)
         return None if found is None else torch.from_numpy(found)
