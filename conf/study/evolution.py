@@ -167,8 +167,7 @@ def gain(study: Study, row: str) -> dict[str, Any]:
     try:
         other = lns_study.load(name, storage=str(study.folder.parent))
     except UserError as missing:
-        small = " --small" if name.endswith(SMALL) else ""
-        note = f"{missing}; run it first: lns-study run evolution{small}"
+        note = f"{missing}; run it first: lns-study run {name.replace(SMALL, ' --small')}"
         return {"figure": math.nan, "verdict": "undecided", "note": note}
     left = sum(trial.status not in ENDED for trial in other.state.trials)
     if left:
