@@ -48,6 +48,7 @@ PARSERS = {
 wait for the others: 0.1 s of CPU time."""
 LAZY = {
     ("lns_ops.formats.base", "lns_ops._compat"): "1.8 s, of torch, which no name needs",
+    ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, likewise",
     ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
     ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,13 @@ def broadcast_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
     return np.broadcast_shapes(x, y)
 
 
+def dense(x: NDArray[Any]) -> NDArray[Any]:
+    """Return ``x`` as a contiguous, writable, aligned array, itself if it is one."""
+    if x.flags.c_contiguous and x.flags.writeable and x.flags.aligned:
+        return x
+    return np.array(x, order="C", copy=True)
+
+
 def checked_codes(x: Codes) -> Codes:
     """Return ``x`` as a contiguous, writable array, the one array type that kernels take."""
     if not isinstance(x, np.ndarray) or x.dtype != np.int16:
@@ -31,9 +39,7 @@ def checked_codes(x: Codes) -> Codes:
             f"operand of type {kind}: LNS operations take numpy int16 codes; encode(x, fmt) makes"
             " them"
         )
-    if x.flags.c_contiguous and x.flags.writeable and x.flags.aligned:
-        return x
-    return np.array(x, np.int16, order="C", copy=True)
+    return dense(x)
 
 
 def flattened(x: Codes) -> Codes:

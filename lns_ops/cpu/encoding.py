@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lns_ops.cpu.arrays import GRAIN, Codes, flattened
+from lns_ops.cpu.arrays import GRAIN, Codes, dense, flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import elementwise, scaling
 from lns_ops.spec import reference
@@ -62,8 +62,7 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
     x = np.asarray(x)
     if x.dtype not in (np.float32, np.float64):
         x = x.astype(np.float64)
-    if not (x.flags.c_contiguous and x.flags.writeable and x.flags.aligned):
-        x = np.array(x, order="C", copy=True)
+    x = dense(x)
     out, f = np.empty(x.shape, np.int16), fmt.fraction_bits
     shift, threshold, base = _encode_tables(f)
     if x.dtype == np.float32:
@@ -216,10 +215,8 @@ def _rounded(
     x: NDArray[np.float32],
 ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
     """Return the bits of ``x``, an array for the rounded values, and their bits."""
-    if not (x.flags.c_contiguous and x.flags.writeable and x.flags.aligned):
-        x = np.array(x, order="C", copy=True)
     out = np.empty(x.shape, np.float32)
-    return x.reshape(-1).view(np.int32), out, out.reshape(-1).view(np.int32)
+    return dense(x).reshape(-1).view(np.int32), out, out.reshape(-1).view(np.int32)
 
 
 def _pattern(value: float) -> int:

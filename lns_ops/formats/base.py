@@ -185,8 +185,7 @@ def eager_values(x: Tensor) -> Any:
 
     if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    import numpy as np
-
     from lns_ops._compat import is_recorded
+    from lns_ops.functional.elementwise import values_of
 
-    return None if is_recorded() else np.from_dlpack(x.contiguous())  # FSDP frees what x.numpy pins
+    return None if is_recorded() else values_of(x.contiguous())

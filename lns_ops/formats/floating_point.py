@@ -122,15 +122,16 @@ class FloatFormat(NumberFormat):
         """
         import torch
 
-        x = as_float32(x)
-        if random is None and self.saturates and (values := eager_values(x)) is not None:
-            from lns_ops import cpu
+        if random is None and self.saturates:
+            values = eager_values(as_float32(x))
+            if values is not None:
+                from lns_ops import cpu
 
-            found = cpu.quantize_float(values, *self.kernel, self.largest)
-            if found is not None:
-                return torch.from_numpy(found)
+                found = cpu.quantize_float(values, *self.kernel, self.largest)
+                if found is not None:
+                    return torch.from_numpy(found)
         out = super().quantize(x, random)
-        return out.clone() if self.storage == torch.float32 else out
+        return out.clone() if self.dtype == torch.float32 else out
 
     def _nearest(self, x: Tensor) -> Tensor:
         """Round to nearest, ties to even, by dropping mantissa bits.

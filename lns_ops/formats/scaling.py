@@ -32,9 +32,9 @@ BLOCK_SIZE = 32
 """Values of a block."""
 SCALE_BITS = 8
 """Bits of a block's power of two."""
-_OF_A_THREAD = 1 << 16
-"""Most values with one scale that the kernel, in which a row is a thread's, rounds where several
-threads of torch could share them."""
+_LONG_ROW = 1 << 16
+"""Values of a row, which is one thread's in the kernel, above which torch's threads share them
+better where there are fewer rows than threads."""
 
 
 def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) -> None:
@@ -179,9 +179,9 @@ class Scaled(NumberFormat):
             width, length = x.shape[-1], BLOCK_SIZE
         else:
             one = self.granularity == TENSOR or x.dim() < 2
-            if one and x.numel() > _OF_A_THREAD and cpu.get_num_threads() > 1:
-                return None
             width = length = x.numel() if one else math.prod(x.shape[1:])
+        if width > _LONG_ROW and x.numel() // width < cpu.get_num_threads():
+            return None
         found = cpu.quantize_scaled(values, width, length, kind, self._limit)
         return None if found is None else torch.from_numpy(found)
 

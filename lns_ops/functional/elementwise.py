@@ -79,7 +79,7 @@ def _binary(name: str) -> None:
     )
 
 
-def _values(x: Tensor) -> NDArray[Any]:
+def values_of(x: Tensor) -> NDArray[Any]:
     """Return the values of ``x``, sharing memory.
 
     ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more.
@@ -92,7 +92,7 @@ def _values(x: Tensor) -> NDArray[Any]:
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
     exact = x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float64)
     return torch.from_numpy(
-        cpu.encode(_values(exact.contiguous()), cached_format(bits, fraction_bits))
+        cpu.encode(values_of(exact.contiguous()), cached_format(bits, fraction_bits))
     )
 
 

@@ -56,6 +56,15 @@ def power_of_two(exponent: Any) -> Any:
 
 
 @helper
+def scale_of(x: _I32, first: Any, end: Any, limit: Any) -> Any:
+    """Return the power of two of a group, its inverse, and 1 where a value is not finite."""
+    largest = largest_of(x, first, end)
+    power = power_below(largest, limit)
+    infinite = int32(largest >= int32(0x7F800000))
+    return power_of_two(power), power_of_two(int32(-power)), infinite
+
+
+@helper
 def nearest_float(y: Any, mantissa_bits: Any, lowest: Any) -> Any:
     """Return the nearest to a positive float32 of floats with ``mantissa_bits``, ties to even;
     ``lowest`` is the exponent field of the smallest normal number."""
@@ -93,10 +102,8 @@ def quantize_scaled_floats(
     for row in range(start, stop):
         for first in range(row * width, row * width + width, length):
             end = min(first + length, row * width + width)
-            largest = largest_of(x, first, end)
-            bad |= int32(largest >= int32(0x7F800000))
-            power = power_below(largest, limit_)
-            up, down = power_of_two(power), power_of_two(int32(-power))
+            up, down, infinite = scale_of(x, first, end, limit_)
+            bad |= infinite
             for i in range(first, end):
                 pattern = get(x, i)
                 y = float_of(int32(pattern & int32(0x7FFFFFFF))) * up
@@ -120,10 +127,8 @@ def quantize_scaled_logarithms(
     for row in range(start, stop):
         for first in range(row * width, row * width + width, length):
             end = min(first + length, row * width + width)
-            largest = largest_of(x, first, end)
-            bad |= int32(largest >= int32(0x7F800000))
-            power = power_below(largest, limit_)
-            up, down = power_of_two(power), power_of_two(int32(-power))
+            up, down, infinite = scale_of(x, first, end, limit_)
+            bad |= infinite
             for i in range(first, end):
                 pattern = get(x, i)
                 y = pattern_of(float_of(int32(pattern & int32(0x7FFFFFFF))) * up)
