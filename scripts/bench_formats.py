@@ -1,11 +1,12 @@
-"""Measure the CPU milliseconds of a training step in each number format, with each weight update.
+"""Measure the milliseconds of a training step in each number format, with each weight update.
 
-    python scripts/bench_formats.py [--json FILE] MLP 784-128-10 and CNN 8-16 channels, 28 x 28
-                                                  pixels, batch 64, one thread
+    python scripts/bench_formats.py [--device cuda] [--json FILE]
 
-CPU time of the process, the median of several steps, so that other work on the machine counts
-little. Formats other than float32 and LNS without a scale are simulated: what is timed is float32
-and the rounding.
+MLP 784-128-10 and CNN 8-16 channels, 28 x 28 pixels, batch 64. On a CPU it is CPU time of the
+process with one thread, the median of several steps, so that other work on the machine counts
+little. On a GPU it is the time of a step replayed from a CUDA graph, as a study trains, and before
+it, with a slash, the same in torch's operations alone, without kernels that round. Formats other
+than float32 and LNS without a scale are simulated: what is timed is float32 and the rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,8 +27,10 @@ from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from trainers.data import Split
 from trainers.models import build
 from trainers.models.init import initialize_
+from trainers.models.loss import CROSS_ENTROPY
 from trainers.models.precision import apply_precision
 from trainers.optim.build import make_optimizer
+from trainers.training.cuda_graph import GraphedEpochs
 from trainers.training.step import train_step
 
 MODELS = {
@@ -43,7 +47,31 @@ UPDATES: dict[str, dict[str, Any]] = {
     "Kahan": {"kahan_sum": True},
     "stochastic": {"stochastic_rounding": True},
 }
-BATCH = 64
+BATCH, STEPS = 64, 200
+
+
+def gpu_step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int) -> float:
+    """Return the median time of a step replayed from a CUDA graph, in ms, over epochs."""
+    model = apply_precision(initialize_(build(model_config, 784, 10), 0).cuda(), precision)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1), precision, BATCH)
+    data = Split(torch.rand(STEPS * BATCH, 784), torch.arange(STEPS * BATCH) % 10)
+    split = Split(data.x.cuda(), data.y.cuda())
+    graphed = GraphedEpochs(model, optimizer, split, BATCH, CROSS_ENTROPY)
+    order, times = torch.arange(STEPS * BATCH), []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        graphed.train(order)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / STEPS)
+    return 1000 * statistics.median(times[1:])
+
+
+def gpu_cell(model: ModelConfig, precision: PrecisionConfig, repeats: int) -> dict[str, float]:
+    """Return the ms of a step in torch's operations, and with kernels."""
+    with patch("lns_ops.formats.base._has_cupy", return_value=False):
+        without = gpu_step_ms(model, precision, repeats)
+    return {"torch_ms": without, "ms": gpu_step_ms(model, precision, repeats)}
 
 
 def step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int) -> float:
@@ -67,6 +95,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
@@ -87,9 +116,14 @@ def main() -> None:
                 if name == "float32" and update == "stochastic":
                     cells.append("-")
                     continue
-                ms = step_ms(model, PrecisionConfig(format=name, **how), options.repeats)
-                results.append({"format": name, "model": label, "update": update, "ms": ms})
-                cells.append(f"{ms:.1f}")
+                precision = PrecisionConfig(format=name, **how)
+                if options.device == "cuda":
+                    found = gpu_cell(model, precision, options.repeats)
+                    cells.append(f"{found['torch_ms']:.3f} / {found['ms']:.3f}")
+                else:
+                    found = {"ms": step_ms(model, precision, options.repeats)}
+                    cells.append(f"{found['ms']:.1f}")
+                results.append({"format": name, "model": label, "update": update, **found})
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -16,6 +16,12 @@ raises; nothing falls back.
 """
 
 from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub
+from lns_ops.cuda.formats import (
+    quantize_floats,
+    quantize_integers,
+    quantize_logarithms,
+    random_bits,
+)
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
 from lns_ops.cuda.normalization import normalize, normalize_backward
 from lns_ops.cuda.runtime import (
@@ -36,6 +42,7 @@ from lns_ops.cuda.updates import (
 __all__ = [
     "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
     "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
-    "matmul", "mul", "normalize", "normalize_backward", "sgd_update_", "sgd_update_float32_",
-    "sqrt", "sub", "sum", "unavailable",
+    "matmul", "mul", "normalize", "normalize_backward", "quantize_floats", "quantize_integers",
+    "quantize_logarithms", "random_bits", "sgd_update_", "sgd_update_float32_", "sqrt", "sub",
+    "sum", "unavailable",
 ]  # fmt: skip

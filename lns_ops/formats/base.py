@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -178,14 +179,41 @@ def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
     return low + (((steps - low) * 65536).floor() + random >= 65536)
 
 
+def is_plain(x: Tensor) -> bool:
+    """Return whether a kernel can take the memory of ``x``: no subclass, none of the tensors that
+    torch.func's transforms pass, and not where torch traces or records."""
+    import torch
+
+    if type(x) is not torch.Tensor or torch.compiler.is_compiling():
+        return False
+    from lns_ops._compat import is_recorded
+
+    if is_recorded():
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:  # of torch.vmap and torch.func.grad
+        return False
+    return True
+
+
 def eager_values(x: Tensor) -> Any:
     """Return float32 as an array that a CPU kernel takes, which shares its memory if it can; None
     elsewhere than on a CPU, or where torch traces."""
-    import torch
-
-    if type(x) is not torch.Tensor or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or not is_plain(x):
         return None
-    from lns_ops._compat import is_recorded
     from lns_ops.functional.elementwise import values_of
 
-    return None if is_recorded() else values_of(x.contiguous())
+    return values_of(x.contiguous())
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return whether a kernel of :mod:`lns_ops.cuda` can take ``x``."""
+    return x.is_cuda and is_plain(x) and _has_cupy()
+
+
+@lru_cache(maxsize=1)
+def _has_cupy() -> bool:
+    from lns_ops import cuda
+
+    return cuda.unavailable() is None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, eager_values
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, eager_values, on_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,15 @@ def spread(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
         return scale
     repeated = scale.unsqueeze(-1).expand(*scale.shape, BLOCK_SIZE).flatten(-2)
     return repeated[..., : shape[-1]]
+
+
+def group_lengths(x: Tensor, granularity: str) -> tuple[int, int]:
+    """Return the numbers of values of a row, and of a group in it that shares a scale."""
+    if granularity == BLOCK and x.dim():
+        return x.shape[-1], BLOCK_SIZE
+    one = granularity == TENSOR or x.dim() < 2
+    width = x.numel() if one else math.prod(x.shape[1:])
+    return width, width
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -157,7 +166,8 @@ class Scaled(NumberFormat):
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid of ``base`` times the scale.
 
-        On a CPU rounding to nearest is one kernel, for those of ``base`` that have one.
+        Rounding to nearest is one kernel on a CPU, and on a GPU with CuPy, for those of ``base``
+        that have one.
         """
         x = as_float32(x)
         if random is None and (found := self._by_kernel(x)) is not None:
@@ -166,20 +176,27 @@ class Scaled(NumberFormat):
         return self.base.quantize(x * self._spread(up, x), random).mul_(self._spread(down, x))
 
     def _by_kernel(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` rounded by :func:`lns_ops.cpu.quantize_scaled`, with the same bits; None
-        where there is no kernel, it would be slower, a value is not finite, or torch traces."""
+        """Return ``x`` rounded by a kernel, with the same bits; None where there is none, it would
+        be slower, torch traces, or, on a CPU, a value is not finite."""
         kind = self.base.kernel
-        if kind is None or (values := eager_values(x)) is None:
+        if kind is None:
+            return None
+        lengths = group_lengths(x, self.granularity)
+        if on_gpu(x):
+            from lns_ops import cuda
+
+            if isinstance(kind, tuple):
+                return cuda.quantize_floats(
+                    x, *lengths, *kind, self._limit, saturates=not self.base.overflows
+                )
+            return cuda.quantize_logarithms(x, *lengths, kind, self._limit)
+        if (values := eager_values(x)) is None:
             return None
         import torch
 
         from lns_ops import cpu
 
-        if self.granularity == BLOCK and x.dim():
-            width, length = x.shape[-1], BLOCK_SIZE
-        else:
-            one = self.granularity == TENSOR or x.dim() < 2
-            width = length = x.numel() if one else math.prod(x.shape[1:])
+        width, length = lengths
         if width > _LONG_ROW and x.numel() // width < cpu.get_num_threads():
             return None
         found = cpu.quantize_scaled(values, width, length, kind, self._limit)

@@ -1,8 +1,8 @@
 """Random integers for stochastic rounding: the same on every device, from a key and a step alone.
 
 The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs compute it by the
-kernel that LNS updates use; elsewhere it is written in torch's int64 operations, some hundred of
-them, which a CUDA graph captures.
+kernel that LNS updates use, and so do GPUs with CuPy; elsewhere it is written in torch's int64
+operations, some hundred of them, which a CUDA graph captures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
     import torch
 
     from lns_ops import cpu
+    from lns_ops.formats.base import on_gpu
 
     count = like.numel()
-    if like.device.type == "cpu":
+    if on_gpu(like.detach()):
+        from lns_ops import cuda
+
+        bits = cuda.random_bits(count, key, step.to(like.device), slot)
+    elif like.device.type == "cpu":
         bits = torch.from_numpy(cpu.random_bits(count, key, int(step), slot).astype("int32"))
     else:
         bits = _philox(count, key, step.to(like.device), slot)

@@ -1,5 +1,30 @@
 #pragma once
 
+// Operations with an explicit rounding mode: the assembler fuses a product and a sum without one.
+__device__ __forceinline__ float rounded_sum(float x, float y) {
+    float z;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ __forceinline__ float rounded_difference(float x, float y) {
+    float z;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ __forceinline__ float rounded_product(float x, float y) {
+    float z;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
+__device__ __forceinline__ float over(float x, float y) {
+    float z;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // The rounding of weight + update: to nearest, with Kahan compensation, or at random.
 enum Rounding { NEAREST, KAHAN, STOCHASTIC };
 

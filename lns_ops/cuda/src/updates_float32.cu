@@ -8,34 +8,9 @@
 #include "encoding.cuh"
 #include "rounding.cuh"
 
-// Operations with an explicit rounding mode: the assembler fuses a product and a sum without one.
-__device__ __forceinline__ float rounded_sum(float x, float y) {
-    float z;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
-__device__ __forceinline__ float rounded_difference(float x, float y) {
-    float z;
-    asm("sub.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
-__device__ __forceinline__ float rounded_product(float x, float y) {
-    float z;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
 // x, clamped to float32's largest number where it has overflowed.
 __device__ __forceinline__ float inside(float x) {
     return smaller(larger(x, -0x1.fffffep127f), 0x1.fffffep127f);
-}
-
-__device__ __forceinline__ float over(float x, float y) {
-    float z;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
 }
 
 __device__ __forceinline__ float root_of(float x) {

@@ -336,6 +336,13 @@ def test_formats_are_traced_in_torchs_operations(name: str) -> None:
     assert torch.equal(compiled(x[2]), expected[2])
 
 
+@pytest.mark.parametrize("name", ["lns8/channel", "float8_e4m3fn/block", "float8_e5m2", "int8"])
+def test_formats_are_vectorized_by_vmap(name: str) -> None:
+    fmt, x = parse(name), sample().view(4, 6, 50)
+    expected = torch.stack([fmt.quantize(part) for part in x])
+    assert same_bits(torch.vmap(fmt.quantize)(x), expected)
+
+
 @needs_torchao
 def test_mx_is_torchao_with_one_scale_a_block() -> None:
     x = sample(4, 70)

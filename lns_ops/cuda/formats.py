@@ -1,0 +1,143 @@
+"""Rounding to formats with a scale, and the random integers of rounding at random, on NVIDIA GPUs.
+
+A call is one kernel, or two where a few long rows have to be shared among thread blocks, in place
+of some twenty of torch's operations, with the same bits; Philox takes one in place of a hundred.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lns_ops.cuda import runtime
+from lns_ops.cuda.runtime import THREADS
+from lns_ops.spec.format import LNSFormat
+
+_GROUPS = "PPqqqq"
+_LAYOUTS = {
+    "quantize_by_warps": _GROUPS,
+    "quantize_by_blocks": _GROUPS,
+    "quantize_by_chunks": "PPPqq",
+    "random_bits": "PPqQI",
+}
+_FLOATS, _LOGARITHMS, _INTEGERS = 0, 1, 2
+_FORMATS = {_FLOATS: "iiii", _LOGARITHMS: "iPPP", _INTEGERS: "ii"}
+"""What each of the kinds in ``formats.cu`` takes of a format."""
+_CHUNK = 4096
+"""Values that a thread block takes of a row that several share."""
+_WARP = 32
+_LONG_FOR_WARP, _LONG_FOR_BLOCK = 1024, 16384
+"""Values of a group above which a thread block takes it in place of a warp, or several do."""
+_INFINITY = 0x7F800000
+
+
+@lru_cache(maxsize=64)
+def _kernel(name: str, fmt: LNSFormat | int, device: int) -> runtime.CudaKernel:
+    """Return the kernel ``lns_NAME`` of ``formats.cu`` for an LNS format or another kind."""
+    if isinstance(fmt, LNSFormat):
+        kind, defines = _LOGARITHMS, runtime.compile_options(fmt, device, KIND=_LOGARITHMS)
+    else:
+        kind, defines = fmt, (f"-DKIND={fmt}",)
+    layout = _LAYOUTS[name] + _FORMATS[kind] * name.startswith("quantize")
+    source = runtime.kernel_source("formats.cu")
+    function = runtime.compile_function(source, f"lns_{name}", defines, device)
+    return runtime.CudaKernel(function, layout, 0)
+
+
+atexit.register(_kernel.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+
+
+@lru_cache(maxsize=1024)
+def _bits(value: float) -> int:
+    """Return the bits of a float32."""
+    return int(struct.unpack("i", struct.pack("f", value))[0])
+
+
+def quantize_floats(
+    x: Tensor, width: int, length: int, mantissa_bits: int, min_exponent: int, largest: float,
+    saturates: bool,
+) -> Tensor:  # fmt: skip
+    """Round to the nearest of binary floats, times the largest power of two for each group with
+    which none of the group is above ``largest``; by these alone where ``length`` is 0.
+
+    Args:
+        x: float32, any shape.
+        width: number of values of a row.
+        length: number of values of a group, of which a row's last may have fewer.
+        mantissa_bits: bits of the significand behind the binary point.
+        min_exponent: exponent of the smallest normal number.
+        largest: largest magnitude.
+        saturates: whether what is above becomes ``largest``, or infinite. A NaN stays one.
+    """
+    limit = _bits(largest)
+    beyond = limit if saturates else _INFINITY
+    arguments = limit, beyond, mantissa_bits, min_exponent + 127
+    return _quantize(x, width, length, _FLOATS, arguments)
+
+
+def quantize_logarithms(
+    x: Tensor, width: int, length: int, fmt: LNSFormat, largest: float
+) -> Tensor:
+    """Round to the nearest of an LNS format, times a power of two as :func:`quantize_floats` has.
+
+    What is not finite is counted (:func:`lns_ops.check_faults`), and reads as some value.
+    """
+    device = x.get_device()
+    tables = runtime.device_tables(fmt.fraction_bits, device)
+    arguments = (
+        _bits(largest), tables.cells.data_ptr(), tables.significands.data_ptr(),
+        runtime.fault_counts(device).data_ptr(),
+    )  # fmt: skip
+    return _quantize(x, width, length, fmt, arguments)
+
+
+def quantize_integers(x: Tensor, width: int, length: int, bits: int) -> Tensor:
+    """Round to integers of ``bits`` bits times a scale for each group, as
+    :class:`lns_ops.formats.Integer`. A NaN stays one."""
+    return _quantize(x, width, length, _INTEGERS, ((1 << bits - 1) - 1, bits - 1))
+
+
+def _quantize(
+    x: Tensor, width: int, length: int, fmt: LNSFormat | int, arguments: tuple[int, ...]
+) -> Tensor:
+    x, device = x.contiguous(), x.get_device()
+    out = torch.empty_like(x)
+    if not x.numel():
+        return out
+    ends, rows = (x.data_ptr(), out.data_ptr()), x.numel() // width
+    if 0 < length <= _LONG_FOR_BLOCK:
+        by_warp = length <= _LONG_FOR_WARP
+        kernel = _kernel(f"quantize_by_{'warps' if by_warp else 'blocks'}", fmt, device)
+        a_row = -(-width // length)
+        groups, together = rows * a_row, THREADS // _WARP if by_warp else 1
+        blocks = min(-(-groups // together), kernel.resident(device))
+        shape = width, length, a_row, groups
+        kernel((blocks, 1, 1), THREADS, device, *ends, *shape, *arguments)
+        return out
+    largest = None if length == 0 else torch.linalg.vector_norm(x.view(rows, width), torch.inf, 1)
+    kernel = _kernel("quantize_by_chunks", fmt, device)
+    chunks = -(-width // _CHUNK)
+    given = runtime.pointer_of(largest), width, chunks
+    kernel((rows * chunks, 1, 1), THREADS, device, *ends, *given, *arguments)
+    return out
+
+
+def random_bits(count: int, key: int, step: Tensor, slot: int) -> Tensor:
+    """Return :func:`lns_ops.reference.random_bits`, int32, up to seven more than ``count``.
+
+    Args:
+        step: 0-dim, on the GPU that computes.
+    """
+    step, device, blocks = step.to(torch.int64), step.get_device(), -(-count // 8)
+    out = torch.empty(8 * blocks, dtype=torch.int32, device=step.device)
+    if blocks:
+        kernel = _kernel("random_bits", _FLOATS, device)
+        kernel(
+            (-(-blocks // THREADS), 1, 1), THREADS, device, out.data_ptr(), step.data_ptr(), blocks,
+            key & (1 << 64) - 1, slot & (1 << 32) - 1,
+        )  # fmt: skip
+    return out
