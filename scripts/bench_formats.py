@@ -53,7 +53,7 @@ BATCH, STEPS = 64, 200
 def gpu_step_ms(model_config: ModelConfig, precision: PrecisionConfig, repeats: int) -> float:
     """Return the median time of a step replayed from a CUDA graph, in ms, over epochs."""
     model = apply_precision(initialize_(build(model_config, 784, 10), 0).cuda(), precision)
-    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1), precision, BATCH)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5), precision, BATCH)
     data = Split(torch.rand(STEPS * BATCH, 784), torch.arange(STEPS * BATCH) % 10)
     split = Split(data.x.cuda(), data.y.cuda())
     graphed = GraphedEpochs(model, optimizer, split, BATCH, CROSS_ENTROPY)

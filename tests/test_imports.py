@@ -47,9 +47,11 @@ PARSERS = {
 """Modules whose commands import what they need when they are called, as completion and ``--help``
 wait for the others: 0.1 s of CPU time."""
 LAZY = {
+    ("lns_ops.formats.base", "lns_ops"): "1.8 s, of torch and numba, which no name needs",
     ("lns_ops.formats.base", "lns_ops._compat"): "1.8 s, of torch, which no name needs",
     ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, likewise",
-    ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
+    ("lns_ops.formats.fixed_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
+    ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, likewise",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lns_ops.formats.base import on_gpu
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,7 +28,6 @@ def random_bits(like: Tensor, key: int, step: Tensor, slot: int = 0) -> Tensor:
     import torch
 
     from lns_ops import cpu
-    from lns_ops.formats.base import on_gpu
 
     count = like.numel()
     if on_gpu(like.detach()):

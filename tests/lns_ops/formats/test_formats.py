@@ -438,9 +438,10 @@ def test_integers_are_refused_as_values() -> None:
         parse("bfloat16").quantize(torch.arange(3))
 
 
+@pytest.mark.parametrize("key", [(1 << 33) + 5, 1 << 63, (1 << 64) - 1])
 @pytest.mark.parametrize("count", [1, 8, 17, 1000])
-def test_random_bits_without_the_kernel_are_the_same(count: int) -> None:
-    key, step = (1 << 33) + 5, 1 << 31
+def test_random_bits_without_the_kernel_are_the_same(count: int, key: int) -> None:
+    step = 1 << 31
     expected = reference.random_bits(count, key, step, 3)
     np.testing.assert_array_equal(
         _philox(count, key, torch.tensor(step), 3)[:count].numpy(), expected
