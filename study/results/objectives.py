@@ -24,7 +24,7 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
     ``seconds`` is the time spent in training, and :data:`SPENT` are sums over the epochs, also
     before the trial was taken over from elsewhere (None if an epoch's is not known). ``bits`` is
-    the width of the number format. All others are the last epoch's report.
+    :func:`bits_of`. All others are the last epoch's report.
     """
     if metric == "bits":
         return float(bits_of(trial.config))
@@ -75,8 +75,15 @@ def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
 
 
 def bits_of(config: dict[str, Any]) -> float:
-    """Return the bits of a value in a trial's number format."""
-    return parse(config["precision"]["format"]).bits
+    """Return the bits that a weight takes in a trial: those of its number format, of the copy of
+    more bits that is updated in its place, and of the compensation of what is updated."""
+    precision = config["precision"]
+    weight = updated = parse(precision["format"])
+    bits = weight.bits
+    if precision["master_format"]:
+        updated = parse(precision["master_format"])
+        bits += updated.bits
+    return bits + (updated.compensation.bits if precision["kahan_sum"] else 0)
 
 
 def last_value(trial: TrialState, metric: Metric) -> float | None:

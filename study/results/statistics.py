@@ -1,10 +1,10 @@
 """Statistics of a report beyond its table: fronts, tests, budgets, costs; figures, no drawing.
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
-the measures that can be weighed against each other: the study's metric, bits of the format,
-seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts once
-every seed's trial has finished, in the last round where there are rounds. The metric is that of the
-validation split, errors in per cent: the test set chooses nothing.
+the measures that can be weighed against each other: the study's metric, bits of a weight, seconds,
+joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts once every seed's
+trial has finished, in the last round where there are rounds. The metric is that of the validation
+split, errors in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
@@ -40,7 +40,7 @@ from study.text import layout_of
 METRIC = "metric"
 """The measure that is the study's metric, in the unit in which it is shown."""
 COSTS = {
-    "bits": "bits a value",
+    "bits": "bits a weight",
     "seconds": "seconds of training",
     "joules": "joules",
     "modelled_joules": "modelled joules of products",

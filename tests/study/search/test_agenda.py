@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from study.results.statistics import entries
 from study.search.agenda import Agenda, adopt
 from tests.study.conftest import TINY
 from tests.study.search.conftest import Make, Pretend, bowl, steady
+from trainers.config import PrecisionConfig
 
 
 def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> None:
@@ -295,12 +297,27 @@ def test_the_best_and_the_unbeaten(searched: Make) -> None:
         assert beaten != (point in points)
 
 
-def test_bits_of_a_format(searched: Make) -> None:
+def test_bits_of_a_weight(searched: Make) -> None:
     plan = make_plan(searched())
     assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {
         "float32": 32,
         "lns matmul": 12,
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "bits"),
+    [
+        ({}, 8.25),
+        ({"kahan_sum": True}, 16.5),
+        ({"master_format": "lns16"}, 24.25),
+        ({"master_format": "lns16", "kahan_sum": True}, 40.25),
+        ({"stochastic_rounding": True}, 8.25),
+    ],
+)
+def test_a_copy_and_a_compensation_take_bits(more: dict[str, object], bits: float) -> None:
+    precision = PrecisionConfig(format="lns8/block", **more)  # type: ignore[arg-type]
+    assert bits_of({"precision": asdict(precision)}) == bits
 
 
 @pytest.mark.parametrize(
