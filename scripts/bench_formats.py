@@ -5,8 +5,8 @@
 MLP 784-128-10 and CNN 8-16 channels, 28 x 28 pixels, batch 64. On a CPU it is CPU time of the
 process with one thread, the median of several steps, so that other work on the machine counts
 little. On a GPU it is the time of a step replayed from a CUDA graph, as a study trains, and before
-it, with a slash, the same in torch's operations alone, without kernels that round. Formats other
-than float32 and LNS without a scale are simulated: what is timed is float32 and the rounding.
+it, with a slash, the same where formats are rounded by torch's operations (and LNS codes). Formats
+other than float32 and LNS without a scale are simulated: what is timed is float32 and the rounding.
 """
 
 from __future__ import annotations

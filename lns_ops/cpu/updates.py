@@ -44,6 +44,7 @@ def random_bits(count: int, key: int, step: int, slot: int) -> NDArray[np.uint16
     """Return :func:`lns_ops.reference.random_bits`, up to seven more than ``count``."""
     blocks = -(-count // 8)
     out = np.empty(8 * blocks, np.uint16)
+    key &= (1 << 64) - 1
     signed = key - (key >> 63 << 64)  # as kernels take 64 bits
     run(philox.random_bits, blocks, GRAIN // 16, out, out, signed, step, slot)
     return out

@@ -7,6 +7,8 @@ torch's current stream, so they can be captured in a CUDA graph (after one call 
 compiles and uploads tables). Kernels are compiled by NVRTC for the device found and the format
 asked for, once; CuPy keeps the machine code on disk (CUPY_CACHE_DIR).
 
+Functions named ``quantize_...`` take float32 and return it, rounded to a number format.
+
 Nothing here waits for the GPU. What LNS has no code for (a NaN to encode, a zero divisor, the root
 of a negative) is counted on the device and becomes zero (an infinity the largest magnitude);
 :func:`check_faults` reads the counts and raises.

@@ -2,6 +2,8 @@
 
 A call is one kernel, or two where a few long rows have to be shared among thread blocks, in place
 of some twenty of torch's operations, with the same bits; Philox takes one in place of a hundred.
+Unlike those, kernels are compiled when they are first called, which a CUDA graph's capture refuses:
+call once before it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _LONG_FOR_WARP, _LONG_FOR_BLOCK = 1024, 16384
 _INFINITY = 0x7F800000
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _kernel(name: str, fmt: LNSFormat | int, device: int) -> runtime.CudaKernel:
     """Return the kernel ``lns_NAME`` of ``formats.cu`` for an LNS format or another kind."""
     if isinstance(fmt, LNSFormat):
@@ -67,7 +69,8 @@ def quantize_floats(
     Args:
         x: float32, any shape.
         width: number of values of a row.
-        length: number of values of a group, of which a row's last may have fewer.
+        length: number of values of a group, of which a row's last may have fewer; at most 16,384,
+            or the row's.
         mantissa_bits: bits of the significand behind the binary point.
         min_exponent: exponent of the smallest normal number.
         largest: largest magnitude.

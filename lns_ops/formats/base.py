@@ -137,7 +137,8 @@ class NumberFormat(ABC):
 
     @property
     def kernel(self) -> LNSFormat | tuple[int, int] | None:
-        """What :func:`lns_ops.cpu.quantize_scaled` takes for the format; None if it has none."""
+        """What the kernels of :mod:`lns_ops.cpu` and :mod:`lns_ops.cuda` take for the format; None
+        if it has none."""
         return None
 
     @property
@@ -181,20 +182,19 @@ def randomly_up(steps: Tensor, random: Tensor) -> Tensor:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether a kernel can take the memory of ``x``: no subclass, none of the tensors that
-    torch.func's transforms pass, and not where torch traces or records."""
+    torch.func's transforms pass, no view that negates, and not where torch traces or records."""
     import torch
 
     if type(x) is not torch.Tensor or torch.compiler.is_compiling():
         return False
     from lns_ops._compat import is_recorded
 
-    if is_recorded():
+    if is_recorded() or x.is_neg():
         return False
     try:
-        x.data_ptr()
+        return x.data_ptr() != 0 or x.numel() == 0  # 0 of torch.func.functionalize
     except RuntimeError:  # of torch.vmap and torch.func.grad
         return False
-    return True
 
 
 def eager_values(x: Tensor) -> Any:
@@ -214,6 +214,8 @@ def on_gpu(x: Tensor) -> bool:
 
 @lru_cache(maxsize=1)
 def _has_cupy() -> bool:
+    import torch
+
     from lns_ops import cuda
 
-    return cuda.unavailable() is None
+    return torch.version.cuda is not None and cuda.unavailable() is None

@@ -2,7 +2,7 @@
 
 The definition is :func:`lns_ops.reference.random_bits` (Philox4x32-10). CPUs compute it by the
 kernel that LNS updates use, and so do GPUs with CuPy; elsewhere it is written in torch's int64
-operations, some hundred of them, which a CUDA graph captures.
+operations, some hundred of them. A CUDA graph captures either, after one call outside.
 """
 
 from __future__ import annotations

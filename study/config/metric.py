@@ -16,7 +16,7 @@ from study.text import percent
 from trainers.config import TrialConfig
 
 MODES = ("min", "max")
-DERIVED = ("bits", "seconds")
+DERIVED = ("bits", "weight_bits", "seconds")
 """Objectives that no trial reports: they follow from its config and its events."""
 VALIDATION, TEST = "validation/", "test/"
 WIDE = 20

@@ -57,9 +57,10 @@ class SearchConfig:
             trained with every seed.
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
-            ``seconds`` (of training) or ``bits`` (of a weight, with its copy and compensation).
-            Only tpe, gp, nsga2 and auto take several. The first one selects a row's best
-            configuration. Left at their default, they are the study's ``metric`` and ``mode``.
+            ``seconds`` (of training), ``bits`` (of the number format) or ``weight_bits`` (of a
+            weight, its copy and compensation included). Only tpe, gp, nsga2 and auto take several.
+            The first one selects a row's best configuration. Left at their default, they are the
+            study's ``metric`` and ``mode``.
         constraints: metrics as in ``objectives``, each with a bound that the mean over the seeds
             must keep: ``{bits: "<= 12", seconds: "<= 60"}``. tpe, gp and nsga2 learn from them; no
             configuration that breaks one is a row's best, in the Pareto front, or confirmed.

@@ -7,12 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lns_ops.formats import parse
+from lns_ops.formats import Logarithmic, parse
+from lns_ops.spec.gaussian_log import FINE_BITS
 from study.config import Metric
 from study.config.search import broken
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.ties import mean_of
 from study.text import counted
+from trainers.config.optimizer import MULTIPLICATIVE
 from trainers.workers.resources import gpus_of
 
 SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
@@ -24,10 +26,13 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
     ``seconds`` is the time spent in training, and :data:`SPENT` are sums over the epochs, also
     before the trial was taken over from elsewhere (None if an epoch's is not known). ``bits`` is
-    :func:`bits_of`. All others are the last epoch's report.
+    the width of the number format, ``weight_bits`` :func:`weight_bits_of`. All others are the last
+    epoch's report.
     """
     if metric == "bits":
         return float(bits_of(trial.config))
+    if metric == "weight_bits":
+        return float(weight_bits_of(trial.config))
     if metric == "seconds":
         return trial.seconds if trial.took.keys() == trial.reports.keys() else None
     values = trial.metric(metric)
@@ -75,15 +80,26 @@ def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
 
 
 def bits_of(config: dict[str, Any]) -> float:
-    """Return the bits that a weight takes in a trial: those of its number format, of the copy of
-    more bits that is updated in its place, and of the compensation of what is updated."""
+    """Return the bits of a value in a trial's number format."""
+    return parse(config["precision"]["format"]).bits
+
+
+def weight_bits_of(config: dict[str, Any]) -> float:
+    """Return the bits that a weight takes while it is trained: those of its number format (float32
+    with scope ``matmul``), of a copy of more bits, and of the compensation of what is updated."""
     precision = config["precision"]
-    weight = updated = parse(precision["format"])
+    products_alone = precision["scope"] == "matmul"
+    weight = updated = parse("float32" if products_alone else precision["format"])
     bits = weight.bits
-    if precision["master_format"]:
-        updated = parse(precision["master_format"])
+    if master := precision.get("master_format"):
+        updated = parse(master)
         bits += updated.bits
-    return bits + (updated.compensation.bits if precision["kahan_sum"] else 0)
+    if precision["kahan_sum"]:
+        logarithm = config["optimizer"]["name"] in MULTIPLICATIVE and isinstance(
+            updated, Logarithmic
+        )
+        bits += FINE_BITS if logarithm else updated.compensation.bits
+    return bits
 
 
 def last_value(trial: TrialState, metric: Metric) -> float | None:

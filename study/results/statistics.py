@@ -1,10 +1,10 @@
 """Statistics of a report beyond its table: fronts, tests, budgets, costs; figures, no drawing.
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
-the measures that can be weighed against each other: the study's metric, bits of a weight, seconds,
-joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts once every seed's
-trial has finished, in the last round where there are rounds. The metric is that of the validation
-split, errors in per cent: the test set chooses nothing.
+the measures that can be weighed against each other: the study's metric, bits of the format and of a
+weight, seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts
+once every seed's trial has finished, in the last round where there are rounds. The metric is that
+of the validation split, errors in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
@@ -33,14 +33,15 @@ from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
 from study.results.contrasts import Contrast, independent, paired
 from study.results.likeness import Entry, by_likeness, likenesses, task_of
-from study.results.objectives import bits_of, gpu_seconds, joules, last_value, objective
+from study.results.objectives import gpu_seconds, joules, last_value, objective
 from study.results.ties import mean_of
 from study.text import layout_of
 
 METRIC = "metric"
 """The measure that is the study's metric, in the unit in which it is shown."""
 COSTS = {
-    "bits": "bits a weight",
+    "bits": "bits a value",
+    "weight_bits": "bits a weight, copy and compensation included",
     "seconds": "seconds of training",
     "joules": "joules",
     "modelled_joules": "modelled joules of products",
@@ -117,11 +118,9 @@ def measure(trial: TrialState, name: str, metric: Metric) -> float | None:
     """Return :data:`METRIC` or one of :data:`COSTS` of a trial; None if it was not measured."""
     if name == METRIC:
         return last_value(trial, metric)
-    if name == "bits":
-        return float(bits_of(trial.config))
     if name == "seconds":
         return objective(trial, name) or None
-    return objective(trial, REPORTED[name])
+    return objective(trial, REPORTED.get(name, name))
 
 
 def categories_of(trial: TrialState) -> dict[str, str]:
@@ -136,14 +135,16 @@ def categories_of(trial: TrialState) -> dict[str, str]:
 
 
 def spread_measures(found: Sequence[Entry]) -> list[str]:
-    """Return the measures in which entries differ.
+    """Return the measures in which entries differ; ``weight_bits`` only where it is not ``bits``.
 
     Not every entry need have all: one worker sends no bytes.
     """
+    alike = all(entry.values["weight_bits"] == entry.values["bits"] for entry in found)
     return [
         name
         for name in (METRIC, *COSTS)
         if len({entry.values[name] for entry in found if name in entry.values}) > 1
+        and not (alike and name == "weight_bits")
     ]
 
 

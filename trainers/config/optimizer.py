@@ -32,9 +32,11 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
 """The optimizers of :mod:`lns_ops.optim` that a trial can use, each with the options that it
 understands besides ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
-WHOLE_TENSORS = ("lars", "lamb", "madam", "mul", "signmul")
+MULTIPLICATIVE = ("madam", "mul", "signmul")
+"""The optimizers that multiply weights."""
+WHOLE_TENSORS = ("lars", "lamb", *MULTIPLICATIVE)
 """The optimizers whose step needs the norm of a whole tensor."""
-RATE_OF_HOST = ("rprop", "madam", "mul", "signmul")
+RATE_OF_HOST = ("rprop", *MULTIPLICATIVE)
 """The optimizers whose ``lr`` is a number of the host's, which a captured step repeats."""
 SLICEABLE = ("sgd", "adam", "adamw")
 """The optimizers that work element by element: the step of a slice, even one that runs across

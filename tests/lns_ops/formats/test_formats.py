@@ -341,6 +341,10 @@ def test_formats_are_vectorized_by_vmap(name: str) -> None:
     fmt, x = parse(name), sample().view(4, 6, 50)
     expected = torch.stack([fmt.quantize(part) for part in x])
     assert same_bits(torch.vmap(fmt.quantize)(x), expected)
+    assert same_bits(torch.func.functionalize(fmt.quantize)(x[0]), expected[0])
+    negated = torch.conj(torch.randn(1, dtype=torch.complex64)).imag
+    assert negated.is_neg()
+    assert torch.equal(fmt.quantize(negated), fmt.quantize(negated.clone()))
 
 
 @needs_torchao
@@ -438,7 +442,7 @@ def test_integers_are_refused_as_values() -> None:
         parse("bfloat16").quantize(torch.arange(3))
 
 
-@pytest.mark.parametrize("key", [(1 << 33) + 5, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("key", [(1 << 33) + 5, 1 << 63, (1 << 64) - 1, -5 << 32])
 @pytest.mark.parametrize("count", [1, 8, 17, 1000])
 def test_random_bits_without_the_kernel_are_the_same(count: int, key: int) -> None:
     step = 1 << 31

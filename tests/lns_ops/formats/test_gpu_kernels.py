@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lns_ops import NonFiniteError, cuda, reference
 from lns_ops.formats import parse, random_bits
@@ -32,10 +33,14 @@ SHAPES = [
 
 def values(shape: tuple[int, ...], kind: str) -> torch.Tensor:
     """Any finite bits; values of some octaves at both ends of float32's range and in its middle,
-    zeros among them."""
+    zeros among them; or few bits, so that many lie midway between values of a format."""
     generator = np.random.default_rng(math.prod(shape))
     words = generator.integers(0, 0x7F800000, shape, np.int32)
     x = torch.from_numpy(np.asarray(words)).view(torch.float32).clone()
+    if kind == "ties":  # sixteenths up to 127, the largest code of int8
+        x = torch.from_numpy(np.asarray(words % 4065 - 2032)).float() / 16
+        x.view(-1)[:1] = 127.0
+        return x
     if kind != "any":
         shift = {"low": -146, "middle": 3, "high": 117}[kind]
         x = torch.ldexp(torch.frexp(x)[0], torch.from_numpy(np.asarray(words % 11)) + shift)
@@ -51,11 +56,20 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 def test_a_gpu_rounds_to_the_same_bits(name: str) -> None:
     fmt = parse(name)
     for shape in SHAPES:
-        for kind in ("any", "low", "middle", "high"):
+        for kind in ("any", "low", "middle", "high", "ties"):
             x = values(shape, kind)
             assert same_bits(fmt.quantize(x.cuda()).cpu(), fmt.quantize(x)), (shape, kind)
     x = values((40, 50), "middle").t()
     assert same_bits(fmt.quantize(x.cuda()).cpu(), fmt.quantize(x).contiguous())
+
+
+@pytest.mark.parametrize("name", ["lns8/channel", "float8_e4m3fn/block", "float8_e5m2", "int8"])
+def test_transforms_take_torchs_operations(name: str) -> None:
+    fmt, x = parse(name), values((4, 6, 50), "middle").cuda()
+    expected = torch.stack([fmt.quantize(part) for part in x])
+    assert same_bits(torch.vmap(fmt.quantize)(x), expected)
+    assert same_bits(torch.func.functionalize(fmt.quantize)(x[0]), expected[0])
+    assert same_bits(make_fx(lambda x: fmt.quantize(x))(x[0])(x[1]), expected[1])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -103,7 +117,7 @@ def test_a_cuda_graph_rounds_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 17, 5000])
-@pytest.mark.parametrize("key", [5, (1 << 33) + 5, (1 << 64) - 1])
+@pytest.mark.parametrize("key", [5, (1 << 33) + 5, (1 << 64) - 1, -5 << 32])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_random_bits_are_the_definitions(count: int, key: int, device: str) -> None:
     like, step = torch.empty(count, device="cuda"), 1 << 31

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from study.plan.plan import make_plan
 from study.report.write import write_report
 from study.results.configurations import best, configurations, pareto_front
 from study.results.importance import importance
-from study.results.objectives import bits_of
+from study.results.objectives import bits_of, weight_bits_of
 from study.results.statistics import entries
 from study.search.agenda import Agenda, adopt
 from tests.study.conftest import TINY
 from tests.study.search.conftest import Make, Pretend, bowl, steady
-from trainers.config import PrecisionConfig
+from trainers.config import OptimizerConfig, PrecisionConfig, TrialConfig
 
 
 def test_every_row_gets_the_same_configurations_and_seeds(searched: Make) -> None:
@@ -297,7 +296,7 @@ def test_the_best_and_the_unbeaten(searched: Make) -> None:
         assert beaten != (point in points)
 
 
-def test_bits_of_a_weight(searched: Make) -> None:
+def test_bits_of_a_format(searched: Make) -> None:
     plan = make_plan(searched())
     assert {trial.row: bits_of(trial.config.to_dict()) for trial in plan.trials} == {
         "float32": 32,
@@ -306,18 +305,26 @@ def test_bits_of_a_weight(searched: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "bits"),
+    ("precision", "optimizer", "bits"),
     [
-        ({}, 8.25),
-        ({"kahan_sum": True}, 16.5),
-        ({"master_format": "lns16"}, 24.25),
-        ({"master_format": "lns16", "kahan_sum": True}, 40.25),
-        ({"stochastic_rounding": True}, 8.25),
+        ({"format": "lns8/block"}, "sgd", 8.25),
+        ({"format": "lns8/block", "kahan_sum": True}, "sgd", 16.5),
+        ({"format": "lns8/block", "master_format": "lns16"}, "sgd", 24.25),
+        ({"format": "lns8/block", "master_format": "lns16", "kahan_sum": True}, "sgd", 40.25),
+        ({"format": "lns12", "scope": "everywhere", "kahan_sum": True}, "adam", 24),
+        ({"format": "lns12", "scope": "everywhere", "kahan_sum": True}, "madam", 28),
+        ({"format": "lns12/channel", "kahan_sum": True}, "madam", 24),
+        ({"format": "lns12", "scope": "matmul", "kahan_sum": True}, "sgd", 64),
+        ({"format": "float32"}, "sgd", 32),
     ],
 )
-def test_a_copy_and_a_compensation_take_bits(more: dict[str, object], bits: float) -> None:
-    precision = PrecisionConfig(format="lns8/block", **more)  # type: ignore[arg-type]
-    assert bits_of({"precision": asdict(precision)}) == bits
+def test_a_copy_and_a_compensation_take_bits_of_a_weight(
+    precision: dict[str, Any], optimizer: str, bits: float
+) -> None:
+    config = TrialConfig(
+        precision=PrecisionConfig(**precision), optimizer=OptimizerConfig(name=optimizer)
+    )
+    assert weight_bits_of(config.to_dict()) == bits
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_the_report_works_offline_wide_and_narrow_light_and_dark(
             "[...document.images].every((image) => image.complete && image.naturalWidth > 800)"
         )
         assert pictures
-        tab.page.select_option("#explore-x", "bits a weight")
+        tab.page.select_option("#explore-x", "bits a value")
         tab.page.wait_for_function(
-            "document.querySelector('#explore-scatter').layout.xaxis.title.text === 'bits a weight'"
+            "document.querySelector('#explore-scatter').layout.xaxis.title.text === 'bits a value'"
         )
