@@ -41,9 +41,10 @@ _INFINITY = 0x7F800000
 def _kernel(name: str, fmt: LNSFormat | int, device: int) -> runtime.CudaKernel:
     """Return the kernel ``lns_NAME`` of ``formats.cu`` for an LNS format or another kind."""
     if isinstance(fmt, LNSFormat):
-        kind, defines = _LOGARITHMS, runtime.compile_options(fmt, device, KIND=_LOGARITHMS)
+        kind, defines = _LOGARITHMS, runtime.compile_options(fmt, device)
     else:
-        kind, defines = fmt, (f"-DKIND={fmt}",)
+        kind, defines = fmt, ()
+    defines = (*defines, f"-DKIND={kind}", f"-DCHUNK={_CHUNK}")
     layout = _LAYOUTS[name] + _FORMATS[kind] * name.startswith("quantize")
     source = runtime.kernel_source("formats.cu")
     function = runtime.compile_function(source, f"lns_{name}", defines, device)

@@ -88,17 +88,15 @@ def weight_bits_of(config: dict[str, Any]) -> float:
     """Return the bits that a weight takes while it is trained: those of its number format (float32
     with scope ``matmul``), of a copy of more bits, and of the compensation of what is updated."""
     precision = config["precision"]
-    products_alone = precision["scope"] == "matmul"
-    weight = updated = parse("float32" if products_alone else precision["format"])
+    of_float32 = precision["scope"] == "matmul"
+    weight = updated = parse("float32" if of_float32 else precision["format"])
     bits = weight.bits
     if master := precision.get("master_format"):
         updated = parse(master)
         bits += updated.bits
     if precision["kahan_sum"]:
-        logarithm = config["optimizer"]["name"] in MULTIPLICATIVE and isinstance(
-            updated, Logarithmic
-        )
-        bits += FINE_BITS if logarithm else updated.compensation.bits
+        moved = isinstance(weight, Logarithmic) and config["optimizer"]["name"] in MULTIPLICATIVE
+        bits += FINE_BITS if moved else updated.compensation.bits
     return bits
 
 

@@ -5,7 +5,8 @@
 //
 // Values are rows of `width`, cut into groups of `length`, of which a row's last may be shorter.
 //
-// -D: KIND, one of those below; with LOGARITHMS the format (arithmetic.cuh), and none for others.
+// -D: KIND, one of those below, with LOGARITHMS the format (arithmetic.cuh) and none for others;
+// CHUNK, the values that a thread block takes of a row that several share.
 #define FLOATS 0
 #define LOGARITHMS 1
 #define INTEGERS 2
@@ -14,7 +15,7 @@ typedef unsigned int u32;
 typedef long long i64;
 #include "rounding.cuh"
 
-constexpr int THREADS = 512, LANES = 32, CHUNK = 4096, INFINITE = 0x7f800000;
+constexpr int THREADS = 512, LANES = 32, INFINITE = 0x7f800000;
 
 // What a value is multiplied by before it is rounded, and after; of integers it is divided before.
 struct Scale {

@@ -314,6 +314,7 @@ def test_bits_of_a_format(searched: Make) -> None:
         ({"format": "lns12", "scope": "everywhere", "kahan_sum": True}, "adam", 24),
         ({"format": "lns12", "scope": "everywhere", "kahan_sum": True}, "madam", 28),
         ({"format": "lns12/channel", "kahan_sum": True}, "madam", 24),
+        ({"format": "lns8/channel", "master_format": "lns12", "kahan_sum": True}, "madam", 32),
         ({"format": "lns12", "scope": "matmul", "kahan_sum": True}, "sgd", 64),
         ({"format": "float32"}, "sgd", 32),
     ],
