@@ -10,14 +10,15 @@ asked for, once; CuPy keeps the machine code on disk (CUPY_CACHE_DIR).
 Functions named ``quantize_...`` take float32 and return it, rounded to a number format.
 
 Nothing here waits for the GPU. What LNS has no code for (a NaN to encode, a zero divisor, the root
-of a negative) is counted on the device and becomes zero (an infinity the largest magnitude);
-:func:`check_faults` reads the counts and raises.
+of a negative) is counted on the device and becomes zero (an infinity the largest magnitude); the
+host raises it soon after (:mod:`.faults`).
 
 CuPy is optional. Without it, or without a device, :func:`unavailable` says why and every function
 raises; nothing falls back.
 """
 
 from lns_ops.cuda.elementwise import add, decode, div, encode, mul, sqrt, sub
+from lns_ops.cuda.faults import check_faults, count_faults_apart, raise_only_when_asked, raise_seen
 from lns_ops.cuda.formats import (
     quantize_floats,
     quantize_integers,
@@ -26,13 +27,7 @@ from lns_ops.cuda.formats import (
 )
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
 from lns_ops.cuda.normalization import normalize, normalize_backward
-from lns_ops.cuda.runtime import (
-    REPLICATED_FRACTION_BITS,
-    check_faults,
-    count_faults_apart,
-    kernel_info,
-    unavailable,
-)
+from lns_ops.cuda.runtime import REPLICATED_FRACTION_BITS, kernel_info, unavailable
 from lns_ops.cuda.sums import sum
 from lns_ops.cuda.updates import (
     adam_update_,
@@ -45,6 +40,6 @@ __all__ = [
     "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
     "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
     "matmul", "mul", "normalize", "normalize_backward", "quantize_floats", "quantize_integers",
-    "quantize_logarithms", "random_bits", "sgd_update_", "sgd_update_float32_", "sqrt", "sub",
-    "sum", "unavailable",
+    "quantize_logarithms", "raise_only_when_asked", "raise_seen", "random_bits", "sgd_update_",
+    "sgd_update_float32_", "sqrt", "sub", "sum", "unavailable",
 ]  # fmt: skip

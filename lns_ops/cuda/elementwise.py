@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lns_ops.cpu.arrays import broadcast_shape
+from lns_ops.cuda.faults import row_for
 from lns_ops.cuda.runtime import (
     REPLICATED_FRACTION_BITS,
     THREADS,
@@ -18,7 +19,6 @@ from lns_ops.cuda.runtime import (
     compile_function,
     compile_options,
     device_tables,
-    fault_counts,
     grid_of,
     kernel_source,
 )
@@ -154,7 +154,7 @@ def _binary(name: str, x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> T
         kernel(
             grid_of(x.numel(), device, kernel=kernel), THREADS, device, a, b, c, x.numel(), div,
             mod, code, alignment_flag(a, b, c), tables.signed.data_ptr(), tables.gauss.data_ptr(),
-            fault_counts(device).data_ptr(),
+            row_for(device, name),
         )  # fmt: skip
     return z
 
@@ -203,7 +203,7 @@ def sqrt(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
             z.data_ptr(),
             x.numel(),
             alignment_flag(x.data_ptr(), z.data_ptr()),
-            fault_counts(device).data_ptr(),
+            row_for(device, "sqrt"),
         )
     return z
 
@@ -233,13 +233,13 @@ def encode(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
                 out.data_ptr(),
                 x.numel(),
                 tables.thresholds.data_ptr(),
-                fault_counts(device).data_ptr(),
+                row_for(device, "encode"),
             )
         else:
             kernel(
                 grid, THREADS, device, x.data_ptr(), out.data_ptr(), x.numel(),
                 alignment_flag(x.data_ptr(), out.data_ptr()), tables.cells.data_ptr(),
-                fault_counts(device).data_ptr(),
+                row_for(device, "encode"),
             )  # fmt: skip
     return out
 

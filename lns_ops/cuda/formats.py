@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lns_ops.cuda import runtime
+from lns_ops.cuda.faults import row_for
 from lns_ops.cuda.runtime import THREADS
 from lns_ops.spec.format import LNSFormat
 
@@ -94,7 +95,7 @@ def quantize_logarithms(
     tables = runtime.device_tables(fmt.fraction_bits, device)
     arguments = (
         _bits(largest), tables.cells.data_ptr(), tables.significands.data_ptr(),
-        runtime.fault_counts(device).data_ptr(),
+        row_for(device, "rounding to a format"),
     )  # fmt: skip
     return _quantize(x, width, length, fmt, arguments)
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lns_ops.cuda import runtime
+from lns_ops.cuda.faults import row_for
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.unary_functions import table, undefined
 
 _LAYOUTS = {"lookup": "PPqiPP", "segment_sum": "PPPPqqP"}
-_DOMAIN_FAULT = 3
-"""The position of domain faults in ``runtime._FAULTS``."""
 
 
 @lru_cache(maxsize=64)
@@ -56,12 +55,11 @@ def lookup(
     results = function_table(function, tuple(parameters), LNSFormat(bits, fraction_bits), device)
     if x.numel():
         kernel = _kernel("lookup", bits, fraction_bits, device)
-        fault = runtime.fault_counts(device).data_ptr() + 4 * _DOMAIN_FAULT
         source, target = x.data_ptr(), out.data_ptr()
         kernel(
             runtime.grid_of(x.numel(), device, kernel=kernel), runtime.THREADS, device,
             source, target, x.numel(), runtime.alignment_flag(source, target), results.data_ptr(),
-            fault,
+            row_for(device, function),
         )  # fmt: skip
     return out
 

@@ -1,8 +1,7 @@
-"""The runtime that CUDA kernels share: CuPy and NVRTC, launching, tables, and counters of faults.
+"""The runtime that CUDA kernels share: CuPy and NVRTC, launching, and tables.
 
 A kernel is compiled for a device and a format from ``lns_ops/cuda/src``, once; its arguments are
-packed as ``struct`` writes them, and it runs on torch's current stream. Results that LNS has no
-code for are counted on the device (:func:`check_faults`).
+packed as ``struct`` writes them, and it runs on torch's current stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from lns_ops._compat import cupy_driver, current_device, current_stream
 from lns_ops.spec.format import (
     MANTISSA_BITS,
     LNSFormat,
-    NonFiniteError,
     decode_significands,
     encode_thresholds,
     single_significands,
@@ -38,24 +36,6 @@ REPLICATED_FRACTION_BITS = 7
 The fast GEMM needs them in one multiprocessor.
 """
 THREADS = 512
-_FAULTS = (
-    (
-        "NaN or infinity to encode: LNS has no code for either; clean the input first",
-        NonFiniteError,
-    ),
-    ("division by zero: LNS has no infinity; mask zero divisors first", ValueError),
-    (
-        "square root of a negative number: LNS values are real; mask or clamp the input first",
-        ValueError,
-    ),
-    (
-        (
-            "a function of a number for which it has no finite real value, such as log of zero:"
-            " mask or clamp the input first"
-        ),
-        ValueError,
-    ),
-)
 
 
 @lru_cache(maxsize=1)
@@ -274,39 +254,6 @@ class _Tables(NamedTuple):
     significands_double: Tensor
 
 
-_FAULTS_OF_STREAMS: dict[tuple[int, int], Tensor] = {}
-"""The counters of streams that have their own, by device and CUDA's handle of the stream."""
-
-
-@lru_cache(maxsize=16)
-def _faults_of_device(device: int) -> Tensor:
-    return uploaded(np.zeros(len(_FAULTS), np.int32), device)
-
-
-def fault_counts(device: int) -> Tensor:
-    """Return the counters in which kernels that are launched now count their faults."""
-    if _FAULTS_OF_STREAMS:
-        own = _FAULTS_OF_STREAMS.get((device, current_stream(device)))
-        if own is not None:
-            return own
-    return _faults_of_device(device)
-
-
-def count_faults_apart(stream: torch.cuda.Stream) -> None:
-    """Count the faults of kernels on ``stream`` by themselves from now on.
-
-    :func:`check_faults` called on that stream reads those alone.
-
-    For programs in which several threads compute on one device, each on a stream of its own.
-    """
-    key = stream.device.index, stream.cuda_stream
-    if key not in _FAULTS_OF_STREAMS:
-        with torch.cuda.stream(stream):
-            _FAULTS_OF_STREAMS[key] = torch.zeros(
-                len(_FAULTS), dtype=torch.int32, device=stream.device
-            )
-
-
 def uploaded(table: np.ndarray[Any, Any], device: int) -> Tensor:
     """Return a copy of a host table on a device, to be kept.
 
@@ -362,34 +309,6 @@ def device_tables(fraction_bits: int, device: int) -> _Tables:
         upload(single_significands(fraction_bits)),
         upload(decode_significands(fraction_bits)),
     )
-
-
-def check_faults(device: int | torch.device | None = None) -> None:
-    """Wait for ``device`` and raise what its LNS kernels have counted since the last call.
-
-    The default is the current device.
-
-    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels
-    on that stream have counted.
-
-    Raises:
-        NonFiniteError: (a ValueError) a NaN or an infinity was encoded.
-        ValueError: a divisor was zero, or a root's argument negative.
-    """
-    if unavailable() is not None:
-        return
-    chosen = (
-        torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    )
-    if chosen.type != "cuda":
-        return
-    counts = fault_counts(torch.cuda.current_device() if chosen.index is None else chosen.index)
-    found = counts.tolist()
-    if any(found):
-        counts.zero_()
-    for count, (message, error) in zip(found, _FAULTS, strict=True):
-        if count:
-            raise error(f"{message} ({count} values on {chosen})")
 
 
 @lru_cache(maxsize=16)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lns_ops._compat import tree_leaves
+from lns_ops.cuda import raise_seen
 from lns_ops.tensor import LNSTensor, storage_of
 
 P = ParamSpec("P")
@@ -48,10 +49,10 @@ def cuda_graph(step: Callable[P, R], *, warmup: int = 3) -> Callable[P, R]:
             loss = step(x.cuda(), y.cuda())
 
     Tensors that are passed are copied into those of the capture; what is returned is overwritten by
-    the next call. Random numbers are drawn anew in each. Faults (a NaN to encode) are counted as in
-    eager steps, and raised by :func:`lns_ops.check_faults`. For a rate that varies, give the
-    optimizer a tensor on the GPU, ``lr=torch.tensor(0.1, device="cuda")``, which torch's schedulers
-    fill; or leave ``optimizer.step()`` out of the step and call it after each.
+    the next call. Random numbers are drawn anew in each. Faults (a NaN to encode) are raised
+    by a later call, once the GPU has met them, or by :func:`lns_ops.check_faults`. For a rate that
+    varies, give the optimizer a tensor on the GPU, ``lr=torch.tensor(0.1, device="cuda")``, which
+    torch's schedulers fill; or leave ``optimizer.step()`` out of the step and call it after each.
 
     Args:
         step: runs forward, backward and mostly an optimizer's step. Its arguments are tensors on
@@ -102,6 +103,7 @@ class _Graph:
                 self._capture(args, kwargs)
             else:
                 self._refuse_changes(given)
+                raise_seen(torch.cuda.current_device())
                 for name, value in given.items():
                     if isinstance(value, Tensor):
                         storage_of(self._inputs[name]).copy_(storage_of(value))

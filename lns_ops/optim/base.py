@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, without_compiler
+from lns_ops.cuda import raise_seen
 from lns_ops.functional.updates import updates_together
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference_updates import ARITHMETICS
-from lns_ops.tensor import LNSTensor
+from lns_ops.tensor import LNSTensor, storage_of
 
 
 class Rounding(TypedDict, total=False):
@@ -277,6 +278,9 @@ class LNSOptimizer(torch.optim.Optimizer):
         loss = None
         stepped: list[Tensor] = []
         self._rates.clear()
+        for group in self.param_groups:
+            if group["params"] and not torch.compiler.is_compiling():
+                raise_seen(storage_of(group["params"][0]).get_device())
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lns_ops import NonFiniteError, check_faults, matmul_accumulation
+from lns_ops import NonFiniteError, check_faults, cuda, matmul_accumulation
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import optimizer_at
 from trainers.data import Examples
@@ -63,6 +63,8 @@ class Training:
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
         self._components = components = build(config, rank, world_size)
         self._workers = components.workers
+        if components.workers.device.type == "cuda":
+            cuda.raise_only_when_asked()  # ranks ask together, see Workers.faultless
         self.config, self.rank, self.world_size, self.device = (
             config,
             rank,

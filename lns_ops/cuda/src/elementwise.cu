@@ -2,11 +2,11 @@
 // a second operand may be repeated: element i of the result takes y[i / y_div % y_mod] (y_mod = 0:
 // the scalar `y_code`).
 //
-// What LNS has no code for is counted in `faults` (0: NaN or infinity encoded, 1: zero divisor, 2:
-// root of a negative) and read later by the host, so that no kernel waits for it; the result is
-// zero there (the largest magnitude for an infinity).
+// What LNS has no code for is counted (faults.cuh); the result is zero there (the largest magnitude
+// for an infinity).
 #include "elementwise.cuh"
 #include "encoding.cuh"
+#include "faults.cuh"
 
 template <class F>
 __device__ __forceinline__ void binary(const short* x, const short* y, short* z, i64 n, i64 y_div,
@@ -69,7 +69,7 @@ BINARY(mul, binary(x, y, z, n, y_div, y_mod, y_code, aligned, [&](int a, int b) 
        });)
 BINARY(div, binary(x, y, z, n, y_div, y_mod, y_code, aligned, [&](int a, int b) {
            int fa = a & FIELD_MASK, fb = b & FIELD_MASK;
-           if (fb == 0) atomicAdd(faults + 1, 1);
+           if (fb == 0) count_fault(faults, ZERO_DIVISOR);
            return fa == 0 || fb == 0 ? 0 : packed_code(fa - fb + BIAS, (a ^ b) < 0);
        });)
 
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(512)
         for (int j = 0; j < WIDE; j++)
             if (j < count) {
                 int field = a.code[j] & FIELD_MASK, log = field - BIAS;
-                if (field != 0 && a.code[j] < 0) atomicAdd(faults + 2, 1);
+                if (field != 0 && a.code[j] < 0) count_fault(faults, NEGATIVE_ROOT);
                 int half = log >> 1;
                 half += log & half & 1;  // halfway: to even
                 out.code[j] = field == 0 || a.code[j] < 0 ? 0 : packed_code(half + BIAS, 0);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(512)
                     nonfinite += magnitude >= 0x7f800000;
                     if (magnitude > 0x7f800000) code.code[j] = 0;
                 }
-                atomicAdd(faults, nonfinite);
+                count_fault(faults, NON_FINITE, nonfinite);
             }
             put(out, i, count, code);
         });
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(512)
         int exponent;
         double fraction = frexp(fabs(x[i]), &exponent);
         int code = 0;
-        if (!isfinite(x[i])) atomicAdd(faults, 1);
+        if (!isfinite(x[i])) count_fault(faults, NON_FINITE);
         if (x[i] != 0 && !isnan(x[i])) {
             i64 significand = (i64)ldexp(fraction, 53);
             int low = 0, high = 1 << FRACTION_BITS;  // thresholds strictly below the significand

@@ -68,6 +68,7 @@ struct Rounder {
 #elif KIND == LOGARITHMS
 #include "arithmetic.cuh"
 #include "encoding.cuh"
+#include "faults.cuh"
 // The nearest of an LNS format's values; what is not finite is counted, and comes out as anything.
 struct Rounder {
     Encoder encode;
@@ -79,7 +80,7 @@ struct Rounder {
         return power_below(largest, limit);
     }
     __device__ __forceinline__ float operator()(float x, Scale scale) const {
-        if (magnitude_of(x) >= INFINITE) atomicAdd(faults, 1);
+        if (magnitude_of(x) >= INFINITE) count_fault(faults, NON_FINITE);
         return rounded_product(decode(encode(rounded_product(x, scale.up))), scale.down);
     }
 };

@@ -4,10 +4,11 @@
 // -D: the format (arithmetic.cuh), FAST 0, UNDEFINED: the table's entry for arguments without a
 // value, which gives zero and is counted.
 #include "elementwise.cuh"
+#include "faults.cuh"
 
 extern "C" __global__ void __launch_bounds__(512)
     lns_lookup(const short* __restrict__ x, short* __restrict__ z, i64 n, int aligned,
-               const short* __restrict__ results, int* fault) {
+               const short* __restrict__ results, int* faults) {
     each(
         n, aligned, [&](i64 i, auto count) { return get(x, i, count); },
         [&](i64 i, auto count, const Codes& c) {
@@ -15,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(512)
 #pragma unroll
             for (int j = 0; j < count; j++) {
                 short value = __ldg(results + (c.code[j] & (2 * FIELD_MASK + 1)));
-                if (value == UNDEFINED) atomicAdd(fault, 1), value = 0;
+                if (value == UNDEFINED) count_fault(faults, NO_VALUE), value = 0;
                 out.code[j] = value;
             }
             put(z, i, count, out);

@@ -28,6 +28,7 @@ from lns_ops._compat import (
     share_tensor_hooks,
     use_count,
 )
+from lns_ops.cuda import raise_seen
 from lns_ops.tensor.integers import taken_out
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
@@ -115,7 +116,10 @@ def _to_copy(func: Any, x: LNSTensor, *, dtype: torch.dtype | None = None, **kwa
     """Return a copy; the values, in a dtype that is not float32."""
     if dtype not in (None, torch.float32):
         return func(_values_for(x, dtype), dtype=dtype, **kwargs)  # type: ignore[no-any-return]
-    return LNSTensor(func(x.codes, **kwargs), x.fmt)
+    codes = func(x.codes, **kwargs)
+    if not codes.is_cuda:  # the host has waited for them, unless told not to
+        raise_seen(x.codes.get_device())
+    return LNSTensor(codes, x.fmt)
 
 
 def _values_for(x: LNSTensor, dtype: torch.dtype) -> Tensor:
@@ -282,7 +286,9 @@ def _dropout_backward(func: Any, grad: LNSTensor, mask: Tensor, scale: float) ->
 
 @handles(aten._local_scalar_dense.default)
 def _item(func: Any, x: LNSTensor) -> float:
-    return lns.decode(x.codes, x.fmt).item()
+    value = lns.decode(x.codes, x.fmt).item()
+    raise_seen(x.codes.get_device())
+    return value
 
 
 @handles(aten.is_pinned.default)

@@ -1,0 +1,192 @@
+"""Faults on a GPU: values that LNS has no code for, counted by kernels and raised by the host.
+
+A kernel that meets a fault (a NaN to encode, a zero divisor, ...) adds to a counter in device
+memory, one for each operation and kind. The first fault also writes a word of pinned host memory.
+So the host notices a fault without waiting for the GPU: it reads that word before it launches a
+kernel that can fault, before an optimizer's step and a graph's replay, and after it has waited for
+a value (``item()``, ``cpu()``), and raises the error there. Kernels that were queued before still
+run; CUDA queues about a thousand.
+
+A program that has to handle faults at places of its own, such as one whose ranks must agree,
+turns that off with :func:`raise_only_when_asked` and calls :func:`check_faults`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from lns_ops._compat import current_stream
+from lns_ops.cuda import runtime
+from lns_ops.spec.format import NonFiniteError
+
+NON_FINITE, ZERO_DIVISOR, NEGATIVE_ROOT, NO_VALUE = range(4)
+"""Kinds of faults; positions in a row of counters. ``src/faults.cuh`` has the same."""
+_ERRORS = (
+    (
+        "NaN or infinity to encode: LNS has no code for either; clean the input first",
+        NonFiniteError,
+    ),
+    ("division by zero: LNS has no infinity; mask zero divisors first", ValueError),
+    (
+        "square root of a negative number: LNS values are real; mask or clamp the input first",
+        ValueError,
+    ),
+    (
+        (
+            "a function of a number for which it has no finite real value, such as log of zero:"
+            " mask or clamp the input first"
+        ),
+        ValueError,
+    ),
+)
+_ROW = 8
+"""int32 words of a row: a counter for each kind, the address of the host's word, padding."""
+_ROWS = 256
+"""Operations that are told apart; further ones share row 0."""
+_SHOWN = 3
+"""Operations that an error names."""
+
+_operations: dict[str, int] = {"other operations": 0}
+_naming = threading.Lock()
+_asked_only = False
+
+
+class Counters:
+    """Counters of faults on one device, and the host's word that the first fault writes."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._word: np.ndarray[Any, Any] = self._pinned.numpy()
+        rows = np.zeros((_ROWS, _ROW), np.int32)
+        rows.view(np.int64)[:, len(_ERRORS) // 2] = self._pinned.data_ptr()
+        self._rows = runtime.uploaded(rows, device)
+        self._start = self._rows.data_ptr()
+
+    @property
+    def seen(self) -> bool:
+        """Whether a fault has reached the host; does not wait for the GPU."""
+        return bool(self._word[0])
+
+    def address(self, operation: str) -> int:
+        """Return the address of an operation's row."""
+        row = _operations.get(operation)
+        return self._start + 4 * _ROW * (_new_row(operation) if row is None else row)
+
+    def check(self) -> None:
+        """Wait for the current stream and raise what was counted since the last call.
+
+        Raises:
+            ValueError: see :func:`check_faults`.
+        """
+        torch.cuda.current_stream(self._device).synchronize()
+        if not self.seen:
+            return
+        self._word[0] = 0
+        counts = self._rows[:, : len(_ERRORS)]
+        found = counts.cpu()
+        counts.zero_()
+        for kind, (message, error) in enumerate(_ERRORS):
+            if total := int(found[:, kind].sum()):
+                where = [name for name, row in _operations.items() if found[row, kind]]
+                named = ", ".join(where[:_SHOWN]) + ", ..." * (len(where) > _SHOWN)
+                raise error(f"{message} ({total} values on cuda:{self._device}, in {named})")
+
+
+def _new_row(operation: str) -> int:
+    with _naming:
+        if len(_operations) == _ROWS:
+            return 0
+        return _operations.setdefault(operation, len(_operations))
+
+
+_of_devices: dict[int, Counters] = {}
+_of_streams: dict[tuple[int, int], Counters] = {}
+"""Counters of streams that have their own, by device and CUDA's handle of the stream."""
+
+
+def _counters(device: int) -> Counters | None:
+    """Return the counters of kernels that are launched now; None if there was no such kernel."""
+    own = _of_streams.get((device, current_stream(device))) if _of_streams else None
+    return own or _of_devices.get(device)
+
+
+def row_for(device: int, operation: str) -> int:
+    """Return the address of the counters that a kernel of ``operation`` is launched with.
+
+    Raises:
+        ValueError: an earlier kernel has met a fault, see :func:`raise_seen`.
+    """
+    counters = _counters(device)
+    if counters is None:
+        counters = _of_devices.setdefault(device, Counters(device))
+    elif counters.seen:
+        _raise(counters)
+    return counters.address(operation)
+
+
+def raise_seen(device: int) -> None:
+    """Raise the faults of a GPU that the host has seen already; does not wait for more.
+
+    Does nothing on a CPU (-1, as ``Tensor.get_device`` says), while a graph is captured, and after
+    :func:`raise_only_when_asked`.
+
+    Raises:
+        ValueError: see :func:`check_faults`.
+    """
+    counters = _counters(device) if _of_devices else None
+    if counters is not None and counters.seen:
+        _raise(counters)
+
+
+def _raise(counters: Counters) -> None:
+    if not _asked_only and not torch.cuda.is_current_stream_capturing():
+        counters.check()
+
+
+def raise_only_when_asked() -> None:
+    """From now on raise faults of this process in :func:`check_faults` alone."""
+    global _asked_only
+    _asked_only = True
+
+
+def count_faults_apart(stream: torch.cuda.Stream) -> None:
+    """Count the faults of kernels on ``stream`` by themselves from now on.
+
+    :func:`check_faults` called on that stream reads those alone.
+
+    For programs in which several threads compute on one device, each on a stream of its own.
+    """
+    key = stream.device.index, stream.cuda_stream
+    if key not in _of_streams:
+        _of_streams[key] = Counters(stream.device.index)
+
+
+def check_faults(device: int | torch.device | None = None) -> None:
+    """Wait for ``device`` and raise what its LNS kernels have counted since the last call.
+
+    The default is the current device. A fault is raised without this call as well, by the next LNS
+    operation, optimizer step, ``item()`` or ``cpu()`` that comes after the GPU has met it; this
+    call waits for those that the GPU has not met yet.
+
+    On a stream with counters of its own (:func:`lns_ops.cuda.count_faults_apart`): what the kernels
+    on that stream have counted.
+
+    Raises:
+        NonFiniteError: (a ValueError) a NaN or an infinity was encoded.
+        ValueError: a divisor was zero, or a root's argument negative.
+    """
+    if runtime.unavailable() is not None:
+        return
+    chosen = (
+        torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    )
+    if chosen.type == "cuda":
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        counters = _counters(index)
+        if counters is not None:
+            counters.check()
