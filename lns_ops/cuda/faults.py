@@ -14,7 +14,6 @@ turns that off with :func:`raise_only_when_asked` and calls :func:`check_faults`
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,21 +55,20 @@ _asked_only = False
 
 
 class Counters:
-    """Counters of faults on one device, and the host's word that the first fault writes."""
+    """Counters of faults on one device.
+
+    Attributes:
+        seen: the host's word that the first fault writes; not 0 if a fault has reached the host.
+    """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self._word: np.ndarray[Any, Any] = self._pinned.numpy()
+        self.seen = memoryview(self._pinned.numpy())  # read in a tenth of the time of a tensor's
         rows = np.zeros((_ROWS, _ROW), np.int32)
         rows.view(np.int64)[:, len(_ERRORS) // 2] = self._pinned.data_ptr()
         self._rows = runtime.uploaded(rows, device)
         self._start = self._rows.data_ptr()
-
-    @property
-    def seen(self) -> bool:
-        """Whether a fault has reached the host; does not wait for the GPU."""
-        return bool(self._word[0])
 
     def address(self, operation: str) -> int:
         """Return the address of an operation's row."""
@@ -84,9 +82,9 @@ class Counters:
             ValueError: see :func:`check_faults`.
         """
         torch.cuda.current_stream(self._device).synchronize()
-        if not self.seen:
+        if not self.seen[0]:
             return
-        self._word[0] = 0
+        self.seen[0] = 0
         counts = self._rows[:, : len(_ERRORS)]
         found = counts.cpu()
         counts.zero_()
@@ -124,7 +122,7 @@ def row_for(device: int, operation: str) -> int:
     counters = _counters(device)
     if counters is None:
         counters = _of_devices.setdefault(device, Counters(device))
-    elif counters.seen:
+    elif counters.seen[0]:
         _raise(counters)
     return counters.address(operation)
 
@@ -139,7 +137,7 @@ def raise_seen(device: int) -> None:
         ValueError: see :func:`check_faults`.
     """
     counters = _counters(device) if _of_devices else None
-    if counters is not None and counters.seen:
+    if counters is not None and counters.seen[0]:
         _raise(counters)
 
 
