@@ -19,7 +19,7 @@ from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
 from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
-from study.results.objectives import test_value
+from study.results.objectives import diverged, test_value
 from study.results.summary import Summary
 
 
@@ -120,7 +120,7 @@ def _trial_lines(state: StudyState, metric: Metric) -> list[_TrialLine]:
         _TrialLine(
             trial.row,
             trial.seed,
-            trial.status,
+            trial.status + (", diverged" if diverged(trial, metric.name) else ""),
             f"{trial.epoch}/{trial.epochs}",
             _test(trial, metric),
             trial.restarts,
