@@ -22,7 +22,7 @@ import numpy as np
 from study.config.search import broken
 from study.config.space import Params
 from study.ledger.state import ENDED, FINISHED, TrialState
-from study.results.objectives import diverged, mean_objective
+from study.results.objectives import column_of, diverged, mean_objective
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """No constraints."""
@@ -213,17 +213,20 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
     """Return one flat dict per configuration, by rank.
 
-    It has row, number, sampled values, objectives and states.
+    It has row, number, sampled values, objectives and states; an objective that is called as one of
+    the others has a column of its own (:func:`study.results.objectives.column_of`).
     """
+    lines = ranked(found, objectives)
+    taken = {"row", "number", "state"}.union(*(entry.params for entry in lines))
     return [
         {
             "row": entry.row,
             "number": entry.number,
             **entry.params,
-            **entry.objectives,
+            **{column_of(name, taken): value for name, value in entry.objectives.items()},
             "state": condition(entry),
         }
-        for entry in ranked(found, objectives)
+        for entry in lines
     ]
 
 

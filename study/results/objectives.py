@@ -9,7 +9,7 @@ of always naming the first class, so no choice looks at them: :func:`mean_object
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lns_ops.formats import Logarithmic, parse
@@ -79,6 +79,24 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return mean_of(known) if known and len(known) == len(values) else math.nan
+
+
+METRICS = "metrics."
+"""Prefix of a metric's column where what it is of has a column of the metric's name, as in MLflow's
+tables of runs."""
+
+
+def column_of(metric: str, taken: Collection[str], *prefixes: str) -> str:
+    """Return the column of a metric in a table that has others: its name, with :data:`METRICS`
+    before it where that is taken.
+
+    Args:
+        metric: name of the metric.
+        taken: other columns.
+        prefixes: beginnings of other columns.
+    """
+    clashes = metric in taken or metric.startswith((METRICS, *prefixes))
+    return f"{METRICS}{metric}" if clashes else metric
 
 
 def gpu_seconds(state: StudyState) -> float:
