@@ -172,8 +172,9 @@ def _luck(row: Row) -> str:
 def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summary) -> Verdict:
     """Judge whether no other row is better; the figure is the largest advantage of another."""
     metric, by = summary.metric, claim.arguments.get("by")
-    if not math.isfinite(row.mean or 0.0):
+    if row.diverged or not math.isfinite(row.mean or 0.0):
         return _undecided(claim, f"the mean of {row.label} is {row.mean}: training diverged")
+    others = [other for other in others if not other.diverged]
     runs = row.seeds + sum(other.seeds for other in others)
     unit, found = metric.points.strip(), compare(row, others, metric)
     ahead, untested = _advantages(row, found, metric)

@@ -231,8 +231,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
-    import yaml
-
+    from study.config.yaml_loader import dump
     from study.ledger.state import name_of
     from study.results.objectives import objective, test_value
 
@@ -250,13 +249,8 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
         "checkpoints": trial.checkpoints_left() or None,
         "study": str(folder),
     }
-    print(
-        yaml.safe_dump(
-            {key: value for key, value in facts.items() if value is not None}, sort_keys=False
-        ),
-        end="",
-    )
-    print(yaml.safe_dump({"config": trial.config}, sort_keys=False))
+    print(dump({key: value for key, value in facts.items() if value is not None}), end="")
+    print(dump({"config": trial.config}))
     names = list(
         dict.fromkeys(name for event in trial.reports.values() for name in event["metrics"])
     )

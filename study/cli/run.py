@@ -368,13 +368,12 @@ def _study_or_config(options: argparse.Namespace) -> StudyConfig:
 
 
 def _dry_run(study: StudyConfig) -> int:
-    import yaml
-
+    from study.config.yaml_loader import dump
     from study.plan.plan import make_plan
 
     with refusals():
         plan = make_plan(study, download=False)
-    print(yaml.safe_dump(plan.study.to_dict(), sort_keys=False, allow_unicode=True))
+    print(dump(plan.study.to_dict()))
     print(f"# {counted(len(plan.trials), 'trial')}:")
     for trial in plan.trials:
         precision = trial.config.precision

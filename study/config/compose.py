@@ -7,8 +7,9 @@ order, later over earlier; the file itself goes where ``_self_`` stands (last if
 
 On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or
 ``epochs=3`` as in rows, sets a key; keys win over files. Values are YAML: ``seeds=[0,1]``,
-``trial.data.train_size=null``. Files are looked for in the working folder first (``./conf``), then
-in those that are installed with this package, so a study needs no checkout.
+``trial.data.train_size=null``; mappings are merged, and ``{}`` empties one. Files are looked for in
+the working folder first (``./conf``), then in those that are installed with this package, so a
+study needs no checkout.
 
 A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the
 environment (:mod:`study.config.yaml_loader`).
@@ -41,6 +42,7 @@ from study.config.explain import (
     unknown_key,
 )
 from study.config.keys import leaves, locate, spell_out
+from study.config.kinds import kind_at, plain_kind, split
 from study.config.new import check_new
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
@@ -187,7 +189,8 @@ def _with_data(
         data = resolve(data, download=download, say=say)
     changes: list[tuple[str, dict[str, Any]]] = []
     if data.name == "digits" and study.digits:
-        changes += [("digits", {"trial": _undot(study.digits, "digits")}), *swapped]
+        on_digits = _undot(study.digits, "digits")
+        changes += [*(("digits", {"trial": change}) for change in on_digits), *swapped]
     if auto:
         changes.append(("data", {"trial": {"data": {"name": data.name, "root": data.root}}}))
     if not changes:
@@ -247,7 +250,8 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
-    layers = [] if overrides is None else [(name, {"trial": _undot(overrides, name)})]
+    changes = [] if overrides is None else _undot(overrides, name)
+    layers = [(name, {"trial": change}) for change in changes]
     merged = _merged(_trial_of(pickle.dumps(base)), layers, inside="trial.")
     trial: dict[str, Any] = _plain(merged)["trial"]
     return trial
@@ -261,7 +265,8 @@ def _trial_of(base: bytes) -> DictConfig:
 
 def overridden(overrides: Any) -> set[str]:
     """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
-    return set() if overrides is None else leaves(_undot(overrides, "overrides"))
+    changes = [] if overrides is None else _undot(overrides, "overrides")
+    return set[str]().union(*map(leaves, changes))
 
 
 def group_options(group: str) -> list[str]:
@@ -285,11 +290,30 @@ def _roots() -> list[Path]:
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes as the command line has them; refuse a value that has no form in YAML."""
+    """Return changes as the command line has them.
+
+    Raises:
+        ValueError: a value has no form in YAML, or is a number where the schema has a text: 1.10 is
+            1.1 in Python, and either may be meant.
+    """
+    for key, value in changes.items():
+        _refuse_numbers(f"trial.{key}" if _is_trial_key(key) else key, value)
     return [
         f"{key}={value if isinstance(value, str) and group_options(key) else as_json(key, value)}"
         for key, value in changes.items()
     ]
+
+
+def _refuse_numbers(key: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _refuse_numbers(f"{key}.{name}", entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _refuse_numbers(f"{key}[]", entry)
+    elif isinstance(value, bool | int | float) and plain_kind(kind_at(split(key))) is str:
+        last = key.rpartition(".")[2]
+        raise ValueError(f"{key}={value!r}: must be text; write {last}='{value}'")
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -329,15 +353,21 @@ def _is_trial_key(name: str) -> bool:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    name, _, value = override.partition("=")
+    return spell_out(locate(_nested(*_parse_pair(override, "override")), Path.cwd()))
+
+
+def _parse_pair(pair: str, source: str, kind: type = StudyConfig) -> tuple[str, Any]:
+    """Return the key and the value of ``key=value``, of a mapping that has the keys of ``kind``.
+
+    Raises:
+        ValueError: the value is not YAML; the message begins with ``source``.
+    """
+    key, _, value = pair.partition("=")
     try:
-        if "&" in value:  # an anchor; OmegaConf follows it for ever
-            parse(value)
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"{name}={value}"]))
-        return spell_out(locate(parsed, Path.cwd()))
-    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
+        return key, parse(value, lambda inner: kind_at((*split(key), *inner), kind))
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(
-            f"override {override!r}: the value is not YAML ({first_line(error)}); quote it, for"
+            f"{source} {pair!r}: the value is not YAML ({first_line(error)}); quote it, for"
             " example 'name=\"a: b\"'"
         ) from None
 
@@ -440,44 +470,69 @@ def _merged(
 def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str) -> None:
     """Merge ``values`` into ``merged``, which an error leaves half done.
 
-    A domain of the space replaces the earlier one as a whole: a choice over a range is a choice. So
-    do the objectives of the search: those given are all. An empty ``small`` takes out the earlier.
+    Mappings are merged key by key, lists replaced. An empty mapping takes out what was there: a
+    section has its defaults again. A domain of the space replaces the earlier one as a whole: a
+    choice over a range is a choice; null takes it out. The objectives of the search replace the
+    earlier ones: those given are all.
     """
     check_references(values, source)
     check_lists(values, source, inside)
-    if isinstance(values.get("space"), dict):
+    if isinstance(values.get("space"), dict) and values["space"]:
         space = flatten_space(values["space"])
         # at its old position: `when` names earlier keys
-        merged.space = {key: space.pop(key, spec) for key, spec in merged.space.items()}
-        values = values | {"space": space}
+        changed = {key: space.pop(key, spec) for key, spec in merged.space.items()}
+        merged.space = {key: spec for key, spec in changed.items() if spec is not None}
+        others = {key: value for key, value in values.items() if key != "space"}
+        values = others | ({"space": space} if space else {})
     search = values.get("search")
     if isinstance(search, dict) and isinstance(search.get("objectives"), dict):
         merged.search.objectives = {}
-    if values.get("small") == {}:
-        merged.small = {}
+    _empty(merged, schema(), values)
     try:
         OmegaConf.unsafe_merge(merged, OmegaConf.create(values))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise explain(error, values, source, inside) from None
 
 
-def _undot(overrides: Any, name: str) -> dict[str, Any]:
-    """Return a study's overrides, in whichever form, as one nested dict.
+def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
+    """Take out of ``node`` what stands where ``values`` has an empty mapping.
+
+    Args:
+        node: config to change.
+        fresh: the same part of the schema, with its defaults; None where the schema has none.
+        values: values that will be merged.
+    """
+    for key, value in values.items():
+        below = node._get_node(key) if isinstance(value, dict) else None
+        if not isinstance(below, DictConfig):
+            continue
+        default = fresh._get_node(key) if isinstance(fresh, DictConfig) else None
+        if value:
+            _empty(below, default, value)
+        else:
+            node[key] = copy.deepcopy(default) if OmegaConf.get_type(below) is not dict else {}
+
+
+def _undot(overrides: Any, name: str) -> list[dict[str, Any]]:
+    """Return a study's overrides, in whichever form, as nested dicts to merge in order.
 
     Their references are resolved already; ``name`` is their key in errors.
     """
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        listed = OmegaConf.from_dotlist([str(item) for item in overrides])
-        return as_text(OmegaConf.to_container(listed))  # type: ignore[no-any-return]
+        return [_nested(*_parse_pair(str(item), name, TrialConfig)) for item in overrides]
     if not isinstance(overrides, dict):
         raise ValueError(
             f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
             " {precision.scope: matmul} or [precision.scope=matmul]"
         )
-    nested = OmegaConf.create({})
-    for key, value in overrides.items():
-        OmegaConf.update(nested, str(key), as_text(value), merge=True)
-    return OmegaConf.to_container(nested)  # type: ignore[return-value]
+    return [_nested(str(key), as_text(value)) for key, value in overrides.items()]
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """Return a value under a dotted key as nested dicts."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
 
 
 def _finish(merged: DictConfig) -> StudyConfig:

@@ -14,10 +14,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from study.config.claims import AmendmentConfig, ClaimConfig
+from study.config.kinds import kind_at, split
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
 from study.text import CLOSE
-from trainers.config.validation import field_types
 
 _ABSENT = object()
 EXAMPLES = {
@@ -74,7 +74,7 @@ def explain(error: Exception, values: dict[str, Any], source: str, inside: str) 
     value = _lookup(values, key)
     what = first_line(error) if value is _ABSENT else f"{value!r} is not possible"
     rule = _expected(key, inside)
-    if isinstance(value, dict) and _type_of(key) is str:
+    if isinstance(value, dict) and kind_at(split(key)) is str:
         rule += "; text with a colon and a space stands in quotes"
     return ValueError(f"{source}: {key.removeprefix(inside)}: {what}; {rule}")
 
@@ -89,7 +89,7 @@ def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "
         key = f"{place}{name}"
         if not isinstance(value, dict):
             continue
-        kind = _type_of(key)
+        kind = kind_at(split(key))
         if typing.get_origin(kind) is list:
             raise ValueError(
                 f"{source}: {key.removeprefix(inside)}: {value!r} is not possible;"
@@ -139,25 +139,13 @@ def _expected(key: str, inside: str) -> str:
     entry = re.fullmatch(r"(.*)\[\d+\]", key)
     if entry:
         return (
-            f"every entry {_rule(_type_of(key))}, for example"
+            f"every entry {_rule(kind_at(split(key)))}, for example"
             f" {entry[1].removeprefix(inside)}={_example(entry[1])}"
         )
     if "[]." in key:
         last = key.rpartition("[].")[2]
-        return f"it {_rule(_type_of(key))}, for example `{last}: {_example(key)}`"
-    return f"it {_rule(_type_of(key))}, for example {shown}={_example(key)}"
-
-
-def _type_of(key: str) -> Any:
-    """Return the type of a key in the schema; ``Any`` for an unknown key."""
-    kind: Any = StudyConfig
-    for part in re.findall(r"[^.\[\]]+|\[", key.replace("[]", "[0]")):
-        if part == "[":
-            kind = next(iter(typing.get_args(kind)), Any)
-        elif not part.isdigit():
-            parts = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-            kind = field_types(kind).get(part, Any) if parts else Any
-    return kind
+        return f"it {_rule(kind_at(split(key)))}, for example `{last}: {_example(key)}`"
+    return f"it {_rule(kind_at(split(key)))}, for example {shown}={_example(key)}"
 
 
 def _rule(kind: Any) -> str:
@@ -186,7 +174,7 @@ def _example(key: str) -> str:
     """Return an example of a value that a key takes."""
     if key in EXAMPLES:
         return EXAMPLES[key]
-    kind = _type_of(key)
+    kind = kind_at(split(key))
     if dataclasses.is_dataclass(kind):
         name, value = next((entry.name, entry.default) for entry in dataclasses.fields(kind))
         return f"{{{name}: {value}}}"

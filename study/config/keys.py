@@ -19,12 +19,11 @@ OUTSIDE = ("data.root", "gpus")
 :func:`study.config.claims.statement` out of what a study states.
 """
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def locate(values: Any, folder: Path, key: str = "") -> Any:
     """Complete what a study says of code: relative files of ``name``s, ``file.py:name``, become
-    absolute, and numbers such as ``1e-3`` in ``args``, which YAML takes for texts, become numbers.
+    absolute.
 
     Args:
         values: nested structure, as it was read.
@@ -38,7 +37,7 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
     if not isinstance(values, str):
         return values
     if "args" in key.split("."):
-        return float(values) if _NUMBER.fullmatch(values) else values
+        return values
     name, equals, value = values.rpartition("=")  # of overrides as a list: model.name=net.py:make
     named = {"name", "trainable", "check"} & set((f"{key}.{name}" if equals else key).split("."))
     if not named or not _FILE.fullmatch(value):

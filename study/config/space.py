@@ -256,7 +256,7 @@ def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
             and spec
             and not any(kind in spec for kind in (*CATEGORICAL, *RANGES, "when"))
         )
-        if nested and all(isinstance(entry, Mapping) for entry in spec.values()):
+        if nested and all(isinstance(entry, Mapping | None) for entry in spec.values()):
             flat |= flatten_space(spec, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = spec

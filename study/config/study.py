@@ -332,7 +332,7 @@ class StudyConfig:
         ):
             raise ValueError(
                 "search: there is no space to search; add for example space: {optimizer.lr:"
-                " {loguniform: [0.001, 1.0]}}, or leave search out"
+                " {loguniform: [0.001, 1.0]}}, or leave search out (search={} on the command line)"
             )
         if both := sorted({*self.search.confirm_seeds} & {*self.seeds}):
             raise ValueError(

@@ -22,6 +22,7 @@ import numpy as np
 from study.config import SearchConfig
 from study.ledger.state import ENDED, StudyState
 from study.plan.identity import task_key
+from study.results.objectives import has_diverged
 
 BRACKETS = 3
 """Number of hyperband's brackets, which trade the number of trials for their length.
@@ -49,7 +50,9 @@ class Scheduler:
         self._stubs: dict[str, _Stub] = {}
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
-        """Tell whether a trial ends after this epoch; it does if its metric is no finite number.
+        """Tell whether a trial ends after this epoch; it does if it has diverged.
+
+        The policy is not told of such a trial, whose figures are no measure for others.
 
         Args:
             trial: id of the trial.
@@ -60,7 +63,7 @@ class Scheduler:
         value = metrics.get(self._metric)
         if value is None:
             return False
-        if not math.isfinite(value):
+        if has_diverged(metrics, self._metric):
             return True
         result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
         stub = self._stub(trial)
@@ -70,12 +73,9 @@ class Scheduler:
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
     ) -> None:
-        """Note that a trial has ended with this epoch, early or not.
-
-        NaN tells a scheduler nothing: it would only warn of it where it takes a quantile.
-        """
+        """Note that a trial has ended with this epoch, early or not; not one that has diverged."""
         value = metrics.get(self._metric)
-        if value is not None and not math.isnan(value):
+        if value is not None and not has_diverged(metrics, self._metric):
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
             stub = self._stub(trial)
             with np.errstate(invalid="ignore"):  # quantiles between infinite values
@@ -88,14 +88,16 @@ class Scheduler:
         The other trials report again or go on.
         """
         for trial in state.trials:
-            values = trial.metric(self._metric)
-            if trial.status not in ENDED or not values:
+            known = trial.metric(self._metric)
+            if trial.status not in ENDED or not known:
                 continue
-            last = max(values)
-            for epoch, value in values.items():
+            last = max(known)
+            for epoch in known:
+                metrics = trial.reports[epoch]["metrics"]
                 if epoch < last:
-                    self.ends(trial.id, epoch, {self._metric: value}, float(epoch))
-            self.note_end(trial.id, last, {self._metric: values[last]}, float(last))
+                    self.ends(trial.id, epoch, metrics, float(epoch))
+                else:
+                    self.note_end(trial.id, epoch, metrics, float(epoch))
 
     def _stub(self, trial: str) -> _Stub:
         if trial not in self._stubs:

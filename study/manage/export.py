@@ -1,18 +1,27 @@
-"""Export of a study's trials or epochs as CSV, JSON or Parquet."""
+"""Export of a study's trials or epochs as CSV, JSON, JSON lines or Parquet.
+
+What a trial is and what it reports have names of their own: a metric that is called as a column of
+the trial, ``seed`` or ``config.epochs``, is in the column ``metrics.seed``
+(:func:`study.results.objectives.column_of`).
+"""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
-from study.results.objectives import SPENT, objective
+from study.results.objectives import SPENT, column_of, objective
 
-EXPORTS = ("csv", "json", "parquet")
+EXPORTS = ("csv", "json", "jsonl", "parquet")
+OWN = ("id", "row", "number", "seed", "status", "epoch", "bits", "seconds", "restarts", "error")
+"""Columns of what a trial is, beside those of its config."""
+CONFIG = "config."
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """First characters of cells that spreadsheets compute, and may so run (OWASP, "CSV injection")."""
 
@@ -20,26 +29,26 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
     """Return one flat dict per trial of the last plan, or one per epoch.
 
-    It has identity, config under dotted keys, status and metrics.
+    It has identity, config under dotted keys, status and metrics, in columns of their names where
+    the trial has none of that name.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for trial in state.trials:
         base = _identity(trial)
         if epochs:
             rows += [
-                base | {"epoch": epoch, **event["metrics"]}
+                base | {"epoch": epoch, **_columns(event["metrics"])}
                 for epoch, event in sorted(trial.reports.items())
             ]
         else:
             last = trial.reports[trial.epoch]["metrics"] if trial.reports else {}
-            sums = [name for name in SPENT if name in last]
-            derived = {name: objective(trial, name) for name in ("bits", "seconds", *sums)}
+            spent = {name: objective(trial, name) for name in SPENT if name in last}
+            derived = {name: objective(trial, name) for name in ("bits", "seconds")}
             rows.append(
                 base
                 | {
                     "epoch": trial.epoch,
-                    **last,
-                    **trial.test,
+                    **_columns({**last, **trial.test, **spent}),
                     **derived,
                     "restarts": trial.restarts,
                     "error": trial.error,
@@ -48,8 +57,15 @@ def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, An
     return rows
 
 
+def _columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics by column."""
+    return {
+        column_of(name, OWN, CONFIG): value for name, value in metrics.items() if name != "epoch"
+    }
+
+
 def _identity(trial: TrialState) -> dict[str, Any]:
-    config = {f"config.{key}": value for key, value in flatten(trial.config).items()}
+    config = {f"{CONFIG}{key}": value for key, value in flatten(trial.config).items()}
     return {
         "id": trial.id,
         "row": trial.row,
@@ -63,7 +79,8 @@ def _identity(trial: TrialState) -> dict[str, Any]:
 def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
     """Write :func:`export_rows` to ``path``; return the number of rows.
 
-    The format is csv, json (lines) or parquet.
+    The format is csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what
+    is no finite number is null.
     """
     rows = export_rows(state, epochs=epochs)
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -77,9 +94,17 @@ def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) ->
     with path.open("w", newline="", encoding="utf-8") as file:
         if form == "csv":
             write_csv(file, names, rows)
+            return len(rows)
+        lines = (json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows)
+        if form == "json":
+            file.write("[\n" + ",\n".join(lines) + "\n]\n")
         else:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(line + "\n" for line in lines)
     return len(rows)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

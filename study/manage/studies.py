@@ -17,6 +17,7 @@ from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.ledger.storage import refresh, study_folders
 from study.program import lns_study
 from study.results.configurations import groups_of_seeds
+from study.results.objectives import diverged
 from trainers.object_store import local_folder, place_of
 
 
@@ -184,14 +185,17 @@ def overview(folder: Path) -> dict[str, Any]:
     ]
     usable = [value for value in values if math.isfinite(value)]
     best = min(usable, key=lambda value: metric.sign * value, default=None)
-    ended, failed = (
+    ended, failed, lost = (
         sum(trial.status in ENDED for trial in state.trials),
         sum(trial.status == FAILED for trial in state.trials),
+        sum(diverged(trial, metric.name) for trial in state.trials),
     )
     return {
         "name": state.config.name,
         "condition": condition(folder, state),
-        "trials": f"{ended}/{len(state.trials)}" + (f", {failed} failed" if failed else ""),
+        "trials": f"{ended}/{len(state.trials)}"
+        + (f", {failed} failed" if failed else "")
+        + (f", {lost} diverged" if lost else ""),
         "best": f"{metric.name} {metric.said(best)}" if best is not None else "-",
         # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),

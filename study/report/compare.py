@@ -37,7 +37,7 @@ from study.report.figures.style import (
     value_axis,
 )
 from study.results.contrasts import POWER, Contrast, paired
-from study.results.objectives import last_value, test_value
+from study.results.objectives import diverged, last_value, test_value
 from study.results.statistics import seed_means
 from study.text import counted
 
@@ -70,7 +70,8 @@ class StudyComparison:
         contrast: contrast of that difference, over seeds, or over configurations if there is one
             seed; None if nothing can be tested.
         rows: contrast of each row, or None.
-        diverged: rows of matched trials of which one has no finite figure, an entry for each pair.
+        diverged: rows of matched trials of which one diverged or has no finite figure, an entry for
+            each pair.
     """
 
     names: tuple[str, str]
@@ -199,7 +200,8 @@ def _row_key(trial: TrialState) -> str:
 
 def _figure(trial: TrialState, metric: Metric, tested: bool) -> float | None:
     value = test_value(trial, metric) if tested else last_value(trial, metric)
-    return value if value is not None and math.isfinite(value) else None
+    lost = value is None or not math.isfinite(value) or diverged(trial, metric.name)
+    return None if lost else value
 
 
 def lines(found: StudyComparison) -> list[list[str]]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from study.claims.record import interval_of
 from study.config import Metric
 from study.config.space import describe, show
+from study.config.yaml_loader import dump
 from study.ledger.state import StudyState, TrialState, shown_study
 from study.report.claims import HEADINGS as CLAIM_HEADINGS
 from study.report.claims import claim_cells
@@ -19,7 +19,7 @@ from study.report.pictures import Links, Parts
 from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
 from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
-from study.results.objectives import test_value
+from study.results.objectives import diverged, test_value
 from study.results.summary import Summary
 
 
@@ -43,9 +43,7 @@ def render_html(
         rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],
         protocol=protocol(state), facts=facts(state), versions=state.plan["provenance"]["versions"],
-        config=yaml.safe_dump(
-            shown_study(state.plan["study"]), sort_keys=False, allow_unicode=True
-        ),
+        config=dump(shown_study(state.plan["study"])),
         trials=_trial_lines(state, metric), pictures=made.pictures, tables=made.tables, links=where,
         explore=made.explore, claim_headings=CLAIM_HEADINGS,
         claims=[(claim_cells(claim), claim["outcome"]) for claim in claims],
@@ -120,7 +118,7 @@ def _trial_lines(state: StudyState, metric: Metric) -> list[_TrialLine]:
         _TrialLine(
             trial.row,
             trial.seed,
-            trial.status,
+            trial.status + (", diverged" if diverged(trial, metric.name) else ""),
             f"{trial.epoch}/{trial.epochs}",
             _test(trial, metric),
             trial.restarts,

@@ -25,7 +25,7 @@ from study.config import Metric
 from study.config.keys import flatten, is_number
 from study.ledger.state import StudyState, TrialState, name_of
 from study.report.figures.style import COLOURS
-from study.results.objectives import curve, test_value
+from study.results.objectives import column_of, curve, test_value
 from study.results.statistics import METRIC, labels, measure
 
 MOST_TRIALS = 2000
@@ -85,14 +85,16 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
     if not trials:
         return None
     rows, metric = list(state.rows()), state.config.primary_metric
-    keys, measures = _settings(trials), labels(metric)
+    keys = _settings(trials)
+    measures = {name: column_of(label, keys) for name, label in labels(metric).items()}
+    test = column_of(metric.heading(metric.test_words), keys)
     lines = [
-        _line(trial, rows, keys, metric, with_curve=place < MOST_CURVES)
+        _line(trial, rows, keys, metric, measures, test, with_curve=place < MOST_CURVES)
         for place, trial in enumerate(trials)
     ]
     names = [
         name
-        for name in dict.fromkeys([*measures.values(), metric.heading(metric.test_words), *keys])
+        for name in dict.fromkeys([*measures.values(), test, *keys])
         if any(line["values"].get(name) is not None for line in lines)
     ]
     x = keys[0] if keys else next((name for name in names if name != measures[METRIC]), names[0])
@@ -164,13 +166,14 @@ def _settings(trials: list[TrialState]) -> list[str]:
 
 
 def _line(
-    trial: TrialState, rows: list[str], keys: list[str], metric: Metric, *, with_curve: bool
-) -> dict[str, Any]:
+    trial: TrialState, rows: list[str], keys: list[str], metric: Metric,
+    measures: dict[str, str], test: str, *, with_curve: bool,
+) -> dict[str, Any]:  # fmt: skip
     config = flatten(trial.config)
     values: dict[str, Any] = {
-        label: _finite(measure(trial, name, metric)) for name, label in labels(metric).items()
+        label: _finite(measure(trial, name, metric)) for name, label in measures.items()
     }
-    values[metric.heading(metric.test_words)] = _finite(test_value(trial, metric))
+    values[test] = _finite(test_value(trial, metric))
     values |= {key: _finite(config.get(key)) for key in keys}
     line: dict[str, Any] = {
         "row": rows.index(trial.row),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,12 @@ from study.claims.stated import stated
 from study.config import StudyConfig
 from study.config.keys import is_number
 from study.config.space import describe, show
-from study.ledger.state import ENDED, FAILED, FINISHED, STOPPED, StudyState, TrialState, name_of
+from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table
 from study.results.answer import answer
 from study.results.configurations import configurations, table
-from study.results.objectives import lacking, last_value
+from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, summarise
 from study.text import counted, duration, when
 
@@ -117,8 +118,9 @@ def cells(row: Row, summary: Summary) -> list[str]:
     metric = summary.metric
     mean = metric.mean(row.mean, row.sd) if row.mean is not None else "-"
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
+    seeds += f", {row.diverged} diverged" if row.diverged else ""
     published = metric.figure(row.published) if row.published is not None else "-"
-    gap = metric.difference(row.gap) if row.gap is not None else "-"
+    gap = "-" if row.gap is None or math.isnan(row.gap) else metric.difference(row.gap)
     several = "one of each seed" if summary.searches > 1 and row.trials else "-"
     found = [describe(row.params) or several] if summary.searched else []
     return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
@@ -175,23 +177,16 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
 
 def _without_figures(state: StudyState, summary: Summary) -> list[str]:
     """Name the rows with trials that diverged, and the searched rows without a best one."""
-    texts, words = [], summary.metric.words
-    finals = [
-        (trial.row, last_value(trial, summary.metric))
-        for trial in state.trials
-        if trial.status == FINISHED
-    ]
-    if lost := [row for row, value in finals if value is not None and not math.isfinite(value)]:
+    texts, metric = [], summary.metric
+    ended = Counter(trial.row for trial in state.trials if trial.status in ENDED)
+    lost = Counter(trial.row for trial in state.trials if diverged(trial, metric.name))
+    if lost:
+        figures = "loss" if metric.short == "loss" else f"loss or {metric.words}"
+        listed = ", ".join(f"{row}: {count} of {ended[row]}" for row, count in lost.items())
         texts.append(
-            f"DIVERGED: {len(lost)} of {counted(len(state.trials), 'trial')} finished without a"
-            f" finite {words} ({', '.join(dict.fromkeys(lost))}); tests, pictures and importance"
-            " leave their configurations out."
-        )
-    if nans := [trial.row for trial in state.trials if trial.status == FINISHED and _lost(trial)]:
-        texts.append(
-            f"NOT FINITE: {len(nans)} of {counted(len(state.trials), 'trial')} ended with a loss"
-            f" that is no finite number ({', '.join(dict.fromkeys(nans))}): figures that only count"
-            " answers, such as an error, are those of a network that learns nothing."
+            f"DIVERGED: {lost.total()} of {counted(len(state.trials), 'trial')}, whose last"
+            f" {figures} is no finite number ({listed}); no choice, test, picture or importance"
+            " has their configurations in it, and the mean of a row that was not searched has."
         )
     if without := [row.label for row in summary.rows if not row.trials]:
         search = "the search" if summary.searches < 2 else "the search of one seed or more"
@@ -220,13 +215,6 @@ def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
                     f" {count} of {counted(len(chosen), 'row')}; values beyond it may do better."
                 )
     return texts
-
-
-def _lost(trial: TrialState) -> bool:
-    """Return whether a loss of a trial's last epoch is no finite number."""
-    last = trial.reports[max(trial.reports)]["metrics"] if trial.reports else {}
-    losses = (last.get(f"{split}/loss") for split in ("train", "validation"))
-    return any(loss is not None and not math.isfinite(loss) for loss in losses)
 
 
 def _infeasible(state: StudyState) -> str:

@@ -109,6 +109,12 @@ class Source:
         """Factor from reported to printed figures."""
         return 100.0 if self.metric.name.endswith("/error") else 1.0
 
+    def diverged(self, ids: Sequence[str]) -> bool:
+        """Tell whether a loss of one of the trials, or what they are chosen by, is not finite."""
+        names = "train/loss", "validation/loss", self.objective, self.metric.name
+        last = (self.reports[id_][1] for id_ in ids if id_ in self.reports)
+        return not all(math.isfinite(found.get(name, 0.0)) for found in last for name in names)
+
     def of_row(self, label: str) -> list[str]:
         """Return the ids of the trials whose figures are a row's; of a searched row those of the
         configuration with the best mean of the first objective, the first of equals, or of the best
@@ -129,6 +135,7 @@ class Source:
             entry
             for entry in means
             if math.isfinite(entry[1])
+            and not self.diverged(entry[2])
             and not broken(self.constraints, {m: self._mean(m, entry[2]) for m in self.constraints})
         ]
         usable.sort(key=lambda entry: entry[:2])  # equals keep their order
@@ -335,6 +342,8 @@ def _rival(
     sign = 1.0 if source.metric.mode == "min" else -1.0
     gains = []
     for label in others:
+        if source.diverged(source.of_row(label)):
+            continue
         figures = source.by_seed(source.of_row(label))
         gains.append([sign * (row[seed] - figures[seed]) for seed in row if seed in figures])
     finite = [gain for gain in gains if np.all(np.isfinite(gain))]

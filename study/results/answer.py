@@ -4,7 +4,8 @@ sure that is.
 Every row that has finished is compared with the baseline seed by seed, by the paired contrast of
 :mod:`study.results.contrasts`, corrected for the number of rows compared. "Undecided" means that
 the 95 % interval of the difference holds 0. Without a baseline the two best rows are named, and
-nothing is tested, since they were chosen by the figures that a test would use.
+nothing is tested, since they were chosen by the figures that a test would use. A row of which a
+trial diverged is named and not compared.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from study.config import Metric
 from study.ledger.state import ENDED, StudyState
 from study.results.configurations import configurations
 from study.results.contrasts import Contrast, paired
-from study.results.objectives import lacking
+from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, figures_by_seed
 from study.results.ties import compared
 from study.text import counted
@@ -43,13 +44,16 @@ class Comparison:
 def answer(state: StudyState, summary: Summary) -> str:
     """Return what the study found, in one to three sentences."""
     metric = summary.metric
-    whole = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
+    ended = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
+    whole = [row for row in ended if not row.diverged]
+    lost = [f"{row.label} ({row.diverged} of {row.seeds})" for row in ended if row.diverged]
+    aside = f" Diverged: {_enumerate(lost)}." if lost else ""
     if not whole:
-        return " ".join([_none(state), *lacking(state)])
+        return " ".join([_none(state), *lacking(state)]) + aside
     base = next((row for row in whole if row.label == state.config.baseline), None)
     others = [row for row in whole if row is not base]
     if base is None or not others:
-        return _best(whole, metric)
+        return _best(whole, metric) + aside
     found = compare(base, others, metric)
     parts = [
         _sentence(found, "higher", metric, lambda each: each.decided and each.difference > 0),
@@ -60,17 +64,23 @@ def answer(state: StudyState, summary: Summary) -> str:
     said = "; ".join(part for part in parts if part)
     return (
         f"{capital(metric.test_words)} beside {base.label} ({_mean(base, metric)}):"
-        f" {said}.{_resolution(found, metric)}"
+        f" {said}.{_resolution(found, metric)}{aside}"
     )
 
 
 def _none(state: StudyState) -> str:
-    """Say why there is no answer: trials are left, or nothing that finished keeps the bounds."""
-    constraints = state.config.search.constraints
-    ended = sum(trial.status in ENDED for trial in state.trials)
-    found = [each for each in configurations(state.trials, [], constraints) if each.finished]
-    if ended < len(state.trials) or not found or any(each.eligible for each in found):
-        return f"No answer yet: {ended} of {len(state.trials)} trials have ended."
+    """Say why there is no answer: trials are left, all that finished diverged, or none of it keeps
+    the bounds."""
+    search, trials = state.config.search, state.trials
+    constraints = search.constraints
+    ended = sum(trial.status in ENDED for trial in trials)
+    lost = sum(diverged(trial, state.config.primary_metric.name) for trial in trials)
+    done = configurations(trials, search.objectives, constraints)
+    found = [each for each in done if each.finished and not each.diverged]
+    if ended == len(trials) and lost and not found:
+        return f"No answer: {lost} of {counted(len(trials), 'trial')} diverged."
+    if ended < len(trials) or not found or any(each.eligible for each in found):
+        return f"No answer yet: {ended} of {len(trials)} trials have ended."
     bounds = ", ".join(f"{metric} {bound}" for metric, bound in constraints.items())
     return f"No answer: none of the {len(found)} configurations that finished keeps {bounds}."
 

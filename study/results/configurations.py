@@ -2,9 +2,10 @@
 
 A configuration is one set of sampled values with a trial per seed. Its objectives are means over
 the seeds, of the last epoch or, of what is spent, of the sum over the epochs. It counts once all
-its trials have finished; where the search goes in rounds (:mod:`study.search.rounds`), only
-configurations of the last round count. The best one has the lowest (or highest) first objective
-among those that keep the search's constraints; the test set has no part in the choice.
+its trials have finished and none has diverged (:mod:`study.results.objectives`); where the search
+goes in rounds (:mod:`study.search.rounds`), only configurations of the last round count. The best
+one has the lowest (or highest) first objective among those that keep the search's constraints; the
+test set has no part in the choice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from study.config.search import broken
 from study.config.space import Params
 from study.ledger.state import ENDED, FINISHED, TrialState
-from study.results.objectives import mean_objective
+from study.results.objectives import column_of, diverged, mean_objective
 
 NONE: Mapping[str, str] = MappingProxyType({})
 """No constraints."""
@@ -36,12 +37,13 @@ class Configuration:
         number: number of the configuration; None in a row that is not searched.
         params: sampled values by dotted key.
         trials: its trials, one per seed.
-        objectives: mean over seeds by metric; NaN if a trial has no value. The value of a trial
-            that was ended early is that of its last epoch.
+        objectives: mean over seeds by metric; NaN if a trial has no value or has diverged. The
+            value of a trial that was ended early is that of its last epoch.
         whole: whether it is of the last round (:mod:`study.search.rounds`); in earlier rounds
             trials had fewer epochs or examples.
         broken: constraints that its means over the seeds do not keep, in words; a constraint counts
-            once all trials have ended.
+            once all trials have ended, and where none has diverged.
+        diverged: number of its trials that have diverged.
     """
 
     row: str
@@ -51,6 +53,7 @@ class Configuration:
     objectives: dict[str, float]
     whole: bool = True
     broken: tuple[str, ...] = ()
+    diverged: int = 0
 
     @property
     def finished(self) -> bool:
@@ -59,8 +62,8 @@ class Configuration:
 
     @property
     def eligible(self) -> bool:
-        """Whether it may be chosen: finished, and no constraint is broken."""
-        return self.finished and not self.broken
+        """Whether it may be chosen: finished, no constraint is broken, and no trial diverged."""
+        return self.finished and not self.broken and not self.diverged
 
     @property
     def ended(self) -> bool:
@@ -110,13 +113,16 @@ def groups_of_seeds(
             objectives={metric: mean_objective(group, metric) for metric in wanted},
             whole=_is_whole(group[0], budgets[row]),
             broken=_broken(group, constraints),
+            diverged=sum(diverged(trial, *wanted) for trial in group),
         )
         for (row, number, _), group in sorted(groups.items(), key=lambda item: item[0][1] or 0)
     ]
 
 
 def _broken(group: Sequence[TrialState], constraints: Mapping[str, str]) -> tuple[str, ...]:
-    if not constraints or any(trial.status not in ENDED for trial in group):
+    if not constraints or any(
+        trial.status not in ENDED or diverged(trial, *constraints) for trial in group
+    ):
         return ()
     return tuple(
         broken(constraints, {metric: mean_objective(group, metric) for metric in constraints})
@@ -207,28 +213,34 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
     """Return one flat dict per configuration, by rank.
 
-    It has row, number, sampled values, objectives and states.
+    It has row, number, sampled values, objectives and states; an objective that is called as one of
+    the others has a column of its own (:func:`study.results.objectives.column_of`).
     """
+    lines = ranked(found, objectives)
+    taken = {"row", "number", "state"}.union(*(entry.params for entry in lines))
     return [
         {
             "row": entry.row,
             "number": entry.number,
             **entry.params,
-            **entry.objectives,
+            **{column_of(name, taken): value for name, value in entry.objectives.items()},
             "state": condition(entry),
         }
-        for entry in ranked(found, objectives)
+        for entry in lines
     ]
 
 
 def condition(entry: Configuration) -> str:
-    """Describe the states of a configuration's trials, and the constraints that it breaks.
+    """Describe the states of a configuration's trials, how many diverged, and the constraints that
+    it breaks.
 
     Says no more of one of an early round.
     """
     if not entry.whole:
         return "early round"
     states = ", ".join(sorted({trial.status for trial in entry.trials}))
+    if entry.diverged:
+        states += f"; {entry.diverged} of {len(entry.trials)} diverged"
     return f"{states}; infeasible: {', '.join(entry.broken)}" if entry.broken else states
 
 

@@ -1,10 +1,15 @@
 """A trial's figures: objectives of a search, their means over a configuration's seeds, and the
-study's metric in the unit in which it is shown."""
+study's metric in the unit in which it is shown.
+
+A trial has *diverged* if a loss of its last epoch, or the metric that is asked about, is no finite
+number (:func:`diverged`). Its other figures are of a network that learns nothing, such as the error
+of always naming the first class, so no choice looks at them: :func:`mean_objective` is NaN.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lns_ops.formats import Logarithmic, parse
@@ -19,6 +24,29 @@ from trainers.workers.resources import gpus_of
 
 SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
 """Reported metrics of what an epoch takes, which add up over a trial's epochs."""
+
+
+LOSSES = ("train/loss", "validation/loss")
+"""Losses of which one that is no finite number says that training diverged."""
+
+
+def has_diverged(metrics: Mapping[str, float], *names: str) -> bool:
+    """Tell whether an epoch's metrics are those of a trial that has diverged.
+
+    Args:
+        metrics: what the trial reported after the epoch.
+        names: metrics, beside :data:`LOSSES`, that must be finite numbers where they are reported.
+    """
+    wanted = (metrics.get(name) for name in (*LOSSES, *names))
+    return any(value is not None and not math.isfinite(value) for value in wanted)
+
+
+def diverged(trial: TrialState, *names: str) -> bool:
+    """Tell whether a trial had diverged after its last epoch, see :func:`has_diverged`.
+
+    Test figures have no part in it, as they must choose nothing.
+    """
+    return bool(trial.reports) and has_diverged(trial.reports[trial.epoch]["metrics"], *names)
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
@@ -45,10 +73,30 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
     """Return the mean of an objective over a configuration's trials, as it is compared; NaN if one
-    has no value."""
+    has no value or has diverged."""
+    if any(diverged(trial, metric) for trial in trials):
+        return math.nan
     values = [objective(trial, metric) for trial in trials]
     known = [value for value in values if value is not None]
     return mean_of(known) if known and len(known) == len(values) else math.nan
+
+
+METRICS = "metrics."
+"""Prefix of a metric's column where what it is of has a column of the metric's name, as in MLflow's
+tables of runs."""
+
+
+def column_of(metric: str, taken: Collection[str], *prefixes: str) -> str:
+    """Return the column of a metric in a table that has others: its name, with :data:`METRICS`
+    before it where that is taken.
+
+    Args:
+        metric: name of the metric.
+        taken: other columns.
+        prefixes: beginnings of other columns.
+    """
+    clashes = metric in taken or metric.startswith((METRICS, *prefixes))
+    return f"{METRICS}{metric}" if clashes else metric
 
 
 def gpu_seconds(state: StudyState) -> float:
@@ -72,9 +120,11 @@ def joules(state: StudyState) -> float:
 
 
 def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
-    """Tell whether a trial's own values break a constraint of the search."""
+    """Tell whether a trial's own values break a constraint of the search; those of one that has
+    diverged say nothing."""
     return bool(
         constraints
+        and not diverged(trial, *constraints)
         and broken(constraints, {metric: mean_objective([trial], metric) for metric in constraints})
     )
 

@@ -3,8 +3,8 @@
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
 the measures that can be weighed against each other: the study's metric, bits of the format and of a
 weight, seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts
-once every seed's trial has finished, in the last round where there are rounds. The metric is that
-of the validation split, errors in per cent: the test set chooses nothing.
+once every seed's trial has finished, in the last round where there are rounds, and none diverged.
+The metric is that of the validation split, errors in per cent: the test set chooses nothing.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
@@ -73,7 +73,8 @@ whose pairs are computed.
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """Return the configurations and rows whose seeds have all finished with a finite metric.
+    """Return the configurations and rows whose seeds have all finished, none diverged, with a
+    finite metric.
 
     They are ordered by number.
     """
@@ -86,7 +87,7 @@ def entries(state: StudyState) -> list[Entry]:
                 if (mean := _mean([measure(trial, name, metric) for trial in group.trials]))
                 is not None
             }
-            if group.finished
+            if group.finished and not group.diverged
             else {}
         )
         if METRIC in values:

@@ -3,8 +3,8 @@ verdict.
 
 The figure is that of the study's metric (:mod:`study.config.metric`). The protocol: the recipe is
 fixed in the config before anything runs, the test figure is that of the last epoch, and every seed
-counts, also one that diverged. Errors are in per cent; spread is the sample standard deviation over
-seeds (n - 1).
+counts, also one that diverged; the row says how many did, and passes no requirement. Errors are in
+per cent; spread is the sample standard deviation over seeds (n - 1).
 
 The figures of a searched row are those of its best configuration, chosen by the first objective,
 never by the test set; with ``search.per_seed`` those of the best of every seed.
@@ -28,7 +28,7 @@ from study.config.space import Params
 from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
 from study.results.contrasts import deviation
-from study.results.objectives import test_value
+from study.results.objectives import diverged, test_value
 from study.text import counted
 
 
@@ -41,8 +41,10 @@ class Row:
         mean, sd: mean and spread of the final test figure over finished seeds; sd is None below
             two.
         finished, failed, seeds: numbers of finished, failed and all trials.
+        diverged: number of trials that diverged (:func:`study.results.objectives.diverged`).
         published: published test figure, or None.
-        gap: mean minus the baseline row's mean; None until every seed of both has finished.
+        gap: mean minus the baseline row's mean; None until every seed of both has finished; NaN if
+            one diverged.
         rule: requirement that the verdict is about, in words.
         verdict: ``pass``, ``fail``, or "" if nothing is required or the study is not comparable.
         trials: trials behind the figures: all of the row, or those of a searched row's best
@@ -64,6 +66,7 @@ class Row:
     trials: tuple[TrialState, ...] = ()
     searched: int = 0
     params: Params = field(default_factory=dict)
+    diverged: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +178,13 @@ def figures_by_seed(trials: Iterable[TrialState], metric: Metric) -> dict[int, f
 
 
 def _mean_of_all(trials: Sequence[TrialState], metric: Metric) -> float | None:
-    """Return the mean test figure once every seed has finished, else None.
+    """Return the mean test figure once every seed has finished, else None; NaN if one diverged.
 
     A row that lost its worst seed would look better than it is.
     """
     figures = test_figures(trials, metric)
+    if any(diverged(trial, metric.name) for trial in trials):
+        figures = [math.nan for _ in figures]
     return statistics.fmean(figures) if figures and len(figures) == len(trials) else None
 
 
@@ -198,6 +203,7 @@ def _row(
         published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline, metric),
         verdict=judge(wanted, gap, metric) if comparable else "", trials=choice.trials,
         searched=choice.searched, params=choice.params,
+        diverged=sum(diverged(trial, metric.name) for trial in trials),
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from study.plan.plan import PAIRS, Plan, rounds_of_race
 from study.plan.trials import Base, PlannedTrial
 from study.results.configurations import Configuration, configurations, signed
 from study.results.contrasts import ROUNDING
-from study.results.objectives import objective
+from study.results.objectives import mean_objective
 from study.results.ties import mean_of
 
 ALPHA = 0.05
@@ -132,7 +132,7 @@ class Confirmation:
         Its sign is such that lower is better.
         """
         of_seed = {
-            trial.seed: objective(trial, self._metric)
+            trial.seed: mean_objective([trial], self._metric)
             for trial in entry.trials
             if trial.status == FINISHED
         }
@@ -140,7 +140,7 @@ class Confirmation:
         return [
             signed(value, self._mode)
             for value in values
-            if value is not None and math.isfinite(value)
+            if value is not None and math.isfinite(value)  # none that diverged
         ]
 
     def _contenders(

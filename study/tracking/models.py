@@ -16,7 +16,7 @@ from typing import Any
 
 from study.config import Metric
 from study.ledger.state import FINISHED, StudyState, TrialState
-from study.results.objectives import last_value
+from study.results.objectives import diverged, last_value
 from study.results.summary import summarise
 from study.tracking.names import sanitise
 from trainers.checkpoint.remote import fetched
@@ -62,6 +62,7 @@ def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
         if trial.status == FINISHED
         and (value := last_value(trial, metric)) is not None
         and math.isfinite(value)
+        and not diverged(trial, metric.name)
     ]
     return min(done, key=lambda pair: pair[0], default=(0.0, None))[1]
 

@@ -241,10 +241,7 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
 
 def documents_of(plan: Event) -> dict[str, str]:
     """Return the parent run's files: config, plan, environment."""
-    import yaml
-
-    def dump(values: Any) -> str:
-        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    from study.config.yaml_loader import dump  # it loads YAML
 
     trials = [
         {key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial}

@@ -36,7 +36,14 @@ from study.ledger.state import (
     TrialState,
     name_of,
 )
-from study.results.objectives import infeasible, lacking, last_value, objective, test_value
+from study.results.objectives import (
+    diverged,
+    infeasible,
+    lacking,
+    last_value,
+    mean_objective,
+    test_value,
+)
 from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
 from study.text import counted, duration
@@ -270,14 +277,15 @@ def summary(state: StudyState, *, running: bool) -> str:
     values = {
         trial.id: value
         for trial in state.trials
-        if (value := objective(trial, metric.name)) is not None
-        and math.isfinite(value)
+        if math.isfinite(value := mean_objective([trial], metric.name))
         and not (trial.status in ENDED and infeasible(trial, search.constraints))
     }
     broken = sum(
         trial.status in ENDED and infeasible(trial, search.constraints) for trial in state.trials
     )
     text += f", {broken} infeasible" if broken else ""
+    lost = sum(diverged(trial, metric.name) for trial in state.trials)
+    text += f", {lost} diverged" if lost else ""
     if not values:
         return text
     best = min(values, key=lambda key: metric.sign * values[key])
@@ -310,6 +318,7 @@ def _cells(
     status += f" (restarted {trial.restarts}x)" if trial.restarts else ""
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"
+    status += ", diverged" if diverged(trial, metric.name) else ""
     row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 

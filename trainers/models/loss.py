@@ -18,6 +18,10 @@ token). With B examples:
 operations alone, so its bits are the contract's on every device; in float32 its last bit is that of
 the device's ``exp``. Probabilities near 1 are then no finer than the format.
 
+An output that is no number is a wrong answer, whatever the targets: a class whose logit is NaN or
+infinite, a label whose logit is. A loss of your own is NaN where an output is. With the loss, all
+other metrics of those examples are NaN (:meth:`trainers.training.trainer.Training.test`).
+
 The mean over all answers is minimised. The gradient is that of their *sum*, and the optimizer
 divides (:mod:`trainers.optim.build`), because gradients of a mean underflow in narrow formats. It
 divides by the same number in every step, so that answers not asked for make a step smaller.
@@ -121,7 +125,8 @@ class Loss:
                     f"loss.name={config.name!r}: returned a {type(found).__name__}; return a tensor"
                     " computed from the outputs"
                 )
-            return found.mean() * len(targets)
+            known = found.mean() * len(targets)
+            return torch.where(plain(outputs).isnan().any(), torch.nan, known)
         if config.in_lns:
             if not isinstance(outputs, LNSTensor):
                 raise ValueError(
@@ -140,13 +145,20 @@ class Loss:
         return FUNCTIONS[config.name](outputs, targets, reduction="sum", **config.args)
 
     def wrong(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of wrong answers, int64; 0 where answers are not right or wrong."""
+        """Return the number of wrong answers, int64; 0 where answers are not right or wrong.
+
+        What is no finite number answers nothing and is wrong.
+        """
         if self.config.chooses:
             logits, classes = by_answer(outputs, targets)
-            wrong = logits.argmax(1) != classes
+            chosen = logits.argmax(1)  # of a NaN, if there is one
+            wrong = chosen != classes
+            if not isinstance(logits, LNSTensor):  # whose codes are all numbers
+                wrong |= ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
             return (wrong if targets.dim() == 1 else wrong & (classes != IGNORED)).sum()
         if self.config.name == "binary_cross_entropy":
-            return ((plain(outputs).reshape(targets.shape) > 0) != (targets > 0.5)).sum()
+            logits = plain(outputs).reshape(targets.shape)
+            return (((logits > 0) != (targets > 0.5)) | ~logits.isfinite()).sum()
         return torch.zeros((), dtype=torch.int64, device=targets.device)
 
     def answers(self, targets: Tensor) -> Tensor | int:

@@ -181,15 +181,16 @@ def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_loss_that_is_no_number_is_told_where_the_error_is_one(tiny: Tiny, split: str) -> None:
-    """A network that says NaN always names the first class, and has an error like any other."""
+    """Training that diverged leaves the weights before it, which have an error like any other."""
     events = made_up_events(tiny("report"))
-    assert "NOT FINITE" not in render_text(fold(events))
+    assert "DIVERGED" not in render_text(fold(events))
     first = next(event["trial"] for event in events if event["event"] == "report")
     for event in events:
         if event["event"] == "report" and event["trial"] == first:
             event["metrics"][f"{split}/loss"] = float("nan")
     text = render_text(fold(events))
-    assert "NOT FINITE: 1 of 2 trials ended with a loss that is no finite number (float32)" in text
+    assert "DIVERGED: 1 of 2 trials, whose last loss or validation error is no finite" in text
+    assert "(float32: 1 of 1)" in text
 
 
 def test_a_best_value_at_an_end_of_those_tried_is_told(tiny: Tiny) -> None:

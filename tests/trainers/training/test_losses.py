@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainers.config import (
 )
 from trainers.config.layout import Layout
 from trainers.data import prepare
+from trainers.models.loss import Loss
 from trainers.training.trainer import Training, check
 
 TASKS = """
@@ -102,13 +104,32 @@ def nothing():
     return 3
 
 
+def rare(train):
+    x, _ = line(train)
+    return x, (torch.arange(len(x)) % 10 == 9).long()
+
+
+def lenient():
+    return lambda outputs, targets: (outputs[:, 0] - targets).nan_to_num(0.0).square().mean()
+
+
+def broken():
+    return nn.Sequential(nn.Linear(3, 1), Broken())
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        return x.log() * torch.where(x > 0, 1.0, float("nan"))
+
+
 def vector():
     from torchmetrics.classification import MulticlassAccuracy
 
     return MulticlassAccuracy(num_classes=11, average=None)
 """
 LNS16 = PrecisionConfig(format="lns16", scope="everywhere")
-OWN = ("mean", "each", "summed", "nothing")
+OWN = ("mean", "each", "summed", "nothing", "lenient")
+ACCURACY = {"accuracy": MetricConfig(name="torchmetrics.classification:MulticlassAccuracy")}
 R2 = {"r2": MetricConfig(name="torchmetrics:R2Score")}
 
 
@@ -273,3 +294,48 @@ def test_replicas_measure_as_one_worker_does(file: Path) -> None:
     for found in spawned(replica, file.parent):
         del found["pid"]
         assert found == pytest.approx(whole, rel=1e-4)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "wrong"),
+    [
+        ("cross_entropy", [[NAN, NAN], [1.0, 0.0], [INF, 0.0]], [0, 0, 0], 2),
+        ("cross_entropy", [[1.0, NAN], [-INF, 1.0], [0.0, 1.0]], [0, 1, 1], 1),
+        ("cross_entropy", [[[NAN, 0.0], [1.0, 0.0], [NAN, 0.0]]], [[0, 0, -100]], 1),
+        ("margin", [[NAN, NAN], [0.9, 0.1], [0.9, 0.1]], [0, 0, 1], 2),
+        ("binary_cross_entropy", [NAN, -1.0, -INF], [0.0, 0.0, 0.0], 2),
+        ("binary_cross_entropy", [[NAN, -1.0], [1.0, NAN]], [[0.0, 0.0], [1.0, 1.0]], 2),
+    ],
+)
+def test_an_answer_that_is_no_number_is_wrong(
+    loss: str, outputs: Any, targets: Any, wrong: int
+) -> None:
+    found = Loss(LossConfig(name=loss)).wrong(torch.tensor(outputs), torch.tensor(targets))
+    assert int(found) == wrong
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_a_diverged_trial_answers_nothing_right(file: Path, rate: float) -> None:
+    """Nine of ten examples are of class 0, which argmax names where logits are NaN."""
+    config = trial(
+        file, "rare", "cross_entropy", optimizer=OptimizerConfig(lr=rate), metrics=ACCURACY
+    )
+    training = Training(config)
+    found = [training.train_epoch() for _ in range(2)][-1] | training.test()
+    for split in ("validation", "test"):
+        assert found[f"{split}/error"] == 1.0
+        assert math.isnan(found[f"{split}/loss"])
+        assert math.isnan(found[f"{split}/accuracy"])
+
+
+def test_an_own_loss_that_ignores_nan_diverges_all_the_same(file: Path) -> None:
+    config = trial(file, "line", "lenient", metrics=R2, model="broken", epochs=1)
+    training = Training(config)
+    found = training.train_epoch() | training.test()
+    assert training.diverged
+    assert math.isnan(found["validation/loss"])
+    assert math.isnan(found["validation/r2"])
+    assert math.isnan(found["test/loss"])
