@@ -448,7 +448,9 @@ class Cluster:
         message = self._answer(examine.remote(trials, {"CUDA_VISIBLE_DEVICES": ""}))
         if isinstance(message.payload, str):  # also how its process died
             return f"the data cannot be read ({message.payload}); bring there what this machine has"
-        if not (other := [info for info in message.payload[0] if info.files not in files]):
+        if not (
+            other := [info for info in message.payload.data.values() if info.files not in files]
+        ):
             self._checked.add(request.node)
             return ""
         found = ", ".join(f"{info.source}, sha256 {info.files[:16]}" for info in other)

@@ -3,10 +3,10 @@ reports.
 
 A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A
 process is kept for the next trial of its shape, and ended when one of another shape takes its
-place; it costs milliseconds to make one (:mod:`trainers.workers.fork_server`). So as many trials
-run as there is room for, from the first moment on. A trial of several workers has a *gang*: one
-process per rank, started together or not at all. Small trials may share a process, one per GPU
-(:mod:`trainers.workers.packed`).
+place; it costs milliseconds to make one (:mod:`trainers.workers.fork_server`). One in which code
+of the user's ran ends with its trial. So as many trials run as there is room for, from the first
+moment on. A trial of several workers has a *gang*: one process per rank, started together or not at
+all. Small trials may share a process, one per GPU (:mod:`trainers.workers.packed`).
 
 Whatever ends a process, every trial in it is reported as :data:`~trainers.workers.messages.DIED`,
 and its resources are free; a gang ends with the first of its processes.
@@ -412,7 +412,9 @@ class Pool:
                 ended,
                 *self._lose(group, f"its process ended with another trial's: {running.retire}"),
             ]
-        if not group.running:
+        if group.shape.own:
+            self._end(group)
+        elif not group.running:
             self._idle.append(group)
         return [ended]
 

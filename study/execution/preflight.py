@@ -11,7 +11,7 @@ import dataclasses
 import shlex
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from study.config import StudyConfig
@@ -33,6 +33,8 @@ from trainers.workers.node import Node
 from trainers.workers.resources import MOST_TRIALS, cpus_of
 
 CONNECT_SECONDS = 5.0
+CHANGES_SHOWN = 5
+"""Most names in a note of what the user's code changes in its process."""
 SLOW_SECONDS = 10.0
 """Seconds of a check after which it is told that one runs."""
 
@@ -57,7 +59,6 @@ def preflight(
     check_writable(plan.study.folder, "storage")
     check_cpus(plan)
     check_elastic(plan)
-    check_packed(plan)
     check_gpus(plan)
     check_address(plan.study.address)
     check_user_files(plan.study)
@@ -81,7 +82,7 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
         ValueError: a trial that was not sampled could only fail.
     """
     checked = plan.trials or plan.first
-    if any(trial.config.own_code or trial.config.own_loop for trial in checked):
+    if any(trial.config.user_code for trial in checked):
         return plan, "your own code, which a plan does not run"
     try:
         reasons = _examine(plan, None, lambda line: None, "cpu")[1]
@@ -147,23 +148,6 @@ def check_elastic(plan: Plan) -> None:
             )
 
 
-def check_packed(plan: Plan) -> None:
-    """Refuse to train with a user's networks or losses at the same time in one process.
-
-    Raises:
-        ValueError: executor=packed is to do so.
-    """
-    for trial in plan.trials:
-        own = [part for part in ("model", "loss") if getattr(trial.config, part).own]
-        if plan.study.executor == "packed" and own:
-            raise ValueError(
-                f"row {trial.row!r}: executor=packed with {own[0]}.name="
-                f"{getattr(trial.config, own[0]).name}: code of your own may draw from the"
-                " process's random numbers, which trials beside it would draw from too; use"
-                " executor=auto"
-            )
-
-
 def _check_shares(on_gpu: list[PlannedTrial]) -> None:
     for trial in on_gpu:
         if trial.config.gpus is not None and trial.config.gpus < 1 / MOST_TRIALS:
@@ -213,10 +197,15 @@ def _examine(
         ValueError: the device is missing, or files are missing, corrupt or too few, or end the
             process that loads them.
     """
-    configs = [trial.config for trial in plan.trials or plan.first]
+    trials = plan.trials or plan.first
+    configs = [trial.config for trial in trials]
+    own = any(config.user_code for config in configs)
+    if node is None and own:
+        with Node() as other:
+            return _examine(plan, other, say, device)
     if node is not None and configs:
         # own code may compute on a GPU
-        sees_gpus = device != "cpu" or any(config.own_code or config.own_loop for config in configs)
+        sees_gpus = device != "cpu" or own
         slow = threading.Timer(
             SLOW_SECONDS, say, [f"Checking trials and their data: {len(configs)} trials"]
         )
@@ -235,11 +224,32 @@ def _examine(
             )
         if isinstance(message.payload, str):
             raise ValueError(message.payload)
-        data, reasons = message.payload
-        return data, reasons
-    from trainers.workers.worker_process import examine
+        examined = message.payload
+        for line in _describe_changes(trials, examined.changes):
+            say(line)
+    else:
+        from trainers.workers.worker_process import examine
 
-    return examine(configs, device)
+        examined = examine(configs, device)
+    return list(examined.data.values()), examined.reasons
+
+
+def _describe_changes(
+    trials: Sequence[PlannedTrial], changes: Sequence[list[str]]
+) -> Iterator[str]:
+    """Say of which rows the user's code changes its whole process, and what it changes there."""
+    rows: dict[tuple[str, ...], dict[str, None]] = {}
+    for trial, changed in zip(trials, changes, strict=True):
+        if changed:
+            rows.setdefault(tuple(changed), {})[trial.row] = None
+    for names, labels in rows.items():
+        more = len(names) - CHANGES_SHOWN
+        yield (
+            f"Note: code of your own ({', '.join(f'row {label!r}' for label in labels)}) changes"
+            f" {', '.join(names[:CHANGES_SHOWN])}{f' and {more} more' if more > 0 else ''} for"
+            " all of its process; each of its trials has a process of its own, so no other trial"
+            " is affected"
+        )
 
 
 def _without_forbidden(plan: Plan, reasons: list[str | None]) -> Plan:

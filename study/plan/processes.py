@@ -76,8 +76,8 @@ def _part(share: float) -> str:
 
 def _why_alone(config: TrialConfig, share: float) -> str:
     """Say why a trial of one worker shares no process."""
-    if config.own_loop:
-        return "a loop of the user's own trains them"
+    if config.user_code:
+        return "they run code of yours, which may change its whole process"
     if config.device != "cuda":
         return "only small nets on a GPU share processes by themselves"
     if not captured(config):

@@ -218,19 +218,15 @@ def _check_loop(study: StudyConfig, config: TrialConfig) -> None:
     """Refuse what a study cannot do with a loop of the user's own.
 
     Raises:
-        ValueError: trials share a process, Ray Train runs them, or rounds decide on their length.
+        ValueError: Ray Train runs the trials, or rounds decide on their length.
     """
     if not config.own_loop:
         return
     name = config.trainable.name
-    if study.executor != "auto":
-        why = (
-            "what it sets in the process, random numbers among it, would be its neighbours' too"
-            if study.executor == "packed"
-            else "Ray Train calls our loop, and its workers would not know of this one's reports"
-        )
+    if study.executor == "train":
         raise ValueError(
-            f"executor={study.executor} with trainable.name={name}: {why}; use executor=auto"
+            f"executor=train with trainable.name={name}: Ray Train calls our loop, and its workers"
+            " would not know of this one's reports; use executor=auto"
         )
     if study.search.in_rounds:
         raise ValueError(

@@ -30,7 +30,7 @@ from study.program import module_command
 from study.serve.mlflow_server import TOKEN, mlflow_command
 from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
-from trainers.workers.fork_server import end_with_parent
+from trainers.workers.descendants import end_with_parent
 
 EVERYWHERE = "0.0.0.0"
 MOST_LINKS = 10

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -68,6 +72,46 @@ class Team(InProcess):
 
     def step(self) -> dict[str, Any]:
         return super().step() | {"team": thread_pool._POOL.has_team}
+
+
+DAEMON = """
+import os, sys, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+sys.stdout.write(f"{os.getpid()}\\n")
+sys.stdout.flush()
+time.sleep(600)
+"""
+
+
+class Parent(InProcess):
+    """An executor that starts processes: a child, one in a session of its own, one that has left
+    its parents, and a grandchild. They note their ids in the file ``children``."""
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        with open(Path(self._context.plan["storage"]) / "children", "wb") as file:
+            sleep = "echo $$ && exec sleep 600"
+            for words in (
+                ["sh", "-c", sleep],
+                ["setsid", "sh", "-c", sleep],
+                [sys.executable, "-c", DAEMON],
+                ["sh", "-c", f"sh -c '{sleep}' & wait"],
+            ):
+                subprocess.Popen(words, stdout=file)
+        return super().begin(config, checkpoints)
+
+
+class Talker(InProcess):
+    """An executor that prints two million lines and ends its process with a crash."""
+
+    def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
+        for first in range(0, 2_000_000, 1000):
+            print("\n".join(f"line {number}" for number in range(first, first + 1000)))
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return super().begin(config, checkpoints)
 
 
 class Environment(InProcess):

@@ -373,8 +373,16 @@ class TrialKeys:
     @property
     def own_code(self) -> bool:
         """Whether the user's code makes the trial's model, data, loss or metrics."""
+        return bool(self.user_code) and not self.own_loop
+
+    @property
+    def user_code(self) -> tuple[str, ...]:
+        """Names of the user's code that the trial runs: of a loop, or of parts of ours."""
+        if self.own_loop:
+            return (self.trainable.name,)
         named = [self.model.name, self.data.name, self.loss.name]
-        return any(map(names_code, [*named, *(metric.name for metric in self.metrics.values())]))
+        every = [*named, *(metric.name for metric in self.metrics.values())]
+        return tuple(filter(names_code, every))
 
     @property
     def update_examples(self) -> int:

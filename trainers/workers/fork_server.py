@@ -5,9 +5,14 @@ does it; a fork takes milliseconds, and its pages are shared until one of the pr
 them. So each machine loads once, and a worker that dies is replaced at once.
 
 The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA
-context (a child of a process that has one cannot use the GPU). It runs in a session of its own, out
-of reach of Ctrl-C, and dies with the process that started it; its children die with it
-(``PR_SET_PDEATHSIG``, prctl(2)).
+context (a child of a process that has one cannot use the GPU). It runs none of the user's code
+either, so a new child is as no other has left it. Each child has a session of its own, so that code
+which signals its process group reaches no other child.
+
+The server runs in a session of its own, out of reach of Ctrl-C. It ends when the process that
+started it does, and ends its children and all that they have started
+(:mod:`trainers.workers.descendants`); where a child ends, it ends what that one has started. Should
+the server itself be killed, its parent does so: a process that does nothing else, its *guard*.
 
 The method is that of ``multiprocessing``'s forkserver. That one, however, imports the main module
 of its parent in every child (a Ray worker's is Ray) and cannot give one child an environment of its
@@ -22,9 +27,9 @@ its children, ``{"forked": KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
+import io
 import json
 import os
 import selectors
@@ -36,15 +41,20 @@ import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainers.user_code import names_code, python_path
+from trainers.workers.descendants import (
+    END_SECONDS,
+    adopt_orphans,
+    end_descendants,
+    end_with_parent,
+    kill_children,
+    set_name,
+)
+from trainers.workers.output import Output
 
 MESSAGE_BYTES = 1 << 16
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
-"""C library, loaded here: between fork and exec of a process with threads nothing may be."""
-PR_SET_NAME = 15
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
 compute elsewhere."""
@@ -87,7 +97,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """Process id of the server's guard."""
         return self._process.pid
 
     def fork(
@@ -126,20 +136,46 @@ class ForkServer:
         return json.loads(content) if content else None
 
     def close(self) -> None:
-        """End the server and all its children."""
+        """End the server, its children and all that they have started."""
         self.socket.close()
-        self._process.kill()
+        self._process.terminate()
         self._process.wait()
 
 
 def main(descriptor: int) -> None:
-    """Serve ``descriptor`` until whoever started this closes the other end."""
+    """Serve ``descriptor``, in a child of this process, until whoever started this closes the other
+    end."""
     began = time.monotonic()
+    adopt_orphans()
+    server = os.fork()
+    if server:
+        os.close(descriptor)
+        _guard(server)
+    end_with_parent(signal.SIGTERM)
+    adopt_orphans()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     _load()
     send(control, {"ready": time.monotonic() - began})
-    _serve(control)
+    _Server(control).serve()
+    os._exit(0)
+
+
+def _guard(server: int) -> NoReturn:
+    """Wait for the server's end, and end what it has left; a signal to end is passed on to it."""
+    set_name(b"lns-study-guard")
+
+    def end(*_: object) -> None:
+        os.kill(server, signal.SIGTERM)
+        signal.alarm(END_SECONDS)
+
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(server, signal.SIGKILL))
+    signal.signal(signal.SIGTERM, end)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # its id is not given to another yet
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_descendants()
+    os._exit(0)
 
 
 def _load() -> None:
@@ -156,41 +192,94 @@ def _load() -> None:
     gc.freeze()
 
 
-def _serve(control: socket.socket) -> None:
-    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    selector.register(wake, selectors.EVENT_READ)
-    while True:
-        for ready, _ in selector.select():
-            if ready.fd == wake:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake, MESSAGE_BYTES)
-                _reap(control)
-                continue
-            content, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)
-            if not content:
-                return
-            request = json.loads(content)
-            if "log" in request:
-                _print_to(request["log"])
-                continue
-            if "data" in request:
-                _load_data(request["data"])
-                continue
-            try:
-                pid = os.fork()
-            except OSError as error:
-                os.close(descriptors[0])
-                send(control, {"failed": request["key"], "why": str(error)})
-                continue
+class _Server:
+    """The serving side; see the module.
+
+    Args:
+        control: socket to the process that started the server.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._outputs: dict[int, Output] = {}
+        """What each child prints, by its process id."""
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._reap)
+        self._ends = False
+
+    def serve(self) -> None:
+        """Serve until the other end of the socket is closed, or a signal to end comes."""
+        signal.set_wakeup_fd(self._woken)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        try:
+            while not self._ends:
+                for ready, _ in self._selector.select():
+                    ready.data()
+        except SystemExit:
+            pass  # asked for by a signal, also while data are loaded
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            end_descendants()
+            for output in self._outputs.values():
+                output.close()
+
+    def _hear(self) -> None:
+        content, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
+        if not content:
+            self._ends = True
+            return
+        request = json.loads(content)
+        if "log" in request:
+            _print_to(request["log"])
+        elif "data" in request:
+            _load_data(request["data"])
+        else:
+            self._fork(descriptors[0], request)
+
+    def _fork(self, connection: int, request: dict[str, Any]) -> None:
+        printed, prints = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
             if not pid:
-                selector.close()
-                _become_worker(control, (wake, woken), descriptors[0], request)
-            os.close(descriptors[0])
-            send(control, {"forked": request["key"], "pid": pid})
+                others = [*(key.fd for key in self._selector.get_map().values()), self._woken]
+                self._selector.close()
+                _become_worker(connection, prints, [*others, printed], request)
+        except OSError as error:
+            os.close(printed)
+            send(self._control, {"failed": request["key"], "why": str(error)})
+            return
+        finally:
+            os.close(connection)
+            os.close(prints)
+        output = self._outputs[pid] = Output(printed)
+        self._selector.register(output, selectors.EVENT_READ, lambda: self._read(output))
+        send(self._control, {"forked": request["key"], "pid": pid})
+
+    def _read(self, output: Output) -> None:
+        if not output.read():
+            self._selector.unregister(output)
+
+    def _reap(self) -> None:
+        """Tell of the children that have ended, once what they have left is killed."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake, MESSAGE_BYTES)
+        ended: list[tuple[int, int]] = []
+        with contextlib.suppress(ChildProcessError):
+            while (each := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.append(each)
+        gone = {pid: self._outputs.pop(pid) for pid, _ in ended if pid in self._outputs}
+        kill_children(keep=self._outputs)
+        for output in gone.values():
+            if output in self._selector.get_map():
+                self._selector.unregister(output)
+            output.close()
+        for pid, status in ended:
+            if pid in gone:
+                code = os.waitstatus_to_exitcode(status)
+                send(self._control, {"exited": pid, "status": code})
 
 
 def _load_data(configs: list[dict[str, Any]]) -> None:
@@ -214,47 +303,45 @@ def _print_to(path: str) -> None:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
 
-def _reap(control: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        send(control, {"exited": pid, "status": os.waitstatus_to_exitcode(status)})
-
-
 def send(control: socket.socket, message: dict[str, Any]) -> None:
     """Send a message; where nobody listens any more, do nothing, which whoever reads notices."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(message).encode())
 
 
-def end_with_parent(notice: int = signal.SIGTERM) -> None:
-    """Have this process, a child, sent a signal once its parent has died."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, notice)
-
-
 def _become_worker(
-    control: socket.socket, pipe: tuple[int, int], descriptor: int, request: dict[str, Any]
+    connection: int, prints: int, others: list[int], request: dict[str, Any]
 ) -> None:
-    """Serve a forked child's own connection, and end the child."""
+    """Serve a forked child's own connection, and end the child.
+
+    Args:
+        connection: its end of the socket.
+        prints: end of a pipe that takes what it prints.
+        others: descriptors of the server's, to be closed.
+        request: the message that asked for it.
+    """
     status = 1
     try:
-        end_with_parent(signal.SIGKILL)
-        _LIBC.prctl(PR_SET_NAME, b"lns-study-work", 0, 0, 0)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        control.close()
-        for end in pipe:
-            os.close(end)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent(signal.SIGKILL)
+        adopt_orphans()
+        set_name(b"lns-study-work")
+        os.setsid()
+        for descriptor in others:
+            os.close(descriptor)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(prints, stream.fileno())
+        os.close(prints)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # nothing is lost where it is killed
         os.environ.update(request["environment"])
         if request["lanes"] > 1:  # streams, for which CUDA has eight queues by default
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         from trainers.workers.worker_process import serve
 
-        serve(Connection(descriptor), request["lanes"])
+        serve(Connection(connection), request["lanes"])
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -6,7 +6,11 @@ Loads no torch, so that who only passes messages on need not wait for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # which load torch
+    from trainers.config import DataConfig
+    from trainers.data import DatasetInfo
 
 HISTORY = "history"
 """Key of a report that holds the metrics of the epochs before it, one dict each."""
@@ -43,8 +47,8 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
 """Kinds of messages from a worker process, with what each carries: the process is up (pid); where
 ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial finished an epoch
 (metrics); a trial ended (``how``, ``text``, and ``retire``: why the process ends with it). Its node
-sends that it died (why). The last carries the data of trials and what forbids these (a text or None
-each), or a text: why the data cannot be had."""
+sends that it died (why). The last carries :class:`Examined`, or a text: why the data cannot be
+had."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",
@@ -77,6 +81,21 @@ class Beginning:
 
     damaged: str = ""
     history: list[dict[str, float]] = field(default_factory=list)
+
+
+class Examined(NamedTuple):
+    """What an examination of trials has found.
+
+    Attributes:
+        data: the data sets that they use.
+        reasons: why each trial could only fail, or None.
+        changes: names of what the user's code has changed in its process where each was examined,
+            see :func:`trainers.workers.process_reset.process_state`.
+    """
+
+    data: dict[DataConfig, DatasetInfo]
+    reasons: list[str | None]
+    changes: list[list[str]]
 
 
 def last_line(text: str) -> str:

@@ -11,6 +11,7 @@ The death of a process is reported after all messages that it sent before.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import platform
@@ -29,13 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.user_code import digest_files, digest_package, names_code
 from trainers.workers.fork_server import ForkServer
-from trainers.workers.messages import CHECK, CHECKED, DIED, Message
+from trainers.workers.messages import CHECK, CHECKED, DIED, Examined, Message
 
 if TYPE_CHECKING:  # a process is started before those are loaded
-    from trainers.config import TrialConfig
+    from trainers.config import DataConfig, TrialConfig
+    from trainers.data import DatasetInfo
 
-CHECKING = 0
-"""Number of the process that examines trials; the others count from 1."""
 BATCH = 1000
 """Most messages in one piece."""
 SOURCES = (".py", ".cu", ".cuh")
@@ -110,6 +110,8 @@ class Node:
         self._processes: dict[int, _Process] = {}
         self._server: ForkServer | None = None
         self._said: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._examiners = itertools.count(0, -1)
+        """Numbers of the processes that examine trials; the others count from 1."""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -192,29 +194,60 @@ class Node:
         return found
 
     def examine(
-        self, trials: Sequence[Any], environment: dict[str, str], device: str = "cpu"
+        self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str = "cpu"
     ) -> Message:
-        """Have a process of its own read trials' data and check the trials, before any other runs.
+        """Have processes read trials' data and check the trials, before any other runs.
+
+        Trials of the same code of the user's, or of none, have a process, and another one after
+        each whose code has changed its process.
 
         Args:
             trials: their :class:`~trainers.config.TrialConfig`.
-            environment: variables of the process.
-            device: a device that the process must have.
+            environment: variables of the processes.
+            device: a device that each process must have.
 
         Returns:
-            The process's last message: ``CHECKED`` with what
-            :func:`~trainers.workers.worker_process.examine` returns or the text of its error, or
-            ``DIED``.
+            ``CHECKED`` with what :func:`~trainers.workers.worker_process.examine` returns of all
+            trials, or the text of its error; or ``DIED``.
         """
-        self.start(CHECKING, environment, 1)
-        self.send(CHECKING, pickle.dumps(Message(CHECK, payload=(list(trials), device))))
-        message = Message("")
-        while message.kind not in (CHECKED, DIED):
-            _, content = self._said.get()
+        data: dict[DataConfig, DatasetInfo] = {}
+        reasons, changes = dict[int, str | None](), dict[int, list[str]]()
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for place, config in enumerate(trials):
+            alike.setdefault(config.user_code, []).append(place)
+        for places in alike.values():
+            while places:
+                message = self._examine([trials[place] for place in places], environment, device)
+                if message.kind == DIED or isinstance(message.payload, str):
+                    return message
+                found: Examined = message.payload
+                data |= found.data
+                reasons |= zip(places, found.reasons, strict=False)
+                changes |= zip(places, found.changes, strict=False)
+                places = places[len(found.reasons) :]
+        count = range(len(trials))
+        used = dict.fromkeys(config.data for config in trials if config.data in data)
+        examined = Examined(
+            {config: data[config] for config in used},
+            [reasons[place] for place in count],
+            [changes[place] for place in count],
+        )
+        return Message(CHECKED, payload=examined)
+
+    def _examine(
+        self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str
+    ) -> Message:
+        """Return the last message of a process that examines trials."""
+        key = next(self._examiners)
+        self.start(key, environment, 1)
+        self.send(key, pickle.dumps(Message(CHECK, payload=(list(trials), device))))
+        speaker, message = key, Message("")
+        while speaker != key or message.kind not in (CHECKED, DIED):
+            speaker, content = self._said.get()
             if self._closed:
                 return Message(DIED, payload="the node was closed")
             message = pickle.loads(content)
-        self.kill(CHECKING)
+        self.kill(key)
         return message
 
     def describe(self) -> tuple[str, str, list[str], str]:

@@ -12,9 +12,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import psutil
@@ -83,27 +86,87 @@ def _memory() -> tuple[int, int]:
     return int(psutil.Process().memory_info().rss), on_gpu
 
 
+def _umask() -> int:
+    """Return the mask of new files, which only setting it tells."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "folder": (os.getcwd, os.chdir),
-    "dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "device": (torch.get_default_device, lambda device: torch.set_default_device(_named(device))),
-    "grad": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "deterministic": (
+    "os.chdir": (os.getcwd, os.chdir),
+    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.set_default_device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(_named(device)),
+    ),
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.set_float32_matmul_precision": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "torch.use_deterministic_algorithms": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "cudnn": (
+    "torch.backends.cudnn": (
         lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
         lambda choice: choose_cudnn(deterministic=choice[0], benchmark=choice[1]),
     ),
-    "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    "accumulation": (get_matmul_accumulation, set_matmul_accumulation),
-    "random": (random.getstate, random.setstate),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch.autograd.set_detect_anomaly": (
+        torch.is_anomaly_enabled,
+        torch.autograd.set_detect_anomaly,
+    ),
+    "lns_ops.set_matmul_accumulation": (get_matmul_accumulation, set_matmul_accumulation),
+    "random.seed": (random.getstate, random.setstate),
+    "torch.set_num_threads": (torch.get_num_threads, torch.set_num_threads),
+    "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "os.umask": (_umask, os.umask),
 }
-"""What reads a setting, and what sets it. Set only where it has changed: torch loads its compiler,
-two seconds, to be told of some."""
+"""What reads a setting, and what sets it, by the name of what sets it. Set only where it has
+changed: torch loads its compiler, two seconds, to be told of some."""
+PATCHED = ("trainers", "lns_ops", "torch.nn", "torch.optim", "torch.utils.data")
+"""Packages whose functions and classes, replaced, would change what other trials compute."""
+ALSO_PATCHED = ("builtins", "math", "random", "numpy", "numpy.random", "torch", "torch.linalg")
+"""Modules of the same kind, without those below them."""
+
+
+def process_state() -> dict[str, Any]:
+    """Return what code may change for all of its process and change other trials by, by name:
+    settings, torch's global hooks, handlers of signals, modules, functions and methods.
+
+    Not in it is what only adds something (modules, threads, filters of warnings), as imports do.
+    """
+    found = _settings() | {
+        f"signal.{number.name}": signal.getsignal(number) for number in signal.Signals
+    }
+    for place in ("torch.nn.modules.module", "torch.optim.optimizer"):
+        found |= {
+            f"{place}.{name}": copy(value)
+            for name, value in vars(sys.modules[place]).items()
+            if name.startswith("_global")
+        }
+    for name, module in list(sys.modules.items()):
+        if name in ALSO_PATCHED or name.startswith(tuple(f"{each}." for each in PATCHED)):
+            found[f"sys.modules[{name!r}]"] = module
+            found |= _functions(name, vars(module))
+    return found
+
+
+def changed_since(before: dict[str, Any]) -> list[str]:
+    """Return the names of what is not as :func:`process_state` found it."""
+    now = process_state()
+    return [name for name, value in before.items() if now.get(name) != value]
+
+
+def _functions(place: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the functions of a module or class, and those of the classes that a module defines."""
+    found = {f"{place}.{name}": value for name, value in names.items() if callable(value)}
+    for name, value in list(found.items()):
+        legacy = type(value) is type(torch.FloatTensor)  # many, and alike
+        if isinstance(value, type) and value.__module__ == place and not legacy:
+            found |= _functions(name, vars(value))
+    return found
 
 
 def _named(device: torch.device) -> torch.device | None:

@@ -67,6 +67,9 @@ class WorkerResources(NamedTuple):
             process is a trial's alone.
         lanes: trials at once in a process.
         executor: what trains the trial there, see :mod:`trainers.workers.executors`.
+        own: whether the trial runs the user's code. Its processes then train no other trial, since
+            nobody knows what that code has changed in them (global hooks, replaced functions,
+            modules).
     """
 
     workers: int
@@ -76,6 +79,7 @@ class WorkerResources(NamedTuple):
     packed: str = ""
     lanes: int = 1
     executor: str = IN_PROCESS
+    own: bool = False
 
     @classmethod
     def of(cls, config: TrialConfig, wanted: str = "auto") -> WorkerResources:
@@ -85,7 +89,10 @@ class WorkerResources(NamedTuple):
         lanes = trials_per_process(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
         executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
-        return cls(config.workers, config.threads, config.device, gpus, packed, lanes, executor)
+        own = bool(config.user_code)
+        return cls(
+            config.workers, config.threads, config.device, gpus, packed, lanes, executor, own
+        )
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -161,7 +168,7 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
     Args:
         executor: the study's key.
     """
-    if config.workers > 1:
+    if config.workers > 1 or config.user_code:
         return 1
     if executor == "packed":
         return MOST_TRIALS

@@ -44,7 +44,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
 from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
-from trainers.config import TrialConfig
+from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
@@ -74,12 +74,19 @@ from trainers.workers.messages import (
     STOP,
     STOPPED,
     TRAIN,
+    Examined,
     Message,
     last_line,
 )
 from trainers.workers.out_of_memory import is_out_of_memory
 from trainers.workers.packed import Host
-from trainers.workers.process_reset import InitialSettings, LeakError, kept_settings
+from trainers.workers.process_reset import (
+    InitialSettings,
+    LeakError,
+    changed_since,
+    kept_settings,
+    process_state,
+)
 from trainers.workers.resume import in_a_line
 
 CHECKPOINTS_KEPT = 2
@@ -281,6 +288,7 @@ class Worker:
 
     def _end(self, executor: Executor | None) -> str:
         """End a trial and put back what it left behind; return why the process must end, or ""."""
+        sys.stdout.flush()
         try:
             if executor is not None:
                 executor.end()
@@ -291,12 +299,11 @@ class Worker:
         return ""
 
 
-def examine(
-    configs: Sequence[TrialConfig], device: str
-) -> tuple[list[DatasetInfo], list[str | None]]:
+def examine(configs: Sequence[TrialConfig], device: str) -> Examined:
     """Describe the data sets of trials, and say of each trial why it could only fail, or None.
 
-    A loop of the user's own has its own data, which nobody else sees.
+    A loop of the user's own has its own data, which nobody else sees. A trial whose code has
+    changed this process is the last that is examined here.
 
     Args:
         configs: the trials.
@@ -306,15 +313,28 @@ def examine(
         ValueError: the device is missing, or files are missing, corrupt or too few.
     """
     check_device(device)
-    used = dict.fromkeys(config.data for config in configs if not config.own_loop)
-    data = {config: prepare(config) for config in used}
-    reasons = [
-        _why_not(config, None if config.own_loop else data[config.data]) for config in configs
-    ]
-    return list(data.values()), reasons
+    data: dict[DataConfig, DatasetInfo] = {}
+    reasons: list[str | None] = []
+    changes: list[list[str]] = []
+    clean: dict[str, Any] = {}
+    tried = set[str]()
+    for config in configs:
+        with kept_settings():
+            torch.set_num_threads(1)  # of two examples threads would only wait for each other
+            task = repr((config.user_code, config.model, config.data, config.loss, config.metrics))
+            news = bool(config.user_code) and task not in tried
+            clean = clean or (process_state() if news else {})
+            if not config.own_loop and config.data not in data:
+                data[config.data] = prepare(config.data)
+            reasons.append(_why_not(config, None if config.own_loop else data[config.data]))
+            changes.append(changed_since(clean) if news else [])
+            tried.add(task)
+        if changes[-1]:
+            break
+    return Examined(data, reasons, changes)
 
 
-def _examined(configs: Sequence[TrialConfig], device: str) -> Any:
+def _examined(configs: Sequence[TrialConfig], device: str) -> Examined | str:
     """Return what :func:`examine` returns, or the text of its error, of whatever class."""
     try:
         return examine(configs, device)
@@ -334,13 +354,11 @@ def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
         info: its data; None for a loop of the user's own, which has its own.
     """
     try:
-        with kept_settings():
-            torch.set_num_threads(1)  # of two examples threads would only wait for each other
-            if info is None:
-                forget()
-                load_loop(config.trainable.name, config.trainable.code)
-            else:
-                check(config, info)
+        if info is None:
+            forget()
+            load_loop(config.trainable.name, config.trainable.code)
+        else:
+            check(config, info)
     except ValueError as error:
         return str(error)
     return None

@@ -18,9 +18,20 @@ from hypothesis import strategies as st
 
 from study.execution.leases import EPSILON, Lease, Local
 from study.execution.pool import Pool
+from tests.trainers.leaking import LEAKING
 from tests.trainers.nodes import SMALL, plan, reports
 from tests.trainers.telemetry.test_profiler import events
-from trainers.config import OptimizerConfig, PrecisionConfig, ProfileConfig, TrialConfig
+from trainers.config import (
+    DataConfig,
+    LossConfig,
+    MetricConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ProfileConfig,
+    TrainableConfig,
+    TrialConfig,
+)
 from trainers.workers.messages import BEGAN, DIED, DONE, ENDED, REFUSED, REPORT, Message
 from trainers.workers.node import Node
 from trainers.workers.resources import PACKED, WorkerResources
@@ -70,12 +81,8 @@ class Driver:
 
     def processes(self) -> set[int]:
         """Ids of the worker processes that live."""
-        return {
-            child.pid
-            for server in psutil.Process().children()
-            if "fork_server" in " ".join(server.cmdline())
-            for child in server.children()
-        }
+        assert self.node._server is not None
+        return {child.pid for child in psutil.Process(self.node._server.pid).children()}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +152,58 @@ def test_every_rank_records_its_profile(driver: Driver, tmp_path: Path) -> None:
             )
         )
         assert names["update"] == names["all_gather"] == 2
+
+
+@pytest.fixture(scope="module")
+def one_cpu() -> Iterator[Driver]:
+    """A pool whose trials take turns."""
+    driver = Driver(1)
+    yield driver
+    driver.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        *((part, "hook") for part in ("model", "loss", "data", "metrics", "trainable")),
+        *(("model", how) for how in ("method", "function", "recursion", "modules")),
+    ],
+)
+def test_what_code_of_the_user_s_changes_in_its_process_reaches_no_other_trial(
+    one_cpu: Driver, part: str, how: str, tmp_path: Path
+) -> None:
+    (tmp_path / "leak.py").write_text(LEAKING)
+    file, args = tmp_path / "leak.py", {"how": how}
+    parts: dict[str, Any] = {
+        "model": ModelConfig(name=f"{file}:make_net", args=args),
+        "loss": LossConfig(name=f"{file}:make_loss", args=args),
+        "data": DataConfig(name=f"{file}:digits", args=args),
+        "metrics": {"own": MetricConfig(name=f"{file}:make_metric", args=args)},
+        "trainable": TrainableConfig(name=f"{file}:train", args=args),
+    }
+    plain = replace(SMALL, precision=PrecisionConfig(), epochs=1)
+    leaking = replace(plain, batch_size=32, **{part: parts[part]})
+    found: dict[str, list[dict[str, Any]]] = {}
+    for trial, config in (("before", plain), ("leaking", leaking), ("after", plain)):
+        one_cpu.start(trial, config, tmp_path, WorkerResources.of(config).executor)
+        said = one_cpu.end(trial)
+        found[trial] = [metrics | {"pid": 0} for metrics in reports(said)]
+        assert trial == "leaking" or said[-1].payload["how"] == DONE, said[-1].payload
+    assert found["after"] == found["before"]
+
+
+@pytest.mark.parametrize("executor", ["auto", "packed"])
+@pytest.mark.parametrize("part", ["model", "loss", "data", "metrics"])
+def test_code_of_the_user_s_shares_no_process(part: str, executor: str) -> None:
+    parts: dict[str, Any] = {
+        "model": ModelConfig(name="own.py:make"),
+        "loss": LossConfig(name="own.py:make"),
+        "data": DataConfig(name="own.py:make"),
+        "metrics": {"own": MetricConfig(name="own.py:make")},
+    }
+    small = TrialConfig(device="cuda", gpus=1 / 12)
+    assert WorkerResources.of(small, executor).lanes > 1
+    assert WorkerResources.of(replace(small, **{part: parts[part]}), executor).lanes == 1
 
 
 def test_a_dead_rank_ends_the_gang_at_once(driver: Driver, tmp_path: Path) -> None:

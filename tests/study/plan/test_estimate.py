@@ -131,6 +131,11 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
     [
         ([], "one each (executor=auto): only small nets on a GPU share processes by themselves"),
         (["executor=packed"], "up to 32 share one (executor=packed)"),
+        (
+            ["executor=packed", "metrics={mine: {name: 'torchmetrics:MeanMetric'}}"],
+            "one each (executor=packed): they run code of yours, which may change its whole"
+            " process",
+        ),
         (["workers=2"], "a gang of 2 each, a process a worker (trial.workers)"),
         (
             ["device=cuda", "workers=2"],

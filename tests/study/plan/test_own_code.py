@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from study import create
 from study.api import Outcome, run_study
@@ -25,6 +24,7 @@ from study.manage.rerun import rerun
 from study.plan.plan import make_plan
 from tests.study.conftest import SilentView
 from tests.study.execution.conftest import results
+from tests.trainers.leaking import LEAKING
 from tests.trainers.user_network import NETWORK
 from trainers.workers.node import Node
 
@@ -51,7 +51,6 @@ metric: validation/loss
 cpus: 1
 tracking_uri: none
 """
-LOSS = "def make():\n    return F.cross_entropy\n"
 
 
 @pytest.fixture
@@ -115,31 +114,38 @@ def test_a_check_that_takes_long_is_told(folder: Path, monkeypatch: pytest.Monke
     assert said == ["Checking trials and their data: 2 trials"]
 
 
-def test_what_a_network_sets_in_the_process_is_not_there_where_the_next_is_checked(
+def test_code_that_changes_its_process_is_named_and_no_other_trial_is_checked_there(
     folder: Path,
 ) -> None:
-    (folder / "double.py").write_text(
-        "import torch\n\ndef make(inputs, classes):\n    torch.set_default_dtype(torch.float64)\n"
-        "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes,"
-        " dtype=torch.float32))\n"
+    (folder / "leak.py").write_text(LEAKING)
+    leaks = {
+        "hook": "torch.nn.modules.module._global_forward_hooks",
+        "method": "torch.nn.modules.linear.Linear.forward",
+        "function": "torch.randperm",
+        "recursion": "sys.setrecursionlimit",
+        "modules": "sys.modules['trainers.workers.in_process']",
+    }
+    rows = [
+        f"{{label: {how}, overrides: {{model: {{name: '{folder}/leak.py:make_net', args: {{how:"
+        f" {how}}}}}}}}}"
+        for how in leaks
+    ]
+    plain = "{label: plain, overrides: {model: {name: mlp, hidden: [8]}}}"
+    clean = f"{{label: clean, overrides: {{model: {{name: '{folder}/leak.py:make_net'}}}}}}"
+    study = load(
+        str(folder / "own.yaml"),
+        [f"storage={folder}", f"rows=[{', '.join([*rows, plain, clean])}]", "baseline=null"],
     )
-    first = f"{{label: first, overrides: {{model.name: '{folder}/double.py:make'}}}}"
-    rows = f"rows=[{first}, {{label: second, overrides: {{optimizer.lr: 0.2}}}}]"
-    study = load(str(folder / "own.yaml"), [f"storage={folder}", rows, "baseline=null"])
-    preflight(make_plan(study))
-    assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize("part", ["model", "loss"])
-def test_its_trials_do_not_share_a_process(folder: Path, part: str) -> None:
-    changes = [f"storage={folder}", "executor=packed"]
-    if part == "loss":
-        (folder / "loss.py").write_text("import torch.nn.functional as F\n" + LOSS)
-        changes += ["model=mlp_128", "data=digits", f"loss.name={folder}/loss.py:make"]
-    study = load(str(folder / "own.yaml"), changes)
-    refused = rf"executor=packed with {part}\.name=.*use executor=auto"
-    with pytest.raises(ValueError, match=refused):
-        preflight(make_plan(study))
+    said: list[str] = []
+    with Node() as node:
+        plan, data = preflight(make_plan(study), node, said.append)
+    assert len(plan.trials) == len(leaks) + 2
+    assert len(data) == 1
+    assert said == [
+        f"Note: code of your own (row '{how}') changes {name} for all of its process; each of its"
+        " trials has a process of its own, so no other trial is affected"
+        for how, name in leaks.items()
+    ]
 
 
 def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:

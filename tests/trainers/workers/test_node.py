@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 
 from tests.trainers.nodes import MADE_UP, SMALL, Driver, alone, plan, reports
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.workers import output
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -296,11 +298,67 @@ def test_processes_die_with_who_started_them(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 3
+    assert len(family) == 4
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+def children_of(folder: Path) -> list[psutil.Process]:
+    """What :class:`tests.trainers.made_up.Parent` has started."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        path = folder / "children"
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) == 4:
+            return [psutil.Process(int(pid)) for pid in lines]
+        time.sleep(0.02)
+    raise AssertionError("they did not start")
+
+
+PARENT = MADE_UP + "Parent"
+
+
+@pytest.mark.parametrize("end", ["killed", "by the study", "server", "guard", "closed"])
+def test_what_a_trial_has_started_ends_with_its_process(end: str, tmp_path: Path) -> None:
+    with Node() as node:
+        driver = Driver(node)
+        pid = driver.start(1)
+        driver.send(1, TRAIN, "long", plan(replace(SMALL, epochs=10_000), tmp_path, PARENT))
+        started = children_of(tmp_path)
+        server = psutil.Process(pid).parent()
+        if end == "closed":
+            node.close()
+        elif end == "by the study":
+            node.kill(1)
+        else:
+            {"killed": psutil.Process(pid), "server": server, "guard": server.parent()}[end].kill()
+        _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
+
+
+def test_what_a_trial_has_started_ends_with_who_drives_the_study(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from dataclasses import replace;"
+        " from tests.trainers.nodes import *; node = Node(); driver = Driver(node);"
+        " driver.start(1); driver.send(1, TRAIN, 'long', plan(replace(SMALL, epochs=10_000),"
+        f" Path({str(tmp_path)!r}), {PARENT!r})); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    started = children_of(tmp_path)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
+
+
+def test_a_signal_to_the_group_of_a_process_reaches_no_other(driver: Driver, key: int) -> None:
+    pids = [driver.start(key), driver.start(key + 1)]
+    os.killpg(os.getpgid(pids[0]), 15)
+    driver.until(key, lambda message: message.kind == DIED)
+    assert psutil.pid_exists(pids[1])
+    assert psutil.pid_exists(driver.start(key + 2))
 
 
 def test_a_closed_node_says_so() -> None:
@@ -318,3 +376,29 @@ def test_what_processes_print_goes_to_the_log(tmp_path: Path) -> None:
         os.kill(pid, 11)
         printing.until(1, lambda message: message.kind == DIED)
     assert "Segmentation fault" in (tmp_path / "workers.log").read_text()
+
+
+@pytest.mark.parametrize("kept", [output.HEAD, 0])
+def test_of_much_that_a_process_prints_the_log_keeps_begin_and_end(
+    tmp_path: Path, kept: int
+) -> None:
+    """Twenty MB and then its death; of a log that has become long, the end alone."""
+    log = tmp_path / "workers.log"
+    with Node() as node:
+        node.log(log)
+        if not kept:
+            log.write_bytes(b"." * output.FILE)
+        printing = Driver(node)
+        printing.start(1)
+        trial = plan(SMALL, tmp_path, MADE_UP + "Talker")
+        printing.send(1, TRAIN, "talks", trial)
+        printing.until(1, lambda message: message.kind == DIED)
+    text = log.read_bytes().lstrip(b".")
+    assert kept < len(text) < kept + 3 * output.TAIL
+    assert text.startswith(b"line 0\n") == bool(kept)
+    left_out = re.search(rb"\n\[(\d+) bytes of what this process printed are left out\]\n", text)
+    assert left_out
+    assert int(left_out[1]) > 15 << 20
+    assert text[left_out.end() :].startswith(b"line ")
+    assert b"line 1999999\n" in text
+    assert b"Segmentation fault" in text
