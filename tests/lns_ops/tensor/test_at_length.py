@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -76,14 +77,55 @@ def _places(count: int, rows: int) -> Maker:
     return made
 
 
+BY_ROW: dict[str, Callable[..., Tensor]] = {
+    "index_add": lambda x, i, y: x.index_add(0, i, y),
+    "scatter_add": lambda x, i, y: x.scatter_add(0, i[:, None].expand(y.shape), y),
+    "index_put": lambda x, i, y: x.index_put((i,), y, accumulate=True),
+    "put": lambda x, i, y: x.put(i, y[:, 0], accumulate=True),
+    "scatter_reduce.sum": lambda x, i, y: x.scatter_reduce(0, i[:, None].expand(y.shape), y, "sum"),
+    "scatter_reduce.mean": lambda x, i, y: x.scatter_reduce(
+        0, i[:, None].expand(y.shape), y, "mean"
+    ),
+}
+"""Sums of rows by index."""
+
+TAKEN: dict[str, Callable[..., Tensor]] = {
+    "nn.functional.embedding": lambda x, i: F.embedding(i, x),
+    "nn.functional.embedding_bag": lambda x, i: F.embedding_bag(i[None], x, mode="sum"),
+    "nn.functional.embedding_bag.mean": lambda x, i: F.embedding_bag(i[None], x, mode="mean"),
+    "gather": lambda x, i: x.gather(0, i[:, None].expand(-1, 2)),
+    "take": lambda x, i: x.take(i),
+    "index_select": lambda x, i: x.index_select(0, i),
+    "__getitem__": lambda x, i: x[i],
+    "repeat_interleave": lambda x, i: x.repeat_interleave(len(i) // 3, 0),
+    "expand": lambda x, i: x[:, None].expand(-1, len(i), -1),
+}
+"""Rows taken by index, whose gradients are sums."""
+
+SEGMENTS: dict[str, Callable[..., Tensor]] = {
+    "lengths": lambda x: torch.segment_reduce(
+        x, "sum", lengths=torch.tensor([3, len(x) - 5, 2])
+    ),
+    "offsets": lambda x: torch.segment_reduce(
+        x, "mean", offsets=torch.tensor([0, 3, len(x) - 2, len(x)])
+    ),
+}
+"""Sums of neighbours."""
+
 CASES = [
     Case("sum", "long", torch.sum, (positive(LONG),)),
     Case("mean", "long", torch.mean, (positive(LONG),)),
-    Case(
-        "index_add",
-        "long",
-        lambda x, i, y: x.index_add(0, i, y),
-        (positive(3, 2), _places(LONG, 3), positive(LONG, 2)),
+    *(
+        Case(name, "long", function, (positive(3, 2), _places(LONG, 3), positive(LONG, 2)))
+        for name, function in BY_ROW.items()
+    ),
+    *(
+        Case(name, "long", function, (positive(3, 2), _places(LONG, 3)))
+        for name, function in TAKEN.items()
+    ),
+    *(
+        Case(f"_segment_reduce.{kind}", "long", function, (positive(LONG),))
+        for kind, function in SEGMENTS.items()
     ),
 ]
 
