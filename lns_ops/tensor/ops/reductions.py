@@ -31,13 +31,11 @@ from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, weight_norm
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
-from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
-from lns_ops.tensor.underflow import warn_of_terms
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
@@ -162,22 +160,6 @@ def _std_mean(
 ) -> tuple[LNSTensor, LNSTensor]:
     variance, mean = _variance(x, dim, correction, keepdim)
     return _root(variance, x.fmt), mean
-
-
-@handles(aten.logsumexp.default)
-def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
-    largest = LNSTensor(_largest(x, dim), x.fmt)
-    exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
-    total = _total(exponentials, dim, True)
-    warn_of_terms("logsumexp", _count(x, dim), total.codes, x.fmt, "take x.to_float().logsumexp()")
-    logarithm = LNSTensor(lookup(total.codes, "log", x.fmt), x.fmt)
-    result = binary(aten.add.Tensor, logarithm, largest)
-    return result if keepdim else LNSTensor(result.codes.squeeze(dimensions(x, dim)), x.fmt)
-
-
-def _largest(x: LNSTensor, dim: Any) -> Tensor:
-    key = lns.order_key(x.codes, x.fmt).amax(dimensions(x, dim), keepdim=True)
-    return lns.from_key(key, x.fmt)
 
 
 @handles(aten.mm.default, aten.bmm.default)
