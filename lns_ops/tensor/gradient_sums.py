@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import dispatching, engine_code, graph_task, next_nodes
+from lns_ops._compat import dispatching, engine_code, graph_task, make_wrapper_subclass, next_nodes
 from lns_ops.functional.accumulation import get_gradient_accumulation
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 
 _MOST = torch.finfo(torch.float32).max
@@ -54,9 +55,37 @@ class _Sum(NamedTuple):
     captured: bool
 
 
+class _Unread(LNSTensor):
+    """A sum that is encoded as it is read, and then an LNSTensor like any other.
+
+    Most sums are not read: another term is added to them.
+    """
+
+    @staticmethod
+    def __new__(cls, total: Tensor, fmt: LNSFormat) -> _Unread:
+        self: _Unread = make_wrapper_subclass(
+            cls, total.shape, strides=total.stride(), dtype=torch.float32, device=total.device
+        )
+        self.fmt = fmt
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "codes":
+            raise AttributeError(f"LNSTensor has no attribute {name!r}")
+        known: _Sum = self.__dict__["_sum"]
+        self.codes = lns.encode(known.terms[0], self.fmt)
+        self.__dict__["_sum"] = known._replace(versions=(*known.versions, self.codes._version))
+        self.__class__ = LNSTensor  # type: ignore[assignment]
+        return self.codes
+
+
 def _versions(*gradients: Any) -> tuple[int, ...]:
     """Return numbers that change as something is written to gradients or to their codes."""
-    return tuple(v for g in gradients for v in (g._version, g.codes._version))
+    return tuple(
+        v
+        for g in gradients
+        for v in (g._version, *([] if type(g) is _Unread else [g.codes._version]))
+    )
 
 
 def _ends() -> frozenset[int] | None:
@@ -71,14 +100,14 @@ def _ends() -> frozenset[int] | None:
     return frozenset(next_nodes()) or _LEAF
 
 
-def _captures(codes: Tensor) -> bool:
-    return codes.is_cuda and torch.cuda.is_current_stream_capturing()
+def _captures(x: Tensor) -> bool:
+    return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _found(x: LNSTensor, ends: frozenset[int]) -> _Sum | None:
     """Return what is behind the codes of ``x`` if it is the sum that goes to ``ends``."""
     known: _Sum | None = x.__dict__.get("_sum")
-    if known is None or not known.ends & ends or known.captured != _captures(x.codes):
+    if known is None or not known.ends & ends or known.captured != _captures(x):
         return None
     written = known.terms if len(known.terms) > 1 else (x,)
     return known if _versions(*written) == known.versions else None
@@ -93,13 +122,15 @@ def _is_sum(x: Any, y: Any) -> bool:
     )
 
 
-def _total(known: _Sum | None, x: LNSTensor, y: LNSTensor) -> Tensor:
-    """Return the sum of a sum and ``y`` in float32, in the memory of the former if it has any."""
+def _total(known: _Sum | None, x: LNSTensor, y: LNSTensor, into: bool = False) -> Tensor:
+    """Return the sum of a sum and ``y`` in float32; ``into``: in the memory of the former."""
     first, *others = (x,) if known is None else known.terms
-    total = lns.decode(first.codes, x.fmt) if isinstance(first, LNSTensor) else first
+    if isinstance(first, LNSTensor):
+        first, into = lns.decode(first.codes, x.fmt), True
     for term in (*others, y):
-        total.add_(lns.decode(term.codes, x.fmt))  # type: ignore[attr-defined]
-    return total.clamp_(-_MOST, _MOST) if x.fmt.largest > 2.0**100 else total
+        value = lns.decode(term.codes, x.fmt)  # type: ignore[attr-defined]
+        first = first.add_(value) if into else first + value
+    return first.clamp_(-_MOST, _MOST) if x.fmt.largest > 2.0**100 else first
 
 
 def summed(x: Any, y: Any) -> LNSTensor | None:
@@ -111,14 +142,15 @@ def summed(x: Any, y: Any) -> LNSTensor | None:
         return None
     known, fmt = _found(x, ends), x.fmt
     if known is None:
-        result, terms = LNSTensor(lns.add(x.codes, y.codes, fmt), fmt), (x, y)
+        result: LNSTensor = LNSTensor(lns.add(x.codes, y.codes, fmt), fmt)
+        terms: tuple[Tensor, ...] = (x, y)
         versions = _versions(x, y)
     else:
-        ends, terms = ends & known.ends, (_total(known, x, y),)
-        x.__dict__.pop("_sum")  # its memory is the result's now
-        result = LNSTensor(lns.encode(terms[0], fmt), fmt)
-        versions = _versions(result)
-    result.__dict__["_sum"] = _Sum(ends, terms, versions, _captures(result.codes))
+        total, ends = _total(known, x, y), ends & known.ends
+        recorded = type(total) is not Tensor or _captures(total)  # and the encoding must be, too
+        result = LNSTensor(lns.encode(total, fmt), fmt) if recorded else _Unread(total, fmt)
+        terms, versions = (total,), _versions(result)
+    result.__dict__["_sum"] = _Sum(ends, terms, versions, _captures(x))
     return result
 
 
@@ -132,12 +164,12 @@ def add_(x: Any, y: Any) -> bool:
 
 def _accumulate_(x: LNSTensor, y: LNSTensor) -> None:
     known = _found(x, _LEAF)
-    total = _total(known, x, y)
+    total = _total(known, x, y, into=True)
     codes = lns.add(x.codes, y.codes, x.fmt) if known is None else lns.encode(total, x.fmt)
     x.codes.copy_(codes)
     version, of_codes = _versions(x)
     # torch counts an operation in place once it is done
-    x.__dict__["_sum"] = _Sum(_LEAF, (total,), (version + 1, of_codes), _captures(x.codes))
+    x.__dict__["_sum"] = _Sum(_LEAF, (total,), (version + 1, of_codes), _captures(x))
 
 
 @torch.no_grad()
