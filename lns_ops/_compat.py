@@ -97,6 +97,23 @@ def is_recorded() -> bool:
     return module is not None and module.get_proxy_mode() is not None
 
 
+engine_code = torch.autograd.graph._engine_run_backward.__code__
+"""The function that the engine of backward passes is called from, and so the caller of what it
+calls on the same thread (torch 2.13)."""
+dispatching = {"__torch_dispatch__", "__torch_function__", "__call__", "_fn", "inner"}
+"""The functions between it and us, where modes such as FlopCounterMode are on (torch 2.13)."""
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread works on, or -1; nothing public tells (torch
+2.13)."""
+
+
+def next_nodes() -> list[int]:
+    """Return the numbers of the nodes that the node at work passes gradients to, of which there are
+    none where it adds to ``.grad``; only private functions tell (torch 2.13)."""
+    node = torch._C._current_autograd_node()
+    return [n._sequence_nr() for n, _ in node.next_functions if n is not None] if node else []
+
+
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}
 """The namespaces of torch's operators between processes, which no public name lists (torch
 2.13)."""

@@ -5,8 +5,10 @@ from lns_ops.analysis import Analysis, analyze
 from lns_ops.cuda import check_faults
 from lns_ops.functional import decode, encode, flops
 from lns_ops.functional.accumulation import (
+    get_gradient_accumulation,
     get_matmul_accumulation,
     matmul_accumulation,
+    set_gradient_accumulation,
     set_matmul_accumulation,
 )
 from lns_ops.nn import Conversion, convert_, revert_, summary
@@ -39,6 +41,7 @@ __all__ = [
     "encode",
     "flops",
     "formats",
+    "get_gradient_accumulation",
     "get_matmul_accumulation",
     "handlers",
     "lns8",
@@ -49,6 +52,7 @@ __all__ = [
     "quantize_updates_",
     "revert_",
     "serialization",
+    "set_gradient_accumulation",
     "set_matmul_accumulation",
     "simulate_",
     "summary",

@@ -47,14 +47,14 @@ _ELEMENTWISE: dict[str, str] = {
     },
     "sum": "PPPqqqqqqqqqqiiiiPP",
     "normalize": "PPPq" + 4 * "Pqq" + "iPP",
-    "normalize_backward": "PPPq" + 3 * "Pqq" + "iPP",
-    "normalization": "PPPPPP" + "qqqqqqqqiiiii" + 2 * "Pqq" + "PiPP",
+    "normalize_backward": "PPPq" + 2 * "Pqq" + "iPP",
+    "normalization": "PPPPPPP" + "qqqqqqqqiiiii" + 2 * "Pqq" + "PiPP",
     "normalization_backward": "PPPPPPP" + "qqqqqqqqiiiii" + "0qiPP",
     "encode": "PPqiPP",
     "encode_double": "PPqPP",
     "decode": "PPqiP",
     "decode_double": "PPqiP",
-    "track": "PPPPqiffP",
+    "track": "PPPPPqiffP",
 }
 LISTS = {"sgd": ("PPPPPqqiii", 48), "ada": ("PPPPPPPqqiii", 40)}
 """Layout of an entry of the list of parameters that a kernel takes, and how many it has."""

@@ -102,8 +102,8 @@ def _columns(terms: int, groups: int, length: int, stride: int, device: int) -> 
 def normalization(
     cut: Cut, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: int, centred: bool,
     bits: int, fraction_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ``y``, ``y weight + bias``, mean, variance and scale, as the operator does.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return ``y``, ``y weight + bias``, mean, rest, variance and scale, as the operator does.
 
     Args:
         cut: what :func:`cut_of` returns.
@@ -113,18 +113,18 @@ def normalization(
     x, affine = x.contiguous(), weight is not None or bias is not None
     y = torch.empty_like(x)
     out = torch.empty_like(x) if affine else x.new_empty(0)
-    mean = x.new_empty(cut.kept if centred else 0)
+    mean, rest = (x.new_empty(cut.kept if centred else 0) for _ in range(2))
     variance, scale = x.new_empty(cut.kept), x.new_empty(cut.kept)
     operands = [_repeated(codes, x) for codes in (weight, bias)]
     device = x.get_device()
     powers = function_table("power", (-0.5,), LNSFormat(bits, fraction_bits).of_squares, device)
     _of_groups(
         "normalization", cut, (x, y, out if affine else None),
-        (mean if centred else None, variance, scale),
+        (*((mean, rest) if centred else (None, None)), variance, scale),
         (*(value for triple, _ in operands for value in triple), powers.data_ptr(), eps),
         bits, fraction_bits,
     )  # fmt: skip
-    return y, out, mean, variance, scale
+    return y, out, mean, rest, variance, scale
 
 
 def normalization_backward(
@@ -203,19 +203,13 @@ def normalize(
 
 
 def normalize_backward(
-    grad: Tensor,
-    y: Tensor,
-    mean: Tensor | None,
-    along: Tensor,
-    scale: Tensor,
-    bits: int,
-    fraction_bits: int,
+    grad: Tensor, y: Tensor, along: Tensor, scale: Tensor, bits: int, fraction_bits: int
 ) -> Tensor:
-    """Return ``((grad - mean) - y along) scale``."""
+    """Return ``(grad - y along) scale``."""
     grad, y = grad.contiguous(), y.contiguous()
     out = torch.empty_like(grad)
     if grad.numel():
-        operands = [_repeated(codes, grad) for codes in (mean, along, scale)]
+        operands = [_repeated(codes, grad) for codes in (along, scale)]
         _launch("normalize_backward", grad, (grad, y, out), operands, bits, fraction_bits)
     return out
 
@@ -242,18 +236,19 @@ def _launch(
 
 
 def track_(
-    averages: Sequence[Tensor | None], mean: Tensor, variance: Tensor, unbiased: int,
+    averages: Sequence[Tensor | None], mean: Tensor, rest: Tensor, variance: Tensor, unbiased: int,
     momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     """Update running averages, contiguous float32, by the codes of a mean and a variance.
 
-    ``average = (1 - momentum) average + momentum value``, of the variance times ``unbiased``; these
-    two are codes of the format of squares.
+    ``average = (1 - momentum) average + momentum value``, of ``mean + rest`` and of the variance
+    times ``unbiased``; these two are codes of the format of squares.
     """
-    mean, variance, device = mean.contiguous(), variance.contiguous(), mean.get_device()
+    mean, rest, variance = mean.contiguous(), rest.contiguous(), variance.contiguous()
+    device = mean.get_device()
     if mean.numel():
         elementwise_kernel("track", bits, fraction_bits, device)(
-            grid_of(mean.numel(), device), THREADS, device, mean.data_ptr(), variance.data_ptr(),
-            *map(pointer_of, averages), mean.numel(), unbiased, 1 - momentum, momentum,
-            device_tables(fraction_bits, device).significands.data_ptr(),
+            grid_of(mean.numel(), device), THREADS, device, mean.data_ptr(), rest.data_ptr(),
+            variance.data_ptr(), *map(pointer_of, averages), mean.numel(), unbiased, 1 - momentum,
+            momentum, device_tables(fraction_bits, device).significands.data_ptr(),
         )  # fmt: skip

@@ -4,7 +4,7 @@ The tables are those of :mod:`lns_ops.spec.unary_functions`.
 
 ``index_sum`` is what the gradients of gathers are made of (embedding, indexing, pooling), and it is
 deterministic on every device: the terms of a destination are added in ascending order of their
-position, in blocks of 64, as the contract's sum does, never by atomics.
+position, as :func:`lns_ops.functional.sum` adds them, never by atomics.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lns_ops.cpu.arrays import flattened
 from lns_ops.cpu.compiler.thread_pool import run
@@ -20,7 +21,7 @@ from lns_ops.cpu.kernels.gather_gemm import HIGHEST, LOWEST
 from lns_ops.cuda import indexed
 from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
 from lns_ops.spec.format import LNSFormat
-from lns_ops.spec.reference import BLOCK
+from lns_ops.spec.reference import BLOCK, LONG_SUM
 from lns_ops.spec.unary_functions import table, undefined
 
 _GRAIN = 1 << 15
@@ -108,7 +109,8 @@ def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
 def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     """Return ``out[r] = sum of x[i] over the i with index[i] = r``.
 
-    The sum goes by ascending i in the contract's order; an empty sum is zero.
+    The sum goes by ascending i in the order of :func:`lns_ops.functional.sum`, so that more than
+    ``LONG_SUM = 4096`` terms of one destination are cut into pieces of 4096; an empty sum is zero.
 
     Args:
         x: int16 codes ``[n, ...]``.
@@ -129,6 +131,28 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
         )
     ordered, order = torch.sort(index.reshape(-1), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
-    flat = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
-    out = OPS.segment_sum(flat, order, starts, fmt.bits, fmt.fraction_bits)
+    terms = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
+    longest = x.shape[0]  # that a destination could have: which one has how many is data
+    while longest > LONG_SUM:
+        bounds, starts = _pieces(starts, terms.shape[0])
+        terms = OPS.segment_sum(terms, order, bounds, fmt.bits, fmt.fraction_bits)
+        order = torch.arange(terms.shape[0], device=index.device)
+        longest = -(-longest // LONG_SUM)
+    out = OPS.segment_sum(terms, order, starts, fmt.bits, fmt.fraction_bits)
     return out.reshape(rows, *x.shape[1:])  # type: ignore[no-any-return]
+
+
+def _pieces(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the bounds of the pieces that segments are cut into, and of each segment's pieces.
+
+    A segment's pieces have ``LONG_SUM`` terms, the last one at most so many. As the number of
+    pieces must not depend on data, there are as many as segments of ``count`` terms in all can
+    have; those too many are empty and come last.
+    """
+    firsts = pad((starts.diff() + (LONG_SUM - 1)).div(LONG_SUM, rounding_mode="floor"), (1, 0))
+    firsts = firsts.cumsum(0)
+    segments = starts.shape[0] - 1
+    pieces = torch.arange(min(segments, count) + count // LONG_SUM, device=starts.device)
+    at = torch.searchsorted(firsts, pieces, right=True).sub_(1).clamp_(max=segments - 1)
+    bounds = starts[at] + (pieces - firsts[at]) * LONG_SUM
+    return torch.cat([torch.minimum(bounds, starts[-1]), starts[-1:]]), firsts

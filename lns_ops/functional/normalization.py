@@ -1,9 +1,11 @@
 """Normalizations and their gradients, each one operator; the equations, over ``n`` values::
 
-    d = x - sum(x) / n        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
-    dx = s (g - sum(g) / n - y sum(g y) / n)          g = grad weight
+    d = c(x)        v = sum(d^2) / n        s = (v + eps)^(-1/2)        y = d s
+    e = c(grad weight)                      dx = s (e - y sum(e y) / n)
 
-(without ``d`` and the first means where it is not centred). ``y weight + bias`` lies behind it.
+where ``c`` subtracts the mean (and nothing where it is not centred), twice: a mean is rounded, and
+of data whose mean is 100 times their deviation the first difference keeps a half of a deviation in
+lns16, as their own mean, which the second takes away. ``y weight + bias`` lies behind it.
 Every step rounds to the format, as the operations of :mod:`lns_ops.functional` that it is made of;
 ``v`` and ``eps`` to that of squares (:attr:`lns_ops.LNSFormat.of_squares`), of which ``eps`` is at
 least the smallest magnitude. ``s`` is at least the format's own. On a GPU all of it is one kernel
@@ -50,12 +52,11 @@ def _elementwise(
 
 
 def _elementwise_backward(
-    grad: Tensor, y: Tensor, mean: Tensor | None, along: Tensor, scale: Tensor, *fmt: int
+    grad: Tensor, y: Tensor, along: Tensor, scale: Tensor, *fmt: int
 ) -> Tensor:
-    """Return ``((grad - mean) - y along) scale``; ``mean`` may be absent."""
+    """Return ``(grad - y along) scale``."""
     ops = kernels_of(grad)
-    rest = grad if mean is None else ops.sub(grad, mean, *fmt)
-    rest = ops.sub(rest, ops.mul(y, along, *fmt), *fmt)
+    rest = ops.sub(grad, ops.mul(y, along, *fmt), *fmt)
     return ops.mul(rest, scale, *fmt)  # type: ignore[no-any-return]
 
 
@@ -84,6 +85,13 @@ def _mean(x: Tensor, y: Tensor | None, kind: str, dims: Sequence[int], fmt: LNSF
     return x
 
 
+def centre(ops: Any, x: Tensor, dims: Sequence[int], fmt: LNSFormat) -> tuple[Tensor, ...]:
+    """Return ``d = x - mean``, the mean, and the mean of d, which is what its rounding left."""
+    mean = _mean(x, None, "plain", dims, fmt)
+    d = ops.sub(x, mean, fmt.bits, fmt.fraction_bits)
+    return d, mean, _mean(d, None, "plain", dims, fmt)
+
+
 def _least(eps: float, fmt: LNSFormat) -> float:
     return max(eps, fmt.of_squares.smallest) if eps >= 0 else eps
 
@@ -110,14 +118,17 @@ def inverse_root(ops: Any, variance: Tensor, eps: float, fmt: LNSFormat) -> Tens
 def _normalization(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int],
     dims: Sequence[int], eps: float, centred: bool, bits: int, fraction_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     ops, fmt = kernels_of(x), cached_format(bits, fraction_bits)
-    mean = _mean(x, None, "plain", dims, fmt) if centred else None
-    variance = _mean(x, mean, "squares", dims, fmt)
+    mean, rest = x.new_empty(0), x.new_empty(0)  # results must not share memory
+    if centred:
+        x, mean, rest = centre(ops, x, dims, fmt)
+    about = rest if centred else None
+    variance = _mean(x, about, "squares", dims, fmt)
     scale = inverse_root(ops, variance, eps, fmt)
     w, b = (None if p is None else p.reshape(shape) for p in (weight, bias))
-    y, out = ops.normalize(x, mean, scale, w, b, bits, fraction_bits)
-    return y, out, x.new_empty(0) if mean is None else mean, variance, scale
+    y, out = ops.normalize(x, about, scale, w, b, bits, fraction_bits)
+    return y, out, mean, rest, variance, scale
 
 
 def _normalization_backward(
@@ -134,9 +145,11 @@ def _normalization_backward(
     if wanted[0]:
         if weight is not None:
             grad = ops.mul(grad, weight.reshape(shape), bits, fraction_bits)
-        mean = _mean(grad, None, "plain", dims, fmt) if centred else None
+        if centred:
+            grad, _, rest = centre(ops, grad, dims, fmt)
+            grad = ops.sub(grad, rest, bits, fraction_bits)
         along = _mean(grad, y, "products", dims, fmt)
-        dx = ops.normalize_backward(grad, y, mean, along, scale, bits, fraction_bits)
+        dx = ops.normalize_backward(grad, y, along, scale, bits, fraction_bits)
     return dx, dw, db
 
 
@@ -155,7 +168,7 @@ def _lengths(shape: torch.Size, dims: tuple[int, ...]) -> tuple[int, ...]:
 def _normalization_on_gpu(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int],
     dims: Sequence[int], eps: float, centred: bool, bits: int, fraction_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     cut = _cut(x, dims, fraction_bits) if eps >= 0 else None
     if cut is None:
         return _normalization(x, weight, bias, shape, dims, eps, centred, bits, fraction_bits)
@@ -211,24 +224,26 @@ def _summed(
 
 
 def _track_(
-    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, variance: Tensor,
-    unbiased: float, momentum: float, bits: int, fraction_bits: int,
+    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, rest: Tensor,
+    variance: Tensor, unbiased: float, momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
-    ops, fmt = kernels_of(mean), cached_format(bits, fraction_bits)
+    ops, squares = kernels_of(mean), cached_format(bits, fraction_bits).of_squares
+
+    def follow(average: Tensor, value: Tensor) -> None:
+        average.mul_(1 - momentum).add_(value.reshape(average.shape), alpha=momentum)
+
+    if mean_average is not None:
+        values = (ops.decode(m, bits, fraction_bits, torch.float32) for m in (mean, rest))
+        follow(mean_average, torch.add(*values))
     if variance_average is not None:
-        squares = fmt.of_squares
-        factor = encode_number(unbiased, squares)
-        variance = ops.mul(variance, factor, squares.bits, squares.fraction_bits)
-    averages = (mean_average, mean, fmt), (variance_average, variance, fmt.of_squares)
-    for average, codes, own in averages:
-        if average is not None:
-            value = ops.decode(codes, own.bits, own.fraction_bits, torch.float32)
-            average.mul_(1 - momentum).add_(value.reshape(average.shape), alpha=momentum)
+        own = squares.bits, squares.fraction_bits
+        variance = ops.mul(variance, encode_number(unbiased, squares), *own)
+        follow(variance_average, ops.decode(variance, *own, torch.float32))
 
 
 def _track_on_gpu_(
-    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, variance: Tensor,
-    unbiased: float, momentum: float, bits: int, fraction_bits: int,
+    mean_average: Tensor | None, variance_average: Tensor | None, mean: Tensor, rest: Tensor,
+    variance: Tensor, unbiased: float, momentum: float, bits: int, fraction_bits: int,
 ) -> None:  # fmt: skip
     averages = (mean_average, variance_average)
     given = [average for average in averages if average is not None]
@@ -238,10 +253,10 @@ def _track_on_gpu_(
         and (a.device, a.numel()) == (mean.device, mean.numel())
         for a in given
     ):
-        _track_(*averages, mean, variance, unbiased, momentum, bits, fraction_bits)
+        _track_(*averages, mean, rest, variance, unbiased, momentum, bits, fraction_bits)
         return
     by = _code_of(unbiased, bits, fraction_bits)
-    on_gpu.track_(averages, mean, variance, by, momentum, bits, fraction_bits)
+    on_gpu.track_(averages, mean, rest, variance, by, momentum, bits, fraction_bits)
     for average in given:
         if not average.is_inference():
             torch.autograd.graph.increment_version(average)
@@ -253,7 +268,8 @@ def _shapes(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kept = [1 if d in dims else n for d, n in enumerate(x.shape)]
     affine = weight is not None or bias is not None
-    sizes = (x.shape, x.shape if affine else 0, kept if centred else 0, kept, kept)
+    of_mean = kept if centred else 0
+    sizes = (x.shape, x.shape if affine else 0, of_mean, of_mean, kept, kept)
     return tuple(x.new_empty(size) for size in sizes)
 
 
@@ -268,7 +284,7 @@ def _backward_shapes(
 define_operator(
     "normalization",
     "(Tensor x, Tensor? weight, Tensor? bias, int[] shape, int[] dims, float eps, bool centred,"
-    f" {FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" {FORMAT}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _normalization,
     _shapes,
     _normalization_on_gpu,
@@ -285,8 +301,8 @@ define_operator(
 
 define_operator(
     "track_",
-    "(Tensor(a!)? mean_average, Tensor(b!)? variance_average, Tensor mean, Tensor variance,"
-    f" float unbiased, float momentum, {FORMAT}) -> ()",
+    "(Tensor(a!)? mean_average, Tensor(b!)? variance_average, Tensor mean, Tensor rest,"
+    f" Tensor variance, float unbiased, float momentum, {FORMAT}) -> ()",
     _track_,
     lambda *arguments: None,
     _track_on_gpu_,
@@ -296,12 +312,14 @@ define_operator(
 class Normalized(NamedTuple):
     """What a normalization makes: ``y``, ``y weight + bias``, the statistics and ``s``.
 
-    The mean is empty where it is not centred.
+    The mean is the sum of two codes, the second one what the rounding of the first has left; both
+    are empty where it is not centred.
     """
 
     y: Tensor
     out: Tensor
     mean: Tensor
+    rest: Tensor
     variance: Tensor
     scale: Tensor
 
@@ -339,13 +357,13 @@ def normalization_backward(
 
 
 def track_(
-    averages: Sequence[Tensor | None], mean: Tensor, variance: Tensor, unbiased: float,
-    momentum: float, fmt: LNSFormat,
+    averages: Sequence[Tensor | None], mean: Tensor, rest: Tensor, variance: Tensor,
+    unbiased: float, momentum: float, fmt: LNSFormat,
 ) -> None:  # fmt: skip
     """Update running averages, flat floats, by the codes of a batch's mean and variance.
 
-    ``average = (1 - momentum) average + momentum value``, of the variance (in codes of
-    ``fmt.of_squares``) times ``unbiased``; one of them may be absent.
+    ``average = (1 - momentum) average + momentum value``, of ``mean + rest`` and of the variance
+    (in codes of ``fmt.of_squares``) times ``unbiased``; one of the averages may be absent.
     """
     name = fmt.bits, fmt.fraction_bits
-    OPS.track_(*averages, mean, variance, unbiased, momentum, *name)
+    OPS.track_(*averages, mean, rest, variance, unbiased, momentum, *name)

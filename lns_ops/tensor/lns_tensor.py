@@ -37,8 +37,13 @@ _READS = {
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim")
     ),
+    Tensor._version.__get__,  # type: ignore[attr-defined]
 }
 """The torch functions that only look at a tensor, the most frequent ones of a training step."""
+
+
+_OWN = {"codes", "fmt", "_sum"}
+"""The attributes of LNSTensors that users have not given them."""
 
 
 class LNSTensor(torch.Tensor):
@@ -110,9 +115,7 @@ class LNSTensor(torch.Tensor):
                 "deepcopy of an LNSTensor that was computed: only leaves of the graph are copied;"
                 " use x.detach()"
             )
-        rest = {
-            name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
-        }
+        rest = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         made = _rebuilt(
             deepcopy(self.codes, memo), self.fmt, self.requires_grad, deepcopy(rest, memo)
         )
@@ -122,9 +125,7 @@ class LNSTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Return what pickle and torch.save keep: codes with shared memory, format, attributes."""
-        rest = {
-            name: value for name, value in self.__dict__.items() if name not in ("codes", "fmt")
-        }
+        rest = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         return _rebuilt, (self.codes, self.fmt, self.requires_grad, rest)
 
     @property
@@ -317,7 +318,7 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     name, overload, out_of_place = parts_of(func)
     if out_of_place in HANDLERS:
-        return _write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
+        return write(args[0], HANDLERS[out_of_place](out_of_place, *args, **kwargs), name)
     if any(map(is_decoded, (name, f"{name}.{overload}", name.removesuffix("_")))):
         return _computed_in_float32(func, args, kwargs)
     decomposed = func.decompose(*args, **kwargs)
@@ -384,7 +385,7 @@ def _is_real(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype.is_floating_point and x.layout is torch.strided
 
 
-def _write(x: Any, result: LNSTensor, name: str) -> Any:
+def write(x: Any, result: LNSTensor, name: str) -> Any:
     """Store the result of an operation in place.
 
     Raises:

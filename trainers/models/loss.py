@@ -16,7 +16,8 @@ token). With B examples:
 
 ``cross_entropy`` with ``softmax: lns`` has the gradient ``softmax(logits) - one_hot`` of LNS
 operations alone, so its bits are the contract's on every device; in float32 its last bit is that of
-the device's ``exp``. Probabilities near 1 are then no finer than the format.
+the device's ``exp``. One minus a probability near 1 is the sum of the others, as a rounded
+probability is no finer than the format.
 
 An output that is no number is a wrong answer, whatever the targets: a class whose logit is NaN or
 infinite, a label whose logit is. A loss of your own is NaN where an output is. With the loss, all
@@ -75,7 +76,10 @@ class _CrossEntropyInLNS(torch.autograd.Function):
         one_hot_NC = F.one_hot(classes_N.clamp(min=0), logits_NC.shape[1]).float()
         probability_NC = logits_NC.softmax(1)
         ctx.fmt = logits_NC.fmt
-        difference_NC = probability_NC - LNSTensor.from_float(one_hot_NC, ctx.fmt)
+        # 1 - p of the class itself is the sum of the others: p near 1 has been rounded
+        others_NC = probability_NC.masked_fill(one_hot_NC.bool(), 0.0)
+        total_N1 = others_NC.sum(1, keepdim=True)
+        difference_NC = others_NC - total_N1 * LNSTensor.from_float(one_hot_NC, ctx.fmt)
         asked_NC = asked_N1.float().expand_as(one_hot_NC)
         ctx.save_for_backward(difference_NC * LNSTensor.from_float(asked_NC, ctx.fmt))
         return F.cross_entropy(logits_NC.to_float(), classes_N, reduction="sum")

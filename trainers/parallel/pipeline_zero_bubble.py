@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from lns_ops.tensor.gradient_sums import add_gradient_
+
 Work = Callable[[], None]
 
 
@@ -67,17 +69,12 @@ class _DeferredFunction(torch.autograd.Function):
 
         @torch.no_grad()
         def gradients() -> None:
-            _add(weight, grad.t() @ x)
+            add_gradient_(weight, grad.t() @ x)
             if bias is not None:
-                _add(bias, grad.sum(0))
+                add_gradient_(bias, grad.sum(0))
 
         ctx.deferred.put(gradients)
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
-
-
-def _add(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to the parameter's gradient."""
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def _forward(layer: nn.Linear, deferred: Deferred, x: Tensor) -> Tensor:

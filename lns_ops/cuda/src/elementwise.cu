@@ -212,8 +212,8 @@ __device__ __forceinline__ void follow(float* average, float value, float keep, 
 // Running averages of a mean and a variance, the latter times the code `unbiased`; either may be
 // absent. Codes of the variance and of its factor are those of the format of squares.
 extern "C" __global__ void __launch_bounds__(512)
-    lns_track(const short* __restrict__ mean, const short* __restrict__ variance,
-              float* __restrict__ mean_average, float* __restrict__ variance_average, i64 n,
+    lns_track(const short* __restrict__ mean, const short* __restrict__ rest,
+              const short* __restrict__ variance, float* __restrict__ mean_average, float* __restrict__ variance_average, i64 n,
               int unbiased, float keep, float take, const float* __restrict__ significands) {
     typedef DecoderOf<SQUARE_BITS> Decoder;
     __shared__ float near[Decoder::ROOM];
@@ -222,7 +222,10 @@ extern "C" __global__ void __launch_bounds__(512)
     auto decoded = [&](Exact x) { return significand_of(x.code<SQUARE_BITS>()); };
     const Exact by = Exact::of<SQUARE_BITS>(unbiased);
     each(n, false, [&](i64 i, auto) {
-        if (mean_average) follow(mean_average + i, decoded(Exact::of(mean[i])), keep, take);
+        if (mean_average) {
+            const float value = __fadd_rn(decoded(Exact::of(mean[i])), decoded(Exact::of(rest[i])));
+            follow(mean_average + i, value, keep, take);
+        }
         if (variance_average) {
             const Exact x = Exact::of<SQUARE_BITS>(variance[i]);
             const Exact product = {x.log + by.log, x.sign ^ by.sign, x.zero || by.zero};

@@ -41,17 +41,14 @@ __device__ __forceinline__ void normalize(Codes& normal, Codes& affine, C count,
     }
 }
 
-// ((grad - mean) - y along) scale of `count` elements of grad.
+// (grad - y along) scale of `count` elements of grad.
 template <class C>
-__device__ __forceinline__ void descend(Codes& grad, C count, bool centred, const Codes& mean,
-                                        const Codes& y, const Codes& along, const Codes& scale,
-                                        const int2* gauss) {
+__device__ __forceinline__ void descend(Codes& grad, C count, const Codes& y, const Codes& along,
+                                        const Codes& scale, const int2* gauss) {
 #pragma unroll
     for (int j = 0; j < count; j++) {
-        int code = grad.code[j];
-        if (centred) code = sum_of<true>(code, mean.code[j], gauss);
-        code = sum_of<true>(code, product_of(y.code[j], along.code[j]), gauss);
-        grad.code[j] = product_of(code, scale.code[j]);
+        const int part = product_of(y.code[j], along.code[j]);
+        grad.code[j] = product_of(sum_of<true>(grad.code[j], part, gauss), scale.code[j]);
     }
 }
 
@@ -75,19 +72,17 @@ extern "C" __global__ void __launch_bounds__(512)
     });
 }
 
-// ((grad - mean) - y along) scale; `mean` may be absent.
+// (grad - y along) scale.
 extern "C" __global__ void __launch_bounds__(512)
     lns_normalize_backward(const short* __restrict__ grad, const short* __restrict__ y,
-                           short* __restrict__ out, i64 n, const __grid_constant__ Repeated mean,
-                           const __grid_constant__ Repeated along,
+                           short* __restrict__ out, i64 n, const __grid_constant__ Repeated along,
                            const __grid_constant__ Repeated scale, int aligned,
                            const u32* __restrict__ packed, const int2* __restrict__ gauss) {
     FILL
     each(n, aligned, [&](i64 i, auto count) {
         Codes g = get(grad, i, count);
         const Codes normal = get(y, i, count), part = along.at(i, count), by = scale.at(i, count);
-        const Codes about = mean.codes ? mean.at(i, count) : g;
-        descend(g, count, mean.codes, about, normal, part, by, gauss);
+        descend(g, count, normal, part, by, gauss);
         put(out, i, count, g);
     });
 }
@@ -195,6 +190,19 @@ __device__ __forceinline__ void each_of(const Groups& groups, const Team& team, 
         f(team.base + terms.place(k, flat), Count<1>());
 }
 
+// to = from - number, element by element of the group, for every thread of the team to read.
+__device__ __forceinline__ void subtract(const short* from, int number, short* to,
+                                         const Groups& groups, const Team& team,
+                                         const int2* gauss) {
+    each_of(groups, team, [&](i64 i, auto count) {
+        Codes c = get(from, i, count);
+#pragma unroll
+        for (int j = 0; j < count; j++) c.code[j] = sum_of<true>(c.code[j], number, gauss);
+        put(to, i, count, c);
+    });
+    __syncthreads();
+}
+
 // (variance + eps)^(-1/2), the format's smallest magnitude at least. `powers`: x^(-1/2) of each
 // code of the format of squares, in which the variance and eps are.
 __device__ __forceinline__ int inverse_root(int variance, int eps, const short* powers,
@@ -206,12 +214,14 @@ __device__ __forceinline__ int inverse_root(int variance, int eps, const short* 
     return root.code();
 }
 
-// Statistics of each group, y = (x - mean) scale, and out = y weight + bias. `mean` is absent where
-// x is not centred, `out` without weight and bias.
+// Statistics of each group, y = ((x - mean) - rest) scale, and out = y weight + bias. `mean` and
+// `rest` are absent where x is not centred, `out` without weight and bias. Until it is made, y
+// holds x - mean.
 extern "C" __global__ void __launch_bounds__(512)
     lns_normalization(const short* __restrict__ x, short* __restrict__ y, short* __restrict__ out,
-                      short* __restrict__ mean, short* __restrict__ variance,
-                      short* __restrict__ scale, const __grid_constant__ Groups groups,
+                      short* __restrict__ mean, short* __restrict__ rest,
+                      short* __restrict__ variance, short* __restrict__ scale,
+                      const __grid_constant__ Groups groups,
                       const __grid_constant__ Repeated weight,
                       const __grid_constant__ Repeated bias, const short* __restrict__ powers,
                       int eps, const u32* __restrict__ packed, const int2* __restrict__ gauss) {
@@ -219,17 +229,25 @@ extern "C" __global__ void __launch_bounds__(512)
     const i64 columns = groups.columns;
     for (i64 first = blockIdx.x * columns; first < groups.terms.N; first += gridDim.x * columns) {
         const Team team(groups, first);
-        const int about = mean ? mean_of<PLAIN>(x, x, 0, groups, team, gauss) : 0;
-        const int spread = mean_of<SQUARES>(x, x, about, groups, team, gauss);
+        const short* from = x;
+        int about = 0;
+        if (mean) {
+            const int centre = mean_of<PLAIN>(x, x, 0, groups, team, gauss);
+            if (team.live && team.slot == 0) mean[team.group] = centre;
+            subtract(x, centre, y, groups, team, gauss);
+            from = y;
+            about = mean_of<PLAIN>(y, y, 0, groups, team, gauss);
+        }
+        const int spread = mean_of<SQUARES>(from, from, about, groups, team, gauss);
         const int by = inverse_root(spread, eps, powers, gauss);
         if (team.live && team.slot == 0) {
-            if (mean) mean[team.group] = about;
+            if (rest) rest[team.group] = about;
             variance[team.group] = spread;
             scale[team.group] = by;
         }
         const Codes means = Team::all(about), scales = Team::all(by);
         each_of(groups, team, [&](i64 i, auto count) {
-            Codes normal = get(x, i, count), affine;
+            Codes normal = get(from, i, count), affine;
             const Codes w = weight.codes ? weight.at(i, count) : normal;
             const Codes b = bias.codes ? bias.at(i, count) : normal;
             normalize(normal, affine, count, mean, means, scales, weight.codes, w, bias.codes, b,
@@ -241,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(512)
 }
 
 // The gradients of x, weight and bias, each of which may be absent; weight and bias have an element
-// for each group.
+// for each group. Until it is made, of_x holds what is left of grad weight.
 extern "C" __global__ void __launch_bounds__(512)
     lns_normalization_backward(const short* __restrict__ grad, const short* __restrict__ y,
                                short* __restrict__ of_x, const short* __restrict__ scale,
@@ -264,22 +282,34 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         if (!of_x) continue;
         const int w = weight ? weight[team.group] : 0;
-        int mean = 0, along;
-        if (weight) {
-            if (centred) mean = mean_of<WEIGHTED>(grad, y, w, groups, team, gauss);
+        int along;
+        if (centred) {
+            const int mean = weight ? mean_of<WEIGHTED>(grad, y, w, groups, team, gauss)
+                                    : mean_of<PLAIN>(grad, y, 0, groups, team, gauss);
+            each_of(groups, team, [&](i64 i, auto count) {
+                Codes g = get(grad, i, count);
+#pragma unroll
+                for (int j = 0; j < count; j++) {
+                    const int term = weight ? product_of(g.code[j], w) : g.code[j];
+                    g.code[j] = sum_of<true>(term, mean, gauss);
+                }
+                put(of_x, i, count, g);
+            });
+            __syncthreads();
+            const int rest = mean_of<PLAIN>(of_x, of_x, 0, groups, team, gauss);
+            subtract(of_x, rest, of_x, groups, team, gauss);
+            along = mean_of<PRODUCTS>(of_x, y, 0, groups, team, gauss);
+        } else if (weight)
             along = mean_of<WEIGHTED_PRODUCTS>(grad, y, w, groups, team, gauss);
-        } else {
-            if (centred) mean = mean_of<PLAIN>(grad, y, 0, groups, team, gauss);
+        else
             along = mean_of<PRODUCTS>(grad, y, 0, groups, team, gauss);
-        }
-        const Codes means = Team::all(mean), alongs = Team::all(along),
-                    scales = Team::all(scale[team.group]);
+        const Codes alongs = Team::all(along), scales = Team::all(scale[team.group]);
         each_of(groups, team, [&](i64 i, auto count) {
-            Codes g = get(grad, i, count);
-            if (weight)
+            Codes g = get(centred ? of_x : grad, i, count);
+            if (weight && !centred)
 #pragma unroll
                 for (int j = 0; j < count; j++) g.code[j] = product_of(g.code[j], w);
-            descend(g, count, centred, means, get(y, i, count), alongs, scales, gauss);
+            descend(g, count, get(y, i, count), alongs, scales, gauss);
             put(of_x, i, count, g);
         });
     }

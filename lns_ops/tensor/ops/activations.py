@@ -3,14 +3,15 @@
 Smooth functions are look-ups (:mod:`lns_ops.spec.unary_functions`), rounded once. Gradients:
 autograd's own formulas where they are products and quotients, which LNS has exactly (exp, log,
 sqrt, powers); the derivative's own table, times the incoming gradient, for activation functions,
-whose formulas would subtract nearly equal rounded numbers. ``sigmoid`` and ``tanh`` save their
-argument for that, instead of the result that torch saves: near 1 a result has lost its derivative.
-Where only the result is at hand (``torch.sigmoid_`` and torch's fused cells), the derivative is a
-table of the result: right for that result, zero where it rounded to 1.
+whose formulas would subtract nearly equal rounded numbers. ``sigmoid``, ``tanh`` and ``expm1`` save
+their argument for that, instead of the result that torch saves: near 1 a result has lost its
+derivative. So do functions in place (``torch.sigmoid_``, ``elu`` with ``inplace=True``): they write
+the result of the function out of place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.indexed import lookup, power
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
@@ -222,11 +224,19 @@ def _prelu_backward(
     )
 
 
+_DERIVATIVES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "sigmoid": ("d_sigmoid", lambda x: torch.sigmoid(x) * torch.sigmoid(-x)),
+    "tanh": ("d_tanh", lambda x: 4 * torch.sigmoid(2 * x) * torch.sigmoid(-2 * x)),
+    "expm1": ("exp", torch.exp),
+}
+"""The derivative's table, and the derivative by operations that have derivatives themselves."""
+
+
 class _FromArgument(torch.autograd.Function):
     """A function by table whose derivative is taken at the argument.
 
     Where the gradient is to be differentiated in its turn, the derivative is made of operations
-    that have one: ``1 - tanh^2`` or ``s (1 - s)``.
+    that have one.
     """
 
     @staticmethod
@@ -238,10 +248,10 @@ class _FromArgument(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
         (x,) = ctx.saved_tensors
+        table, composed = _DERIVATIVES[ctx.function]
         if torch.is_grad_enabled():
-            y = _FromArgument.apply(x, ctx.function)  # type: ignore[no-untyped-call]
-            return grad * (1 - y * y if ctx.function == "tanh" else y * (1 - y)), None
-        return _sloped(grad, x, f"d_{ctx.function}"), None
+            return grad * composed(x), None
+        return _sloped(grad, x, table), None
 
 
 @replaces(torch.sigmoid, torch.Tensor.sigmoid, torch.special.expit, F.sigmoid)
@@ -254,6 +264,44 @@ def sigmoid(input: LNSTensor) -> LNSTensor:
 def tanh(input: LNSTensor) -> LNSTensor:
     """Return the hyperbolic tangent, its derivative taken at the input."""
     return _FromArgument.apply(input, "tanh")  # type: ignore[no-untyped-call, no-any-return]
+
+
+@replaces(torch.expm1, torch.Tensor.expm1, torch.special.expm1)
+def expm1(input: LNSTensor) -> LNSTensor:
+    """Return ``e^x - 1``, its derivative taken at the input."""
+    return _FromArgument.apply(input, "expm1")  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``function`` in place, with the gradient that it has out of place."""
+
+    def written(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input.copy_(function(input.clone(), *args, **kwargs))
+
+    return written
+
+
+def _with_option(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of :mod:`torch.nn.functional` whose ``inplace=True`` is :func:`_in_place`.
+
+    torch passes on all arguments but the first one by name.
+    """
+
+    def chosen(input: Tensor, inplace: bool = False, **options: Any) -> Tensor:
+        with DisableTorchFunction():
+            return (_in_place(function) if inplace else function)(input, **options)
+
+    return chosen
+
+
+replaces(torch.sigmoid_, torch.Tensor.sigmoid_)(_in_place(sigmoid))
+replaces(torch.tanh_, torch.Tensor.tanh_)(_in_place(tanh))
+replaces(torch.Tensor.expm1_)(_in_place(expm1))
+replaces(F.elu_)(_in_place(F.elu))
+replaces(torch.celu_)(_in_place(torch.celu))
+replaces(torch.selu_)(_in_place(torch.selu))
+for _activation in (F.elu, F.celu, F.selu):
+    replaces(_activation)(_with_option(_activation))
 
 
 @replaces(F.glu)

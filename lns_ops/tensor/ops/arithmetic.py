@@ -17,7 +17,8 @@ from lns_ops import functional as lns
 from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor import gradient_sums
+from lns_ops.tensor.lns_tensor import LNSTensor, operands, write
 from lns_ops.tensor.promotion import refuse_forward_mode
 from lns_ops.tensor.registry import aten, handles, replaces
 from lns_ops.tensor.underflow import warn_of_lost
@@ -55,6 +56,10 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     ``alpha`` multiplies ``y`` first. A number above the format's range counts in full, but for one
     of a traced shape that is added, which saturates first.
     """
+    if func is aten.add.Tensor and alpha == 1:
+        gradient = gradient_sums.summed(x, y)
+        if gradient is not None:
+            return gradient
     name = func.overloadpacket.__name__
     if alpha != 1 and type(y) in _NUMBERS:
         y, alpha = alpha * y, 1
@@ -74,6 +79,13 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
     if alpha != 1:
         return LNSTensor(_with_alpha(_BINARY[name], x_codes, y_codes, alpha, fmt), fmt)
     return LNSTensor(_BINARY[name](x_codes, y_codes, fmt), fmt)
+
+
+@handles(aten.add_.Tensor)
+def _add_(func: Any, x: Any, y: Any, alpha: Any = 1) -> Any:
+    if alpha == 1 and gradient_sums.add_(x, y):
+        return x
+    return write(x, binary(aten.add.Tensor, x, y, alpha), "add_")
 
 
 def _by_large_number(name: str, x: Any, y: Any) -> LNSTensor | None:

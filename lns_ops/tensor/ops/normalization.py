@@ -1,8 +1,9 @@
 """Batch, layer, group, instance and root-mean-square normalization, in LNS, with one gradient.
 
 :mod:`lns_ops.functional.normalization` has the equations. Over the dimensions that are averaged the
-last ones go first, so for images: positions, then examples; sums go in the contract's order, the
-root is a power of one rounding. Weight and bias are an LNS product and an LNS sum behind it.
+last ones go first, so for images: positions, then examples. Sums go in the contract's order, means
+are rounded and so subtracted twice, the root is a power of one rounding. Weight and bias are an LNS
+product and an LNS sum behind it.
 
 Running statistics of BatchNorm stay float32 buffers: they are averages over steps with a factor of
 0.1, which an LNS update would stop following within some per cent, and nothing of the gradient
@@ -25,6 +26,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.functional.library import OPS
 from lns_ops.functional.normalization import (
+    centre,
     inverse_root,
     normalization,
     normalization_backward,
@@ -33,15 +35,16 @@ from lns_ops.functional.normalization import (
 )
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient
+from lns_ops.tensor.ops.reductions import centred
 from lns_ops.tensor.registry import replaces
 
 
 class _Normalize(torch.autograd.Function):
     """The normalization of :mod:`lns_ops.functional.normalization` and its gradients.
 
-    ``shape`` is that in which weight and bias meet ``x``. It also returns the codes of the mean
-    (empty for RMSNorm) and of the variance, and stand-ins for ``y`` and ``s``, of which its
-    gradient is made: second derivatives come back here as gradients of these two.
+    ``shape`` is that in which weight and bias meet ``x``. It also returns the codes of the mean and
+    its rest (empty for RMSNorm) and of the variance, and stand-ins for ``y`` and ``s``, of which
+    its gradient is made: second derivatives come back here as gradients of these two.
     """
 
     @staticmethod
@@ -54,14 +57,15 @@ class _Normalize(torch.autograd.Function):
         stand_ins = [_without_memory(made.y), _without_memory(made.scale)]
         ctx.save_for_backward(made.y, made.scale, weight, bias, *stand_ins)
         ctx.fmt, ctx.dims, ctx.centred, ctx.shape = x.fmt, dims, centred, shape
-        ctx.mark_non_differentiable(made.mean, made.variance)
+        statistics = made.mean, made.rest, made.variance
+        ctx.mark_non_differentiable(*statistics)
         ctx.set_materialize_grads(False)
-        return LNSTensor(made.out, x.fmt), made.mean, made.variance, *stand_ins
+        return LNSTensor(made.out, x.fmt), *statistics, *stand_ins
 
     @staticmethod
     def backward(
-        ctx: Any, grad: Tensor | None, _mean: None, _variance: None, of_y: Tensor | None,
-        of_scale: Tensor | None,
+        ctx: Any, grad: Tensor | None, _mean: None, _rest: None, _variance: None,
+        of_y: Tensor | None, of_scale: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         wanted, second = ctx.needs_input_grad[:3], of_y is not None or of_scale is not None
         if torch.is_grad_enabled() or grad is None or second:
@@ -121,11 +125,12 @@ def _composed(
             grad = grad * weight.reshape(ctx.shape)
         parts = [g for g in (grad, of_y) if g is not None]
         total = sum(parts[1:], parts[0]) if parts else torch.zeros_like(y)
+        if ctx.centred:
+            total = centred(total, lambda x: _mean(x, ctx.dims))
         along = _mean(total * y, ctx.dims)
         if of_scale is not None:
             along = along + of_scale * scale / math.prod(y.shape[d] for d in ctx.dims)
-        rest = total - _mean(total, ctx.dims) if ctx.centred else total
-        dx = (rest - y * along) * scale
+        dx = (total - y * along) * scale
     return dx, dw, db
 
 
@@ -144,12 +149,12 @@ def _mean(x: Tensor, dims: Sequence[int]) -> Tensor:
 def _normalized(
     x: Tensor, dims: Sequence[int], eps: float, weight: Tensor | None = None,
     bias: Tensor | None = None, shape: Sequence[int] = (), *, centred: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and mean and variance in codes.
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return ``(x - mean) / sqrt(variance + eps)`` over ``dims``, and the statistics in codes.
 
-    The variance is in those of ``fmt.of_squares``.
+    These are the mean, the rest of the mean, and the variance, in codes of ``fmt.of_squares``.
 
-    The mean is subtracted only if ``centred``, else it is empty; the first is multiplied by
+    The mean is subtracted only if ``centred``, else both are empty; the first is multiplied by
     ``weight`` and has ``bias`` added, as they are in ``shape``. Of an empty ``x`` all are empty.
     """
     given = [parameter for parameter in (weight, bias) if parameter is not None]
@@ -157,12 +162,12 @@ def _normalized(
         x = LNSTensor.from_float(x, next(p.fmt for p in given if isinstance(p, LNSTensor)))
     if not x.codes.numel():  # of no examples, as of an expert that none was sent to
         none = x.codes.new_empty(0)
-        return _affine(x, weight, bias, shape), none, none
+        return _affine(x, weight, bias, shape), none, none, none
     fused = all(isinstance(p, LNSTensor) and p.fmt == x.fmt for p in given)
     w, b = (weight, bias) if fused else (None, None)
     apply: Callable[..., tuple[Tensor, ...]] = _Normalize.apply
-    y, mean, variance, *_ = apply(x, w, b, list(shape), list(dims), eps, centred)
-    return y if fused else _affine(y, weight, bias, shape), mean, variance
+    y, mean, rest, variance, *_ = apply(x, w, b, list(shape), list(dims), eps, centred)
+    return y if fused else _affine(y, weight, bias, shape), mean, rest, variance
 
 
 def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
@@ -232,22 +237,24 @@ def group_norm(
 
 @torch.no_grad()
 def _track(
-    running: Sequence[Tensor | None], mean: Tensor, variance: Tensor, fmt: LNSFormat,
-    terms: int, factor: float,
+    running: Sequence[Tensor | None], mean: Tensor, rest: Tensor, variance: Tensor,
+    fmt: LNSFormat, terms: int, factor: float,
 ) -> None:  # fmt: skip
     """Update ``running = (1 - factor) running + factor batch`` in float32.
 
-    The batch's mean and variance are codes, the latter of so many terms.
+    The batch's mean (of two parts) and variance are codes, the latter of so many terms.
     """
     if any(average is not None for average in running):
-        track_(running, mean, variance, terms / max(1, terms - 1), factor, fmt)
+        track_(running, mean, rest, variance, terms / max(1, terms - 1), factor, fmt)
 
 
 def _with_statistics(x: LNSTensor, mean: Tensor, variance: Tensor, eps: float) -> Tensor:
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    center = LNSTensor.from_float(mean.detach().reshape(shape), x.fmt)
+    mean = mean.detach().reshape(shape)
+    center = LNSTensor.from_float(mean, x.fmt)
+    rest = LNSTensor.from_float(mean - center.to_float(), x.fmt)
     spread = lns.encode(variance.detach().reshape(shape), x.fmt.of_squares)
-    return (x - center) * LNSTensor(inverse_root(OPS, spread, eps, x.fmt), x.fmt)
+    return (x - center - rest) * LNSTensor(inverse_root(OPS, spread, eps, x.fmt), x.fmt)
 
 
 def _batch(
@@ -262,9 +269,9 @@ def _batch(
             " or eval()"
         )
     shape = [-1, *[1] * (codes.dim() - 2)]
-    y, batch_mean, batch_variance = _normalized(x, dims, eps, weight, bias, shape)
+    y, *statistics = _normalized(x, dims, eps, weight, bias, shape)
     if count:
-        _track((mean, variance), batch_mean, batch_variance, fmt, count, factor)
+        _track((mean, variance), *statistics, fmt, count, factor)
     return y
 
 
@@ -325,9 +332,10 @@ def instance_norm(
             f"instance norm of an input of shape {tuple(input.shape)}: needs more than one position"
             " in a channel; use a larger input, or running statistics in eval()"
         )
-    y, mean, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
+    y, mean, rest, variance = _normalized(input, range(2, input.dim()), eps, weight, bias, shape)
     if input.numel() and any(average is not None for average in averages):
-        mean = lns.mean(mean, [0], input.fmt)
+        _, mean, left = centre(OPS, mean, [0], input.fmt)
+        rest = lns.add(left, lns.mean(rest, [0], input.fmt, keepdim=True), input.fmt)
         variance = lns.mean(variance, [0], input.fmt.of_squares)
-        _track(averages, mean, variance, input.fmt, count, momentum)
+        _track(averages, mean, rest, variance, input.fmt, count, momentum)
     return y

@@ -1,10 +1,12 @@
 """Sums, means, variances, norms and matrix products, in the contract's order.
 
 A sum of more than ``LONG_SUM`` terms is cut (:func:`lns_ops.functional.sum`). A mean divides by the
-encoded count before its sum is stored, so it never saturates. The variance is two passes, ``mean (x
-- mean)^2 n / (n - correction)``: the one-pass formula subtracts numbers that rounding has made
-nearly equal. It is held in the format of squares (:attr:`lns_ops.LNSFormat.of_squares`), so that a
-standard deviation is right wherever it lies in the range; a variance itself saturates.
+encoded count before its sum is stored, so it never saturates. The variance is ``mean d^2 n / (n -
+correction)`` of what is left of x when its mean is subtracted twice (the mean is rounded, so the
+first difference has a mean of its own); the one-pass formula subtracts numbers that rounding has
+made nearly equal. The variance is held in the format of squares
+(:attr:`lns_ops.LNSFormat.of_squares`), so that a standard deviation is right wherever it lies in
+the range; a variance itself saturates.
 
 A norm squares: 0.003 squared underflows in lns12, yet 100,000 such values have norm 0.95. So a norm
 is summed in float64 and rounded once. That of a whole tensor counts how often each magnitude occurs
@@ -31,13 +33,11 @@ from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction, weight_norm
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
-from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
-from lns_ops.tensor.underflow import warn_of_terms
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
@@ -120,7 +120,9 @@ def _variance(x: LNSTensor, dim: Any, correction: Any, keepdim: bool) -> tuple[T
     """Return the variance in codes of ``x.fmt.of_squares``, and the mean."""
     count, dims = _count(x, dim), dimensions(x, dim)
     mean = lns.mean(x.codes, dims, x.fmt, keepdim=True)
-    squares = lns.mean(x.codes, dims, x.fmt, keepdim=keepdim, about=mean)
+    rest = lns.sub(x.codes, mean, x.fmt)
+    about = lns.mean(rest, dims, x.fmt, keepdim=True)
+    squares = lns.mean(rest, dims, x.fmt, keepdim=keepdim, about=about)
     freedom = count - (1 if correction is None else correction)
     if freedom <= 0:
         raise ValueError(
@@ -162,22 +164,6 @@ def _std_mean(
 ) -> tuple[LNSTensor, LNSTensor]:
     variance, mean = _variance(x, dim, correction, keepdim)
     return _root(variance, x.fmt), mean
-
-
-@handles(aten.logsumexp.default)
-def _logsumexp(func: Any, x: LNSTensor, dim: Any, keepdim: bool = False) -> LNSTensor:
-    largest = LNSTensor(_largest(x, dim), x.fmt)
-    exponentials = LNSTensor(lookup(binary(aten.sub.Tensor, x, largest).codes, "exp", x.fmt), x.fmt)
-    total = _total(exponentials, dim, True)
-    warn_of_terms("logsumexp", _count(x, dim), total.codes, x.fmt, "take x.to_float().logsumexp()")
-    logarithm = LNSTensor(lookup(total.codes, "log", x.fmt), x.fmt)
-    result = binary(aten.add.Tensor, logarithm, largest)
-    return result if keepdim else LNSTensor(result.codes.squeeze(dimensions(x, dim)), x.fmt)
-
-
-def _largest(x: LNSTensor, dim: Any) -> Tensor:
-    key = lns.order_key(x.codes, x.fmt).amax(dimensions(x, dim), keepdim=True)
-    return lns.from_key(key, x.fmt)
 
 
 @handles(aten.mm.default, aten.bmm.default)
@@ -401,6 +387,32 @@ def normalize(
     return input / vector_norm(input, p, dim, True).clamp_min(max(eps, input.fmt.smallest))
 
 
+def centred(x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``x`` less its mean, and less what the rounding of that has left."""
+    for _ in range(2):
+        x = x - mean(x)
+    return x
+
+
+class _Moment(torch.autograd.Function):
+    """The variance over ``dims``, whose gradient is ``2 (x - mean) / (n - correction)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: LNSTensor, dims: list[int], correction: float, keepdim: bool
+    ) -> LNSTensor:
+        ctx.save_for_backward(x)
+        ctx.dims, ctx.freedom = dims, _count(x, dims) - correction
+        return _var(None, x, dims, correction=correction, keepdim=keepdim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad = grad.reshape([1 if d in ctx.dims else n for d, n in enumerate(x.shape)])
+        rest = centred(x, lambda x: x.mean(ctx.dims, keepdim=True))
+        return 2.0 / ctx.freedom * grad * rest, None, None, None
+
+
 class _Deviation(torch.autograd.Function):
     """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
 
@@ -426,7 +438,8 @@ class _Deviation(torch.autograd.Function):
         zero, freedom = deviation == 0, ctx.freedom
         known = isinstance(freedom, (int, float))  # else of traced sizes
         root = 2.0 ** round(math.log2(freedom) / 2) if known else freedom**0.5
-        normal = (x - x.mean(ctx.dims, keepdim=True)) / deviation.masked_fill(zero, 1.0)
+        rest = centred(x, lambda x: x.mean(ctx.dims, keepdim=True))
+        normal = rest / deviation.masked_fill(zero, 1.0)
         slope = normal * (grad / root) / (freedom / root)
         return slope.masked_fill(zero, 0.0), None, None, None
 
@@ -437,7 +450,7 @@ def _options(
 ) -> tuple[Any, float, bool]:  # fmt: skip
     """Return ``dim``, ``correction`` and ``keepdim`` of torch's signatures of ``std``.
 
-    Dimensions are a list, or None for all.
+    Those of ``var`` are the same. Dimensions are a list, or None for all.
     """
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -448,17 +461,25 @@ def _options(
     return dim, correction, keepdim or keepdims
 
 
-@replaces(torch.std, torch.Tensor.std)
-def std(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
-    """Return ``torch.std`` or ``Tensor.std``."""
-    dim, *options = _options(*args, **kwargs)
-    dims = dimensions(input, dim)
-    return _Deviation.apply(input, dims, *options)  # type: ignore[no-untyped-call]
+def _with_own_gradient(made: Any, *functions: Any) -> Callable[..., Any]:
+    """Replace torch's ``functions`` by one that a :class:`torch.autograd.Function` makes."""
+
+    def moment(input: LNSTensor, *args: Any, **kwargs: Any) -> Any:
+        dim, *options = _options(*args, **kwargs)
+        return made.apply(input, dimensions(input, dim), *options)
+
+    return replaces(*functions)(moment)
 
 
-@replaces(torch.std_mean)
-def std_mean(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-    """Return ``torch.std_mean``."""
-    dim, _, keepdim = _options(*args, **kwargs)
-    mean = input.mean(dimensions(input, dim), keepdim=keepdim)
-    return std(input, *args, **kwargs), mean
+def _beside_mean(moment: Callable[..., Any], function: Any) -> None:
+    """Replace a function of torch's that returns the mean as well."""
+
+    @replaces(function)
+    def both(input: LNSTensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        dim, _, keepdim = _options(*args, **kwargs)
+        mean = input.mean(dimensions(input, dim), keepdim=keepdim)
+        return moment(input, *args, **kwargs), mean
+
+
+_beside_mean(_with_own_gradient(_Deviation, torch.std, torch.Tensor.std), torch.std_mean)
+_beside_mean(_with_own_gradient(_Moment, torch.var, torch.Tensor.var), torch.var_mean)

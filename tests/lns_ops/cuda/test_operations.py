@@ -68,6 +68,11 @@ def test_sums_by_index_and_means(fmt: LNSFormat) -> None:
         indexed.index_sum(x, index, 11, fmt),
     )
     long = random_codes((9000, 3), fmt, 1)
+    index = torch.randint(0, 7, (9000,)).clamp(max=1)  # more than 4,096 terms in one place
+    assert torch.equal(
+        indexed.index_sum(long.cuda(), index.cuda(), 3, fmt).cpu(),
+        indexed.index_sum(long, index, 3, fmt),
+    )
     for operation in (lns.sum, lns.mean):
         assert torch.equal(operation(long.cuda(), [0], fmt).cpu(), operation(long, [0], fmt))
 

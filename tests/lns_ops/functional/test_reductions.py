@@ -11,6 +11,7 @@ from torch import Tensor
 from lns_ops import LNSFormat, lns12, lns16, reference
 from lns_ops import functional as lns
 from lns_ops.functional.library import kernels_of
+from lns_ops.functional.normalization import normalization, normalization_backward
 from tests.lns_ops.cuda.codes import random_codes
 from tests.lns_ops.functional.reductions import NORMALIZATIONS, REDUCTIONS
 
@@ -61,10 +62,35 @@ def test_normalizations_are_four_operations(
     plain, affine = ops.normalize(x, None, scale, None, None, *fmt)
     assert torch.equal(plain, lns.mul(x, scale, lns12))
     assert affine.numel() == 0
-    rest = lns.sub(lns.sub(grad, mean, lns12), lns.mul(y, along, lns12), lns12)
+    rest = lns.sub(grad, lns.mul(y, along, lns12), lns12)
     assert torch.equal(
-        ops.normalize_backward(grad, y, mean, along, scale, *fmt), lns.mul(rest, scale, lns12)
+        ops.normalize_backward(grad, y, along, scale, *fmt), lns.mul(rest, scale, lns12)
     )
+
+
+def test_normalizations_subtract_the_mean_of_what_a_mean_has_left() -> None:
+    x, y, grad = (codes((5, 30), lns12, seed) for seed in (1, 2, 3))
+    made = normalization(x, None, None, [], [1], 1e-3, True, lns12)
+
+    def centred(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean = lns.mean(x, [1], lns12, keepdim=True)
+        d = lns.sub(x, mean, lns12)
+        rest = lns.mean(d, [1], lns12, keepdim=True)
+        return lns.sub(d, rest, lns12), mean, rest
+
+    d, mean, rest = centred(x)
+    assert torch.equal(made.mean, mean)
+    assert torch.equal(made.rest, rest)
+    assert torch.equal(
+        made.variance, lns.mean(lns.square(d, lns12), [1], lns12.of_squares, keepdim=True)
+    )
+    assert torch.equal(made.y, lns.mul(d, made.scale, lns12))
+    e, _, _ = centred(grad)
+    along = lns.mean(e, [1], lns12, keepdim=True, times=y)
+    dx, _, _ = normalization_backward(
+        grad, y, made.scale, None, None, [], [1], True, [True, False, False], lns12
+    )
+    assert torch.equal(dx, lns.mul(lns.sub(e, lns.mul(y, along, lns12), lns12), made.scale, lns12))
 
 
 def test_the_operators_pass_torchs_check() -> None:
@@ -82,5 +108,5 @@ def test_the_operators_pass_torchs_check() -> None:
         check(ops.normalization_backward.default, (*saved, dims, centred, wanted, *fmt))
         check(ops.normalization_backward.default, (*saved, dims, centred, [False] * 3, *fmt))
     average = torch.rand(mean.numel())
-    check(ops.track_.default, (average, average.clone(), mean, mean, 1.5, 0.1, *fmt))
-    check(ops.track_.default, (None, average, mean, mean, 1.5, 0.1, *fmt))
+    check(ops.track_.default, (average, average.clone(), mean, mean, mean, 1.5, 0.1, *fmt))
+    check(ops.track_.default, (None, average, mean, mean, mean, 1.5, 0.1, *fmt))

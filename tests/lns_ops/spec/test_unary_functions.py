@@ -9,7 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lns_ops import LNSFormat, LNSTensor, lns8, lns12, lns16, reference
@@ -241,6 +241,34 @@ def test_sums_by_index_are_the_contracts(
     got = indexed.index_sum(torch.from_numpy(x), torch.from_numpy(index), rows, fmt).numpy()
     for row in range(rows):
         np.testing.assert_array_equal(got[row], reference.sum(x[index == row], 0, fmt))
+
+
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 63, 4095, 4096, 4097, 8192, 9000]), max_size=5),
+    unused=st.integers(0, 5000),
+    fmt=st.sampled_from([lns12, lns16]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40)
+def test_long_sums_by_index_are_cut_as_long_sums_are(
+    counts: list[int], unused: int, fmt: LNSFormat, seed: int
+) -> None:
+    """A destination's sum has the bits of the sum of its terms alone, however many there are."""
+    rng = np.random.default_rng(seed)
+    index = rng.permutation(np.repeat(np.arange(-1, len(counts)), [unused, *counts]))
+    x = lns.encode(torch.from_numpy(rng.random(len(index), np.float32)), fmt)
+    got = indexed.index_sum(x, torch.from_numpy(index), len(counts), fmt)
+    for row in range(len(counts)):
+        assert torch.equal(got[row], lns.sum(x[torch.from_numpy(index == row)], [0], fmt))
+
+
+def test_a_sum_by_index_of_more_than_4096_pieces_is_cut_again() -> None:
+    index = torch.zeros(4096 * 4096 + 4097, dtype=torch.int64)
+    index[1] = 1
+    x = lns.encode(torch.rand(len(index)) + 0.5, lns16)
+    got = indexed.index_sum(x, index, 2, lns16)
+    assert got[1] == x[1]
+    assert torch.equal(got[0], lns.sum(x[index == 0], [0], lns16))
 
 
 def test_sums_by_index_of_wide_rows_and_on_several_threads() -> None:
