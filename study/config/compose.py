@@ -503,10 +503,11 @@ def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
         values: values that will be merged.
     """
     for key, value in values.items():
-        below = node._get_node(key) if isinstance(value, dict) else None
-        if not isinstance(below, DictConfig):
+        below = node._get_node(key, validate_access=False)
+        if not isinstance(value, dict) or not isinstance(below, DictConfig):
             continue
-        default = fresh._get_node(key) if isinstance(fresh, DictConfig) else None
+        known = isinstance(fresh, DictConfig)
+        default = fresh._get_node(key, validate_access=False) if known else None
         if value:
             _empty(below, default, value)
         else:
