@@ -520,13 +520,15 @@ def _undot(overrides: Any, name: str) -> list[dict[str, Any]]:
     Their references are resolved already; ``name`` is their key in errors.
     """
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        return [_nested(*_parse_pair(str(item), name, TrialConfig)) for item in overrides]
-    if not isinstance(overrides, dict):
+        pairs = [_parse_pair(str(item), name, TrialConfig) for item in overrides]
+    elif isinstance(overrides, dict):
+        pairs = [(str(key), value) for key, value in overrides.items()]
+    else:
         raise ValueError(
             f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
             " {precision.scope: matmul} or [precision.scope=matmul]"
         )
-    return [_nested(str(key), as_text(value)) for key, value in overrides.items()]
+    return [_nested(key, as_text(value)) for key, value in pairs]
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
