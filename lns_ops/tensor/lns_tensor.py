@@ -25,10 +25,10 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, integers, promotion, underflow
+from lns_ops.tensor import collectives, fallback, foreach, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
-from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
+from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, parts_of
 
 _READS = {
     Tensor.dim,
@@ -177,8 +177,8 @@ class LNSTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], (list, tuple)) and _is_foreach(func):
-            return _one_by_one(func, args, kwargs)
+        if args and isinstance(args[0], (list, tuple)) and foreach.is_foreach(func):
+            return foreach.one_by_one(func, args, kwargs)
         if _meets_floats(args, kwargs) and func not in promotion.KEPT:
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 args and _is_plain(args[0]) and written_arguments(func)
@@ -280,6 +280,8 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     if fmt is not None and compares(name):
         args = tuple(_on_the_grid(x, fmt) if i < 2 else x for i, x in enumerate(args))
         kwargs = {k: _on_the_grid(x, fmt) if k in COMPARED else x for k, x in kwargs.items()}
+    if name.removesuffix("_") in integers.PERIODIC and args and isinstance(args[-1], LNSTensor):
+        integers.warn_of_angles(name, args[-1].codes, args[-1].fmt)
     value = _whole if rounds(name) or compares(name) else _decoded
     result = func(*tree_map(value, args), **tree_map(value, kwargs))
     if fmt is None or kwargs.get("dtype") not in (None, torch.float32):
@@ -334,24 +336,6 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         " of lns_ops.convert_); `with lns_ops.allow_float_fallback():` does the former for every"
         " such operation and counts them"
     )
-
-
-def _is_foreach(func: Any) -> bool:
-    """Return whether an operator does the same to each tensor of a list."""
-    return func not in HANDLERS and func.overloadpacket.__name__.startswith("_foreach_")
-
-
-def _one_by_one(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on each tensor of a list, LNS or not, with its share of further lists."""
-    name = func.overloadpacket.__name__
-    operator, results = getattr(aten, name.removeprefix("_foreach_")), []
-    for i in range(len(args[0])):
-        own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
-        scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}
-        results.append(operator(*own, **scale, **kwargs))
-    if name.endswith("_"):
-        torch.autograd.graph.increment_version(args[0])  # torch leaves it to kernels of lists
-    return None if name.endswith("_") else results
 
 
 def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
