@@ -117,11 +117,12 @@ class _Encode:
             replicas.refuse_around()
             if not kwargs and all(map(self._is_kept, args)):
                 return None
-        named = {
-            name: value if "mask" in name else tree_map(self._encoded, value)
-            for name, value in kwargs.items()
-        }
-        return tree_map(self._encoded, args), named
+        with promotion.named(f"an input of a {type(module).__name__}"):
+            named = {
+                name: value if "mask" in name else tree_map(self._encoded, value)
+                for name, value in kwargs.items()
+            }
+            return tree_map(self._encoded, args), named
 
     def _is_kept(self, x: Any) -> bool:
         """Return whether ``x`` is in the format, in the usual case: no precision is mixed."""

@@ -60,7 +60,8 @@ class _LinearMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-        x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
+        with promotion.named("a product in LNS"):
+            x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
         return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt, accumulation=accumulation), fmt)
 
     @staticmethod
@@ -152,7 +153,8 @@ class _ConvolutionMatmul(torch.autograd.Function):
     @staticmethod
     def forward(result: str, a: Tensor, b: Tensor, size: Any, options: Any) -> Tensor:
         geometry, fmt, accumulation = options
-        first, second = lns.encode(a, fmt), lns.encode(b, fmt)
+        with promotion.named("a convolution in LNS"):
+            first, second = lns.encode(a, fmt), lns.encode(b, fmt)
         sizes = () if result == "y" else (size,)
         codes = _CONVOLUTIONS[result](
             first, second, *sizes, geometry, fmt, accumulation=accumulation
