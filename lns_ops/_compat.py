@@ -205,6 +205,23 @@ def share_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward pass that runs in this thread, -1 outside of any; torch's checkpoints ask
+it, nothing public tells (torch 2.13)."""
+
+
+def is_accumulating() -> bool:
+    """Tell, in the gradient hook of a leaf, whether the gradient is added to ``grad``.
+
+    ``torch.autograd.grad`` returns it instead, in which case torch raises here. Nothing public
+    tells them apart (torch 2.13).
+    """
+    try:
+        return torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:
+        return False
+
+
 COMPILER = "torch._dynamo"
 """The module of torch's compiler, which ``torch.compiler.allow_in_graph`` imports (torch 2.13)."""
 

@@ -16,6 +16,7 @@ from lns_ops.nn.data_parallel import distributed_data_parallel
 from lns_ops.nn.float8_linear import product_kind
 from lns_ops.nn.graphs import cuda_graph
 from lns_ops.nn.loss_scale import LossScale
+from lns_ops.nn.own_products import float32_products
 from lns_ops.nn.simulate import simulate_
 from lns_ops.optim.quantized_updates import quantize_updates_
 from lns_ops.spec.format import LNSFormat, NonFiniteError, lns8, lns12, lns16
@@ -39,6 +40,7 @@ __all__ = [
     "decode",
     "distributed_data_parallel",
     "encode",
+    "float32_products",
     "flops",
     "formats",
     "get_gradient_accumulation",

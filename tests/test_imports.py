@@ -51,9 +51,12 @@ LAZY = {
     ("lns_ops.formats.base", "lns_ops._compat"): "1.8 s, of torch, which no name needs",
     ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, likewise",
     ("lns_ops.formats.fixed_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
+    ("lns_ops.formats.fixed_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, likewise",
+    ("lns_ops.formats.floating_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",
+    ("lns_ops.formats.scaling", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, likewise",
     ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
     (

@@ -68,7 +68,7 @@ class _Trace:
         model.zero_grad(set_to_none=True)
         try:
             x, y = batch
-            loss(model(x), y).backward()
+            loss(_run(model, x), y).backward()
         finally:
             for handle in handles:
                 handle.remove()
@@ -95,6 +95,12 @@ class _Trace:
             for p in self.model.get_submodule(name).parameters(recurse=False)
             if p.grad is not None
         ]
+
+
+def _run(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -231,7 +237,8 @@ def analyze(
     Args:
         model: any torch module that :func:`lns_ops.convert_` takes, in float32 or converted already
             (its weights are decoded then).
-        batch: inputs and targets, on the model's device.
+        batch: inputs and targets, on the model's device. Inputs that are a tuple are the
+            arguments of the model's forward, those in a dict its keyword arguments.
         format: an LNS format, its name, or names by patterns of layer names, as for ``convert_``;
             or any other of :mod:`lns_ops.formats` (``bfloat16``, ``int8/channel``), which is
             simulated. Gradients of weights are then not rounded.
@@ -252,7 +259,7 @@ def analyze(
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"batch of type {type(batch).__name__}: must be a pair of inputs and targets; pass"
-            " (inputs, targets)"
+            " (inputs, targets), with several inputs ((first, second), targets)"
         )
     if lr is not None:
         optimizer = lambda parameters: SGD(parameters, lr=lr)  # noqa: E731

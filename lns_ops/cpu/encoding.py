@@ -76,8 +76,12 @@ def encode(x: NDArray[Any], fmt: LNSFormat) -> Codes:
             threshold, base, f, fmt.bias, fmt.field_mask,
         )  # fmt: skip
     if bad:
+        places = np.argwhere(~np.isfinite(x))
+        first = tuple(places[0].tolist())
         raise NonFiniteError(
-            "NaN or infinity to encode: LNS has no code for either; clean the input first"
+            f"NaN or infinity to encode: {x[first]} at index {first} of shape {x.shape},"
+            f" {len(places):,} of {x.size:,} values in all; LNS has no code for either: clean the"
+            " input first"
         )
     return out
 

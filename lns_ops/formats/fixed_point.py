@@ -214,11 +214,13 @@ class Integer(_WholeNumbers):
     def _scale(self, x: Tensor) -> Tensor:
         import torch
 
+        from lns_ops.formats.bit_views import bit_view
+
         largest = group_largest(x, self.granularity)
         # Division by a constant is a multiplication by its reciprocal on a GPU, with another last
         # bit.
         ratio = largest / torch.full_like(largest, self.largest_code)
         drop = self.width - 1
-        word = ratio.view(torch.int32) + (1 << drop - 1) & -(1 << drop)
+        word = bit_view(ratio, torch.int32) + (1 << drop - 1) & -(1 << drop)
         usable = (ratio >= torch.finfo(torch.float32).tiny) & ratio.isfinite()
-        return torch.where(usable, word.view(torch.float32), 1.0)
+        return torch.where(usable, bit_view(word, torch.float32), 1.0)

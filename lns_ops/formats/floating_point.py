@@ -152,9 +152,11 @@ class FloatFormat(NumberFormat):
         """
         import torch
 
-        drop, word = _MANTISSA - self.mantissa_bits, x.view(torch.int32)
+        from lns_ops.formats.bit_views import bit_view
+
+        drop, word = _MANTISSA - self.mantissa_bits, bit_view(x, torch.int32)
         rounded = word + ((1 << drop - 1) - 1) + (word >> drop & 1) & -(1 << drop)
-        return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+        return torch.where(x.isfinite(), bit_view(rounded, torch.float32), x)
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
         """Return one of the two neighbours in magnitude, at random.
@@ -175,9 +177,11 @@ class FloatFormat(NumberFormat):
         """
         import torch
 
-        exponent = x.view(torch.int32) >> _MANTISSA & 0xFF
+        from lns_ops.formats.bit_views import bit_view
+
+        exponent = bit_view(x, torch.int32) >> _MANTISSA & 0xFF
         field = exponent.clamp(min=self.min_exponent + _BIAS) - self.mantissa_bits
-        return (field.clamp(min=1) << _MANTISSA).view(torch.float32)
+        return bit_view(field.clamp(min=1) << _MANTISSA, torch.float32)
 
 
 float32 = FloatFormat(

@@ -89,7 +89,9 @@ def _power(exponent: Tensor) -> Tensor:
     """Return ``2^exponent`` by its bits, for exponents in -126 .. 127."""
     import torch
 
-    return (exponent.to(torch.int32) + 127 << 23).view(torch.float32)
+    from lns_ops.formats.bit_views import bit_view
+
+    return bit_view(exponent.to(torch.int32) + 127 << 23, torch.float32)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,10 @@ def _binary(name: str) -> None:
         name,
         f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
         on_cpu,
-        lambda x, y, bits, fraction_bits: x.new_empty(broadcast_shape(x.shape, y.shape)),
+        # a number's code is on the CPU, whatever the other operand is on
+        lambda x, y, bits, fraction_bits: (y if x.device.type == "cpu" else x).new_empty(
+            broadcast_shape(x.shape, y.shape)
+        ),
     )
 
 

@@ -10,7 +10,7 @@ Two scopes:
   :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without products
   (normalization, embeddings) are left alone; layers whose products have no LNS form (complex or
   quantized weights, other functions than linear ones and convolutions) stay as they are,
-  which :func:`summary` notes.
+  which :func:`lns_ops.summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
   ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
@@ -25,6 +25,7 @@ meet in outside of a layer (a residual addition) raises.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
@@ -39,18 +41,17 @@ from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tre
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn import replicas
 from lns_ops.nn.layer_kinds import (
+    has_own_forward,
     is_quantized,
     multiplies,
-    own_format,
     owners_of,
     parameters_of,
-    reason_to_stay,
 )
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.simulate import layer_names, simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, in_float32, in_format, promotion, underflow
+from lns_ops.tensor import LNSTensor, decays, in_float32, in_format, integers, promotion, underflow
 
 SCOPES = ("matmul", "everywhere")
 Format = LNSFormat | str
@@ -70,7 +71,7 @@ class Conversion:
     fmt: LNSFormat
 
 
-def _in_lns(x: Any, fmt: LNSFormat) -> Any:
+def _in_lns(x: Any, fmt: LNSFormat, keeps_floats: bool = False) -> Any:
     if not isinstance(x, Tensor) or not x.dtype.is_floating_point:
         return x
     promotion.refuse_layout(x)
@@ -80,6 +81,8 @@ def _in_lns(x: Any, fmt: LNSFormat) -> Any:
             " float16 or bfloat16 instead; leave it (bf16=False, mixed_precision='no'), or"
             " disable it around the module (torch.autocast(..., enabled=False))"
         )
+    if keeps_floats and not isinstance(x, LNSTensor):
+        return x
     return in_format(x, fmt.bits, fmt.fraction_bits)
 
 
@@ -95,10 +98,11 @@ for _name in ("_in_lns", "_in_float"):  # so torch.fx.symbolic_trace records wha
 class _Encode:
     """The forward hook that encodes a converted layer's float inputs.
 
-    Keyword arguments that are masks stay.
+    Keyword arguments that are masks stay; of a layer with a forward of its own, all floats do.
     """
 
     fmt: LNSFormat
+    keeps_floats: bool = False
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -113,11 +117,12 @@ class _Encode:
             replicas.refuse_around()
             if not kwargs and all(map(self._is_kept, args)):
                 return None
-        named = {
-            name: value if "mask" in name else tree_map(self._encoded, value)
-            for name, value in kwargs.items()
-        }
-        return tree_map(self._encoded, args), named
+        with promotion.named(f"an input of a {type(module).__name__}"):
+            named = {
+                name: value if "mask" in name else tree_map(self._encoded, value)
+                for name, value in kwargs.items()
+            }
+            return tree_map(self._encoded, args), named
 
     def _is_kept(self, x: Any) -> bool:
         """Return whether ``x`` is in the format, in the usual case: no precision is mixed."""
@@ -128,7 +133,7 @@ class _Encode:
         )
 
     def _encoded(self, x: Any) -> Any:
-        return _in_lns(x, self.fmt)
+        return _in_lns(x, self.fmt, self.keeps_floats)
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def _convert_everywhere(
     for name, parameter in parameters_of(module):
         if parameter in successors:
             setattr(module, name, successors[parameter])
-    _hook(module, _Encode(fmt))
+    _hook(module, _Encode(fmt, has_own_forward(module)))
 
 
 @dataclass(frozen=True)
@@ -380,6 +385,8 @@ def _convert_to_lns(
     if everywhere:
         _check_ties(owners, chosen)
     underflow.start_over()
+    integers.start_over()
+    decays.start_over()
     follow(module, _convert_layers(chosen, scope))
     for part in module.modules() if not everywhere else ():
         if isinstance(part, nn.TransformerEncoder):
@@ -408,6 +415,30 @@ def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:
         conversion: Any = getattr(layer, "lns_conversion", None)
         if conversion is None or conversion.scope == "matmul":
             _hook(layer, _Decode())
+
+
+def _stays_float(module: nn.Module, name: str, value: Any) -> Tensor | None:
+    """Return the float32 values of an LNS value that replaces a float buffer; None for others.
+
+    ``self.mean = 0.9 * self.mean + 0.1 * x`` is such a one, as LNS and float32 make LNS.
+    """
+    if not isinstance(value, LNSTensor):
+        return None
+    old = dict(module.named_buffers(recurse=False)).get(name)
+    if old is None or isinstance(old, LNSTensor):
+        return None
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"buffer {name!r} of a {type(module).__name__} is replaced by a value in {value.fmt},"
+            " which was rounded to it before it becomes float32, so that a moving average stops:"
+            f" change the buffer in place (self.{name}.lerp_(x, 0.01), or mul_ and add_), or"
+            " compute with x.to_float()",
+            stacklevel=3,
+        )
+    return value.to_float()
+
+
+register_module_buffer_registration_hook(_stays_float)
 
 
 def revert_(module: nn.Module) -> nn.Module:
@@ -444,47 +475,3 @@ def revert_(module: nn.Module) -> nn.Module:
             del layer.lns_conversion
     follow(module, decoded)
     return module
-
-
-def summary(module: nn.Module) -> str:
-    """Describe the conversion of a module, one line for each layer that owns parameters.
-
-    A line has name, type, scope, format and number of parameters. Below are notes: layers with
-    products that scope ``matmul`` leaves as they are, and how many float tensors were encoded where
-    they met LNS (:mod:`lns_ops.tensor.promotion`).
-
-    >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
-    layer  type             scope   format  parameters
-    0      LNSMatmulLinear  matmul  lns12           10
-    """
-    rows = [("layer", "type", "scope", "format", "parameters")]
-    notes = []
-    for name, layer in owners_of(module):
-        conversion = getattr(layer, "lns_conversion", None)
-        count = sum(p.numel() for p in layer.parameters(recurse=False))
-        kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
-        if conversion is None and kept is not None:  # a layer was parametrized later
-            conversion = Conversion(scope="everywhere", fmt=kept)
-        scope, fmt = (
-            (conversion.scope, str(conversion.fmt))
-            if conversion is not None
-            else ("-", own_format(layer))
-        )
-        if hasattr(layer, "simulation"):
-            scope, fmt = "simulated", str(layer.simulation.format)  # type: ignore[union-attr]
-        if getattr(layer, "stays_float32", False):
-            notes.append(
-                f"{name or '(root)'} stays float32: its forward calls neither linear functions nor"
-                " convolutions"
-            )
-        if conversion is None and (kind := reason_to_stay(layer)):
-            notes.append(f"{name or '(root)'} stays {fmt}: {kind}")
-        rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])])
-        for row in rows
-    ]
-    if any(row[2] == "everywhere" for row in rows):
-        notes += promotion.lines()
-    return "\n".join([*lines, *notes])

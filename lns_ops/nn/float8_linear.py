@@ -12,14 +12,14 @@ gradients either of the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lns_ops._compat import scaled_mm
+from lns_ops._compat import is_transforming, scaled_mm
 from lns_ops.formats import Encoded, NumberFormat, Scaled, float8_e4m3fn, float8_e5m2
 
 _MULTIPLE = 16
@@ -83,29 +83,37 @@ def _padded(codes: Tensor) -> Tensor:
 
 
 class _ScaledLinear(torch.autograd.Function):
-    """The product ``y = x w^T`` and both backward products in float8."""
+    """The product ``y = x w^T`` and both backward products in float8.
+
+    Backward products that are to be differentiated in their turn are float32 products of float8
+    values, as on other devices: a product of two gradients in e5m2 has no form in 8 bits.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_BI: Tensor, w_OI: Tensor, fmt: NumberFormat, gradient_format: NumberFormat
-    ) -> Tensor:
-        x, w = fmt.encode(x_BI), fmt.encode(w_OI)
-        ctx.save_for_backward(x.codes, x.scale, w.codes, w.scale)
-        ctx.gradient_format = gradient_format
+    def forward(ctx: Any, x_BI: Tensor, w_OI: Tensor, simulation: Any) -> Tensor:
+        x, w = simulation.format.encode(x_BI), simulation.format.encode(w_OI)
+        ctx.save_for_backward(x_BI, w_OI, x.codes, x.scale, w.codes, w.scale)
+        ctx.simulation = simulation
         return scaled_product(x, Encoded(w.codes.t(), w.scale))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, x_scale, w, w_scale = ctx.saved_tensors
-        grad = ctx.gradient_format.encode(grad_BO)
+    def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_BI, w_OI, x, x_scale, w, w_scale = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            rounded = ctx.simulation.gradient(grad_BO)
+            return (
+                rounded @ w_OI if ctx.needs_input_grad[0] else None,
+                rounded.t() @ x_BI if ctx.needs_input_grad[1] else None,
+                None,
+            )
+        grad = ctx.simulation.gradient_format.encode(grad_BO)
         grad_x = scaled_product(grad, Encoded(w, w_scale)) if ctx.needs_input_grad[0] else None
         grad_w = (
             scaled_product(Encoded(grad.codes.t(), grad.scale), Encoded(x, x_scale))
             if ctx.needs_input_grad[1]
             else None
         )
-        return grad_x, grad_w, None, None
+        return grad_x, grad_w, None
 
 
 class Float8Linear(nn.Linear):
@@ -115,13 +123,14 @@ class Float8Linear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``input @ weight^T + bias``, the product in 8 bits where the device has it."""
-        if product_kind(input.device) != "torch._scaled_mm":
+        """Return ``input @ weight^T + bias``, the product in 8 bits where the device has it.
+
+        Within transforms of ``torch.func`` it is a float32 product of float8 values.
+        """
+        if product_kind(input.device) != "torch._scaled_mm" or is_transforming():
             return super().forward(input)
-        simulation: Any = self.simulation
         flat = input.reshape(-1, self.in_features)
-        out: Tensor = _ScaledLinear.apply(
-            flat, self.weight, simulation.format, simulation.gradient_format
-        )  # type: ignore[no-untyped-call]
+        product: Callable[..., Tensor] = _ScaledLinear.apply
+        out = product(flat, self.weight, self.simulation)
         out = out if self.bias is None else out + self.bias
         return out.reshape(*input.shape[:-1], self.out_features)

@@ -74,3 +74,8 @@ def reason_to_stay(layer: nn.Module) -> str:
         return "its weights are those of torch.ao.quantization"
     complex_products = isinstance(layer, _PRODUCTS_INSIDE) and _is_complex(layer)
     return "LNS values are real" if complex_products else ""
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Return whether a layer's forward was written outside of torch."""
+    return not type(layer).forward.__module__.startswith("torch.")

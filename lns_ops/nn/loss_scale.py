@@ -15,7 +15,6 @@ Source: P. Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with a cons
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
-from lns_ops._compat import tensor_hooks
+from lns_ops._compat import current_pass, is_accumulating, tensor_hooks
+from lns_ops.nn.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 
@@ -33,14 +33,27 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class _Scaled(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a factor."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(loss: Tensor, factor: float) -> Tensor:
         return loss.clone()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.factor = inputs
+
+    @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        global _scaled_pass
+        if not torch.compiler.is_compiling():
+            _scaled_pass = current_pass()
         return gradient * ctx.factor, None
+
+
+_scaled_pass = -1
+"""The number of the last backward pass that went through a scale."""
+_scaled = in_two_forms(_Scaled)
 
 
 class LossScale:
@@ -52,8 +65,12 @@ class LossScale:
         scale.unscale_(net)                # once
         scale(loss).backward()             # p.grad is that of loss.backward(), with less underflow
 
-    A loss whose gradient is taken without ``scale`` gets gradients of parameters that are too small
-    by the factor. In a mean over many terms they underflow where they arrive, too: sum the loss.
+    What is added to ``p.grad`` is divided, so ``loss.backward()`` without ``scale`` leaves
+    gradients that are too small by the factor. What ``torch.autograd.grad`` returns for parameters
+    is divided if it is asked for ``scale(loss)``: it is the gradient of ``loss`` with ``scale`` and
+    without. A loss that is scaled in compiled code or under ``torch.func`` gets no such division:
+    divide what those return by ``scale.factor``. In a mean over many terms gradients underflow
+    where they arrive, too: sum the loss.
 
     Args:
         factor: a power of two, 1 or more.
@@ -74,8 +91,7 @@ class LossScale:
         """Return ``loss``, whose value stays and whose gradient is ``factor`` times larger."""
         if self.factor == 1:
             return loss
-        apply: Callable[[Tensor, float], Tensor] = _Scaled.apply
-        return apply(loss, self.factor)
+        return _scaled(loss, self.factor)
 
     def unscale_(self, module: _Module) -> _Module:
         """Divide the gradient of each parameter by ``factor`` as it arrives, from now on.
@@ -135,4 +151,6 @@ class LossScale:
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def _divide(self, gradient: Tensor) -> Tensor:
-        return gradient * (1 / self.factor)
+        if is_accumulating() or current_pass() == _scaled_pass:
+            return gradient * (1 / self.factor)
+        return gradient

@@ -28,9 +28,10 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from lns_ops import functional as lns
-from lns_ops._compat import is_transforming, reversed_padding
+from lns_ops._compat import reversed_padding
 from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
+from lns_ops.nn.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import in_float32, promotion, underflow
 from lns_ops.tensor.dynamo import allow_in_graph, once_imported
@@ -38,28 +39,15 @@ from lns_ops.tensor.ops import convolution as transposed
 from lns_ops.tensor.registry import REPLACEMENTS
 
 
-def _in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """Return how to call a function that has the form for ``torch.func``.
+def _product_form(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """Return how to call a product, which has no forward mode."""
+    call = in_two_forms(function)
 
-    Torch binds the arguments of that form by name in every call, which takes as long as a small
-    product, so elsewhere the call is of the same function in the form with a context.
-    """
-
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output: Tensor = function.forward(*inputs)
-        function.setup_context(ctx, inputs, output)
-        return output
-
-    members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    quick = type(f"{function.__name__}WithContext", (torch.autograd.Function,), members)
-
-    def call(*inputs: Any) -> Tensor:
+    def product(*inputs: Any) -> Tensor:
         promotion.refuse_tangents("a product in LNS", *inputs)
-        chosen: Any = function if is_transforming() else quick
-        result: Tensor = chosen.apply(*inputs)
-        return result
+        return call(*inputs)
 
-    return call
+    return product
 
 
 class _LinearMatmul(torch.autograd.Function):
@@ -72,7 +60,8 @@ class _LinearMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(x_BI: Tensor, w_OI: Tensor, fmt: LNSFormat, accumulation: str) -> Tensor:
-        x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
+        with promotion.named("a product in LNS"):
+            x_codes, w_codes = lns.encode(x_BI, fmt), lns.encode(w_OI, fmt)
         return lns.decode(lns.matmul(x_codes, w_codes.t(), fmt, accumulation=accumulation), fmt)
 
     @staticmethod
@@ -90,7 +79,7 @@ class _LinearMatmul(torch.autograd.Function):
         return grad_x, grad_w, None, None
 
 
-_product = _in_two_forms(_LinearMatmul)
+_product = _product_form(_LinearMatmul)
 
 
 def _float_input(x: Tensor) -> Tensor:
@@ -164,7 +153,8 @@ class _ConvolutionMatmul(torch.autograd.Function):
     @staticmethod
     def forward(result: str, a: Tensor, b: Tensor, size: Any, options: Any) -> Tensor:
         geometry, fmt, accumulation = options
-        first, second = lns.encode(a, fmt), lns.encode(b, fmt)
+        with promotion.named("a convolution in LNS"):
+            first, second = lns.encode(a, fmt), lns.encode(b, fmt)
         sizes = () if result == "y" else (size,)
         codes = _CONVOLUTIONS[result](
             first, second, *sizes, geometry, fmt, accumulation=accumulation
@@ -195,7 +185,7 @@ class _ConvolutionMatmul(torch.autograd.Function):
         return None, *grads, None, None
 
 
-_convolved = _in_two_forms(_ConvolutionMatmul)
+_convolved = _product_form(_ConvolutionMatmul)
 
 
 _CONVOLUTIONS: dict[str, Callable[..., Tensor]] = {

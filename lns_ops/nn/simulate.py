@@ -32,6 +32,7 @@ from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn.float8_linear import Float8Linear, real_format
+from lns_ops.nn.two_forms import in_two_forms
 from lns_ops.tensor import LNSTensor
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -61,7 +62,13 @@ class Simulation:
         return self.gradient_format.overflows
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Round ``grad`` to its grid, scaled meanwhile if gradients are scaled."""
+        """Round ``grad`` to its grid, scaled meanwhile if gradients are scaled; differentiable."""
+        if torch.is_grad_enabled():
+            return _quantized_gradient(grad, self)
+        return self.rounded_gradient(grad)
+
+    def rounded_gradient(self, grad: Tensor) -> Tensor:
+        """Return :meth:`gradient` without a graph."""
         if not self.scaled:
             return self.gradient_format.quantize(grad)
         scale = self.root.get_buffer("loss_scale")
@@ -72,23 +79,41 @@ class Simulation:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         refuse_distributed(x)
-        return _Quantize.apply(x, self)  # type: ignore[no-untyped-call]
+        return _quantized(x, self)
 
 
 class _Quantize(torch.autograd.Function):
     """The rounding of values forward and of gradients backward.
 
-    The derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432).
+    The derivative of rounding is taken to be 1 (Y. Bengio et al. 2013, arXiv:1308.3432), in the
+    backward pass of a backward pass (``create_graph=True``) as well.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, simulation: Simulation) -> Tensor:
-        ctx.simulation = simulation
+    def forward(x: Tensor, simulation: Simulation) -> Tensor:
         return simulation.format.quantize(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.simulation = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.simulation.gradient(grad), None
+
+
+class _QuantizeGradient(_Quantize):
+    """The rounding of a gradient, whose own gradient is rounded alike."""
+
+    @staticmethod
+    def forward(x: Tensor, simulation: Simulation) -> Tensor:
+        return simulation.rounded_gradient(x)
+
+
+_quantized = in_two_forms(_Quantize)
+_quantized_gradient = in_two_forms(_QuantizeGradient)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,6 @@ class Adam(LNSOptimizer):
     Source: D. Kingma, J. Ba, "Adam", 2015 (arXiv:1412.6980).
     """
 
-    _decoupled = False
-
     def __init__(
         self,
         params: Any,

@@ -223,6 +223,8 @@ class Lion(WithBetas):
     Source: X. Chen et al. 2023 (arXiv:2302.06675).
     """
 
+    _decoupled = True
+
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, **rounding: Unpack[Rounding],

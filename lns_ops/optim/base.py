@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -184,6 +185,9 @@ class LNSOptimizer(torch.optim.Optimizer):
     takes_rate_tensor: ClassVar[bool] = True
     """Whether ``lr`` may be a tensor."""
 
+    _decoupled = False
+    """Whether weights decay beside the gradient, by ``lr weight_decay`` a step."""
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if defaults["arithmetic"] not in ARITHMETICS:
             raise ValueError(
@@ -230,11 +234,36 @@ class LNSOptimizer(torch.optim.Optimizer):
             ValueError: its hyperparameters cannot be used, as the constructor says.
         """
         without_compiler(super().add_param_group)(param_group)
+        group = self.param_groups[-1]
         try:
-            self._check_group(self.param_groups[-1])
+            self._check_group(group)
         except ValueError:
             self.param_groups.pop()
             raise
+        for fmt in {p.fmt for p in group["params"] if isinstance(p, LNSTensor)}:
+            self._warn_of_decay(group, fmt)
+
+    def _shrinks_by(self, group: dict[str, Any]) -> float:
+        """Return the share of a weight that a step takes off it where gradients are zero."""
+        decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        return float(group["lr"]) * group["weight_decay"] if decoupled else 0.0
+
+    def _warn_of_decay(self, group: dict[str, Any], fmt: LNSFormat) -> None:
+        """Warn of a weight decay that rounding loses where there is no gradient beside it."""
+        share = 0.0 if group["stochastic_rounding"] else self._shrinks_by(group)
+        half = math.sqrt(1 + fmt.epsilon) - 1
+        limit = half**2 if group["kahan_sum"] else half
+        if 0 < share < limit:
+            kept = "Kahan summation" if group["kahan_sum"] else "rounding to nearest"
+            kahan = "kahan_sum=True or " if not group["kahan_sum"] and share > half**2 else ""
+            warnings.warn(
+                f"{type(self).__name__} with lr={float(group['lr']):.3g},"
+                f" weight_decay={group['weight_decay']:.3g} in {fmt}: a decay by {share:.2g} of a"
+                f" weight is below {limit:.2g}, the least update that {kept} keeps there, so"
+                " weights without a gradient stay as they are; use"
+                f" {kahan}stochastic_rounding=True, or a larger weight_decay",
+                stacklevel=2,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as torch does, without loading torch's compiler."""

@@ -1,4 +1,6 @@
-"""Conversion of LNS values to integers: a code that encodes an integer counts as that integer.
+"""Conversion of LNS values to integers and to angles: what rounding leaves of large ones.
+
+A code that encodes an integer counts as that integer.
 
 In lns16 the number 5 is kept as 4.994 and 6 as 6.004, so rounding down or up, remainders and
 ``x.long()`` would turn an index into its neighbour. For these an LNS value that is the code of an
@@ -8,10 +10,15 @@ once.
 Limit: beyond ``1 / (2^(2^-f) - 1)`` (184 in lns16, 91 in lns12) integers can share a code; the
 first that do are 198 and 199 (93 and 94). The nearest one to the value is taken, and ``x.long()``
 of numbers beyond the limit warns.
+
+An angle is rounded by a share of itself, too: beyond some magnitude (145 in lns16, 72 in lns12) by
+a sixteenth of a turn or more, so that a sine says little. :data:`PERIODIC` functions warn of it,
+once a conversion, on a GPU among their first calls only, as it is waited for.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -44,6 +51,44 @@ def taken_out(codes: Tensor, fmt: LNSFormat) -> Tensor:
             stacklevel=5,
         )
     return values
+
+
+PERIODIC = {"sin", "cos", "tan", "polar"}
+"""The torch functions whose last argument is an angle."""
+LOOKS = 32
+"""How many of their calls are looked at on a GPU after a conversion."""
+_left = LOOKS
+
+
+def start_over() -> None:
+    """Look at angles again: a network was converted."""
+    global _left
+    _left = LOOKS
+
+
+def largest_angle(fmt: LNSFormat) -> float:
+    """Return the angle that rounding to nearest may move by a sixteenth of a turn."""
+    return math.tau / 16 / (2.0 ** (2.0 ** -(fmt.fraction_bits + 1)) - 1)
+
+
+def warn_of_angles(name: str, codes: Tensor, fmt: LNSFormat) -> None:
+    """Warn, once a conversion, of angles that are rounded by more than a sixteenth of a turn."""
+    global _left
+    if _left <= 0 or not _readable(codes) or not codes.numel():
+        return
+    _left -= codes.is_cuda
+    limit, largest = largest_angle(fmt), float(lns.decode(codes, fmt).abs().max())
+    if largest > limit:
+        _left = 0
+        share = largest / limit / 16
+        warnings.warn(
+            f"{name} of up to {largest:.4g} in {fmt}: angles beyond {limit:.0f} are rounded by a"
+            f" sixteenth of a turn or more, this one by up to {share:.2g} turns; compute positions,"
+            " times and coordinates in float32 (a module with a forward of its own takes float"
+            " inputs as they are), or leave out the module that makes them (filter_fn of"
+            " lns_ops.convert_)",
+            stacklevel=5,
+        )
 
 
 def _readable(codes: Tensor) -> bool:

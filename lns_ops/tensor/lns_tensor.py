@@ -25,10 +25,10 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, integers, promotion, underflow
+from lns_ops.tensor import collectives, fallback, foreach, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
-from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, aten, parts_of
+from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, parts_of
 
 _READS = {
     Tensor.dim,
@@ -177,8 +177,8 @@ class LNSTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], (list, tuple)) and _is_foreach(func):
-            return _one_by_one(func, args, kwargs)
+        if args and isinstance(args[0], (list, tuple)) and foreach.is_foreach(func):
+            return foreach.one_by_one(func, args, kwargs)
         if _meets_floats(args, kwargs) and func not in promotion.KEPT:
             if promotion.any_leaf(_is_complex, (*args, *kwargs.values())) or (
                 args and _is_plain(args[0]) and written_arguments(func)
@@ -249,7 +249,8 @@ def _encode_floats(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not _is_plain(leaf):
             return leaf
         promotion.count(func.overloadpacket.__name__)
-        return LNSTensor(promotion.encoded(leaf, fmt), fmt)
+        with promotion.named(func.overloadpacket.__name__):
+            return LNSTensor(promotion.encoded(leaf, fmt), fmt)
 
     return promotion.mapped(encoded, args, kwargs)
 
@@ -278,22 +279,30 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     """Return a function's float32 results, encoded (:mod:`lns_ops.tensor.decoded`)."""
     fmt, name = _format_of(args, kwargs), func.__name__
     if fmt is not None and compares(name):
-        args = tuple(_on_the_grid(x, fmt) if i < 2 else x for i, x in enumerate(args))
-        kwargs = {k: _on_the_grid(x, fmt) if k in COMPARED else x for k, x in kwargs.items()}
+        at = next(x.device for x in tree_leaves((args, kwargs)) if isinstance(x, LNSTensor))
+        args = tuple(_on_the_grid(x, fmt, at) if i < 2 else x for i, x in enumerate(args))
+        kwargs = {k: _on_the_grid(x, fmt, at) if k in COMPARED else x for k, x in kwargs.items()}
+    if name.removesuffix("_") in integers.PERIODIC and args and isinstance(args[-1], LNSTensor):
+        integers.warn_of_angles(name, args[-1].codes, args[-1].fmt)
     value = _whole if rounds(name) or compares(name) else _decoded
-    result = func(*tree_map(value, args), **tree_map(value, kwargs))
+    args, kwargs = tree_map(value, args), tree_map(value, kwargs)
+    promotion.note(name, args)
+    result = func(*args, **kwargs)
     if fmt is None or kwargs.get("dtype") not in (None, torch.float32):
         return result
     bits, fraction_bits = fmt.bits, fmt.fraction_bits
-    return tree_map(
-        lambda leaf: in_format(leaf, bits, fraction_bits) if _is_real(leaf) else leaf, result
-    )
+    with promotion.named(name):
+        return tree_map(
+            lambda leaf: in_format(leaf, bits, fraction_bits) if _is_real(leaf) else leaf, result
+        )
 
 
-def _on_the_grid(x: Any, fmt: LNSFormat) -> Any:
-    """Return numbers as they are after encoding, to compare LNS values with them."""
-    numbers = isinstance(x, Tensor | float | int) and not isinstance(x, LNSTensor)
-    return integers.restored(promotion.encoded(torch.as_tensor(x), fmt), fmt) if numbers else x
+def _on_the_grid(x: Any, fmt: LNSFormat, device: torch.device) -> Any:
+    """Return numbers as they are after encoding, to compare LNS values on ``device`` with them."""
+    if not isinstance(x, Tensor | float | int) or isinstance(x, LNSTensor):
+        return x
+    x = x if isinstance(x, Tensor) else torch.as_tensor(x, device=device)
+    return integers.restored(promotion.encoded(x, fmt), fmt)
 
 
 def _rebuilt(codes: Tensor, fmt: LNSFormat, requires_grad: bool, rest: dict[str, Any]) -> LNSTensor:
@@ -336,24 +345,6 @@ def _unhandled(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _is_foreach(func: Any) -> bool:
-    """Return whether an operator does the same to each tensor of a list."""
-    return func not in HANDLERS and func.overloadpacket.__name__.startswith("_foreach_")
-
-
-def _one_by_one(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on each tensor of a list, LNS or not, with its share of further lists."""
-    name = func.overloadpacket.__name__
-    operator, results = getattr(aten, name.removeprefix("_foreach_")), []
-    for i in range(len(args[0])):
-        own = [a[i] if isinstance(a, (list, tuple)) else a for a in args]
-        scale = {"value": own.pop()} if "addc" in name and len(own) > 3 else {}
-        results.append(operator(*own, **scale, **kwargs))
-    if name.endswith("_"):
-        torch.autograd.graph.increment_version(args[0])  # torch leaves it to kernels of lists
-    return None if name.endswith("_") else results
-
-
 def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on decoded arguments and encode its floating-point results.
 
@@ -378,7 +369,8 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for x, y in zip(tree_leaves(args[0]), tree_leaves(values[0]), strict=True):
             x.copy_(y)
         return result if result is None else args[0]
-    return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
+    with promotion.named(func.overloadpacket.__name__):
+        return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
 
 
 def _is_real(x: object) -> bool:
@@ -428,7 +420,8 @@ class _ToFloat(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
             return _FromFloat.apply(grad, ctx.fmt), None  # type: ignore[no-untyped-call]
         underflow.warn_of_underflow(grad, ctx.fmt)
-        return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
+        with promotion.named(promotion.noted(ctx)):
+            return LNSTensor(lns.encode(grad, ctx.fmt), ctx.fmt), None
 
 
 def in_format(x: Tensor, bits: int, fraction_bits: int) -> Tensor:

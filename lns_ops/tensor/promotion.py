@@ -29,7 +29,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from lns_ops import functional as lns
 from lns_ops._compat import is_forward_mode, is_transforming, tree_leaves, tree_map
-from lns_ops.spec.format import LNSFormat
+from lns_ops.spec.format import LNSFormat, NonFiniteError
 
 encoded_by: Counter[str] = Counter()
 """How many float tensors met LNS in this process and were encoded, by operation."""
@@ -121,6 +121,41 @@ def encoded(x: Tensor, fmt: LNSFormat) -> Tensor:
     narrow = x.dtype.is_floating_point and x.dtype != torch.float64
     wide = x.float() if narrow else x.double()
     return lns.encode(wide.clamp(-fmt.largest, fmt.largest), fmt)
+
+
+class named:  # noqa: N801
+    """Context in which errors of encoding name the operation whose values are encoded."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is NonFiniteError and not hasattr(error, "operation"):
+            error.operation = self.name
+            error.args = (f"{self.name}: {error}",)
+
+
+_NOTE = "lns_ops"
+
+
+def note(name: str, args: Any) -> None:
+    """Note in the graph that values were decoded for the function ``name``."""
+    if torch.compiler.is_compiling():
+        return
+    for x in tree_leaves(args):
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            x.grad_fn.metadata[_NOTE] = name
+
+
+def noted(node: Any) -> str:
+    """Return whose gradient arrives at a node of the graph, as far as :func:`note` knows."""
+    if torch.compiler.is_compiling():
+        return "a gradient"
+    name = node.metadata.get(_NOTE)
+    return "a gradient that float32 code returns" if name is None else f"the gradient of {name}"
 
 
 def any_leaf(holds: Callable[[Any], bool], args: Any) -> bool:

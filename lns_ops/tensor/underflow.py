@@ -42,12 +42,12 @@ def start_over() -> None:
 
 def warn_of_underflow(grad: Tensor, fmt: LNSFormat) -> None:
     """Warn, once a conversion, if much of a float32 gradient underflows in ``fmt``."""
-    if not _left or fmt.smallest < torch.finfo(torch.float32).tiny or not _is_real(grad):
+    if not _left or fmt.smallest < torch.finfo(torch.float32).tiny or not is_real(grad):
         return
     _measure(grad, fmt)
 
 
-def _is_real(grad: Tensor) -> bool:
+def is_real(grad: Tensor) -> bool:
     """Return whether there are values to look at: nothing traces, transforms or captures."""
     return (
         type(grad) is Tensor
@@ -84,7 +84,7 @@ def _share(magnitude: Tensor, lost: Tensor) -> float:
 
 def warn_of_lost(number: float, codes: Tensor, result: Tensor, fmt: LNSFormat) -> None:
     """Warn, once a conversion, if much of codes underflows by division by a large number."""
-    if not _left or not _is_real(codes):
+    if not _left or not is_real(codes):
         return
     if share := _share(lns.decode(codes, fmt, torch.float64).abs(), result == 0):
         warnings.warn(
@@ -99,7 +99,7 @@ def warn_of_lost(number: float, codes: Tensor, result: Tensor, fmt: LNSFormat) -
 def warn_of_terms(name: str, terms: int, total: Tensor, fmt: LNSFormat, remedy: str) -> None:
     """Warn if a sum of more terms than the format's largest number has saturated."""
     # not while shapes are symbols
-    if not isinstance(terms, int) or terms <= fmt.largest or not _is_real(total):
+    if not isinstance(terms, int) or terms <= fmt.largest or not is_real(total):
         return
     if bool(((total & fmt.field_mask) == fmt.field_mask).any()):
         warnings.warn(

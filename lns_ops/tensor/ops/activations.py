@@ -21,6 +21,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.indexed import lookup, power
+from lns_ops.tensor.decays import warn_of_factors
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
@@ -53,7 +54,10 @@ _SLOPES = {
 
 @handles(*_PLAIN)
 def _function(func: Any, x: LNSTensor) -> LNSTensor:
-    return _tabled(x, _PLAIN[func])
+    result = _tabled(x, _PLAIN[func])
+    if func is aten.exp.default:
+        warn_of_factors("exp", x.codes, result.codes, x.fmt)
+    return result
 
 
 @handles(*_SLOPES)

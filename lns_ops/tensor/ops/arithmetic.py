@@ -5,8 +5,6 @@ Each is exact or rounded once.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -18,6 +16,7 @@ from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import gradient_sums
+from lns_ops.tensor.decays import warn_of_average
 from lns_ops.tensor.lns_tensor import LNSTensor, operands, write
 from lns_ops.tensor.promotion import refuse_forward_mode
 from lns_ops.tensor.registry import aten, handles, replaces
@@ -29,12 +28,6 @@ _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "mul": lns.mul,
     "div": lns.div,
 }
-_IN_FLOAT32 = (
-    "keep a moving average in float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)),"
-    " multi_avg_fn=...)"
-)
-
-
 _NUMBERS = (float, int, torch.SymInt, torch.SymFloat)
 """The types of numbers, the latter of shapes that are traced; bool is another."""
 
@@ -68,12 +61,8 @@ def binary(func: Any, x: Any, y: Any, alpha: Any = 1) -> LNSTensor:
         if found is not None:
             return found
     x_codes, y_codes, fmt = operands(name, x, y)
-    if name == "mul" and type(y) is float and 0 < y < 1 and lns.number_code(y, fmt) == fmt.bias:
-        warnings.warn(
-            f"multiplication by {y:.6g} in {fmt}: it counts as 1, which is less than half a step"
-            f" away, so that a decay never moves; {_IN_FLOAT32}",
-            stacklevel=2,
-        )
+    if name == "mul" and type(y) is float and 0 < y < 1:
+        warn_of_average(f"multiplication by {y:.6g}", 1 - y, fmt)
     if x_codes.shape != y_codes.shape:
         _check_broadcast(name, x_codes, y_codes)
     if alpha != 1:
@@ -243,12 +232,8 @@ def _addcdiv(func: Any, x: LNSTensor, y: Any, z: Any, *, value: Any = 1) -> LNST
 
 @handles(aten.lerp.Scalar, aten.lerp.Tensor)
 def _lerp(func: Any, x: LNSTensor, y: LNSTensor, weight: Any) -> LNSTensor:
-    if isinstance(weight, float) and 0 < weight < math.sqrt(1 + x.fmt.epsilon) - 1:
-        warnings.warn(
-            f"lerp from a to b with a weight of {weight:.3g} in {x.fmt}: leaves a as it is wherever"
-            f" |b - a| <= |a|, as such steps are less than half an ulp; {_IN_FLOAT32}",
-            stacklevel=2,
-        )
+    if isinstance(weight, float):
+        warn_of_average(f"lerp with a weight of {weight:.3g}", weight, x.fmt)
     return binary(
         aten.add.Tensor, x, binary(aten.mul.Tensor, binary(aten.sub.Tensor, y, x), weight)
     )

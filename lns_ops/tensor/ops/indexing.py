@@ -260,6 +260,8 @@ def _scatter_add(func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTe
 @handles(aten.scatter.src, aten.scatter.value)
 def _scatter(func: Any, x: LNSTensor, dim: int, index: Tensor, source: Any) -> LNSTensor:
     codes, terms, fmt = operands("scatter", x, finite(source, x.fmt))
+    if not isinstance(source, Tensor):  # whose code is on the CPU
+        return LNSTensor(torch.scatter(codes, dim, index, int(terms)), fmt)
     return LNSTensor(
         torch.scatter(codes, dim, index, terms.expand(index.shape) if terms.dim() == 0 else terms),
         fmt,

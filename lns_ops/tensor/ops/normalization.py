@@ -34,7 +34,7 @@ from lns_ops.functional.normalization import (
     track_,
 )
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.lns_tensor import LNSTensor, gradient
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient, in_format
 from lns_ops.tensor.ops.reductions import centred
 from lns_ops.tensor.registry import replaces
 
@@ -289,6 +289,9 @@ def batch_norm(
             "running statistics as LNSTensors: they are float32; convert_ leaves buffers alone,"
             " keep them so"
         )
+    if not isinstance(input, LNSTensor):  # of a layer with a forward of its own
+        fmt = next(x.fmt for x in (weight, bias) if isinstance(x, LNSTensor))
+        input = in_format(input, fmt.bits, fmt.fraction_bits)  # type: ignore[assignment]
     channels = input.shape[1] if input.dim() > 1 else 0
     for values in (running_mean, running_var, weight, bias):
         if values is not None and values.numel() != channels:

@@ -88,10 +88,29 @@ def _clamp(
         x, _ = _pair(func, x, low if isinstance(low, LNSTensor) else high)
     key = _key(x)
     if low is not None:
-        key = torch.maximum(key, _key(_pair(func, x, low)[1]))
+        key = torch.maximum(key, _key(_pair(func, x, _inner(low, x.fmt, 1))[1]))
     if high is not None:
-        key = torch.minimum(key, _key(_pair(func, x, high)[1]))
+        key = torch.minimum(key, _key(_pair(func, x, _inner(high, x.fmt, -1))[1]))
     return _from_key(key, x.fmt)
+
+
+def _inner(bound: Any, fmt: LNSFormat, inwards: int) -> Any:
+    """Return a bound that rounds to 0, 1 or -1, and so excludes no more what it is to exclude, as
+    the next value ``inwards``; any other as it is.
+
+    ``clamp(max=1 - 1e-4)`` keeps values off 1, where the derivative of acos is infinite, and
+    ``clamp(min=1e-8)`` off 0, where the logarithm is.
+    """
+    if type(bound) is not float or not math.isfinite(bound):
+        return bound
+    code = lns.number_code(bound, fmt)
+    nearest = {0: 0.0, fmt.bias: 1.0, fmt.sign_mask | fmt.bias: -1.0}.get(code)
+    if nearest is None or not (nearest - bound) * inwards < 0:
+        return bound
+    if nearest == 0:
+        return inwards * fmt.smallest
+    step = 1 + fmt.epsilon
+    return nearest * (step if nearest * inwards > 0 else 1 / step)
 
 
 @handles(aten.hardtanh_backward.default)

@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lns_ops
 from lns_ops import LossScale, cuda
@@ -155,6 +157,87 @@ def test_twice_is_once_and_another_factor_is_refused() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="are divided by 256 already: use one LossScale"):
         LossScale(8).unscale_(model)
+
+
+def pair() -> tuple[nn.Module, LossScale, Callable[[], Tensor]]:
+    """Return a network, the scale that its parameters are divided by, and its loss."""
+    model, scale = net("lns16", "matmul"), LossScale(256)
+    x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+    scale.unscale_(model)
+    return model, scale, lambda: F.cross_entropy(model(x), torch.arange(4), reduction="sum")
+
+
+def test_what_autograd_grad_returns_is_the_gradient_with_the_scale_and_without() -> None:
+    model, scale, loss = pair()
+    backward(scale(loss()))
+    expected = [p.grad for p in model.parameters()]
+    for root in (loss(), scale(loss())):
+        found = torch.autograd.grad(root, list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_inner_step_moves_by_the_whole_gradient() -> None:
+    """As in MAML: the outer gradient goes through a step that the inner gradient has made."""
+    found = {}
+    for factor in (1, 256):
+        model, scale = nn.Linear(3, 1, bias=False), LossScale(factor)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        scale.unscale_(model)
+        x = torch.arange(6.0).view(2, 3)
+        (inner,) = torch.autograd.grad(model(x).square().sum(), model.weight, create_graph=True)
+        moved = model.weight - 2.0**-9 * inner
+        backward(scale(F.linear(x, moved).square().sum()))
+        found[factor] = model.weight.grad
+    assert found[1] is not None
+    assert found[256] is not None
+    assert torch.equal(found[1], found[256])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_divided_once(reentrant: bool) -> None:
+    model, scale, _ = pair()
+    x = torch.randn(4, 1, 6, 6, requires_grad=True)
+    gradients = []
+    for checkpointed in (False, True):
+        model.zero_grad()
+        out = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        backward(scale(out.sum()))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_gradient_taken_within_a_backward_pass_is_divided_once() -> None:
+    """As by the adjoint method: a backward pass asks for gradients and hands them on."""
+    layer, scale = nn.Linear(2, 2), LossScale(256)
+    scale.unscale_(layer)
+
+    class Adjoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                result: Tensor = layer(x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                y = layer(ctx.saved_tensors[0])
+            return (grad, *torch.autograd.grad(y, list(layer.parameters()), grad))
+
+    x = torch.randn(3, 2)
+    backward(scale(layer(x).sum()))
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    backward(scale(Adjoint.apply(x, *layer.parameters()).sum()))  # type: ignore[no-untyped-call]
+    assert all(torch.equal(p.grad, g) for p, g in zip(layer.parameters(), expected, strict=True))
+
+
+def test_a_scale_goes_through_torch_func() -> None:
+    scale, x = LossScale(8), torch.arange(3.0)
+    found = torch.func.grad(lambda x: scale(x.square().sum()))(x)
+    assert found.tolist() == [0, 16, 32]
 
 
 def test_a_scaled_loss_may_be_changed_in_place() -> None:

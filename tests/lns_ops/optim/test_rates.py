@@ -4,7 +4,9 @@ a limit that is known."""
 from __future__ import annotations
 
 import math
+import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +142,36 @@ def test_a_rate_may_be_a_tensor_without_dimensions(name: str) -> None:
             schedule.step()
         ends.append(parameter.codes.clone())
     assert torch.equal(*ends)
+
+
+DECAYS: list[tuple[str, LNSFormat, dict[str, Any], str | None]] = [
+    ("AdamW", lns16, {"lr": 3e-4, "weight_decay": 0.01, "kahan_sum": True}, "7.4e-06"),
+    ("AdamW", lns16, {"lr": 1e-3, "weight_decay": 0.01, "kahan_sum": True}, None),
+    ("AdamW", lns12, {"kahan_sum": True}, "2.9e-05"),
+    ("AdamW", lns16, {}, r"0\.0027.*use kahan_sum=True or stochastic_rounding"),
+    ("AdamW", lns12, {"stochastic_rounding": True}, None),
+    ("AdamW", lns16, {"lr": 1e-4, "weight_decay": 0.0}, None),
+    ("Adam", lns12, {"weight_decay": 0.01, "kahan_sum": True}, None),
+    ("NAdam", lns12, {"weight_decay": 0.01, "decoupled_weight_decay": True, "lr": 1e-3,
+     "kahan_sum": True}, "2.9e-05"),
+    ("NAdam", lns12, {"weight_decay": 0.01, "kahan_sum": True, "lr": 1e-3}, None),
+    ("Lion", lns12, {"weight_decay": 0.1, "kahan_sum": True}, "2.9e-05"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fmt", "options", "limit"), DECAYS)
+def test_a_weight_decay_that_rounding_loses_warns_as_the_optimizer_is_made(
+    name: str, fmt: LNSFormat, options: dict[str, Any], limit: str | None
+) -> None:
+    parameter = nn.Parameter(LNSTensor.from_float(torch.full((4,), 1.5), fmt))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = getattr(optim, name)([parameter], **options)
+    assert len(caught) == (limit is not None)
+    if limit is not None:
+        assert re.search(rf"{name} with lr=.* in {fmt}: .* below {limit}", str(caught[0].message))
+        before = parameter.detach().clone()
+        parameter.grad = torch.zeros_like(parameter)
+        for _ in range(50):
+            optimizer.step()
+        assert torch.equal(parameter.detach().codes, before.codes), "the warning is right"

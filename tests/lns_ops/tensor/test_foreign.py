@@ -355,7 +355,8 @@ def test_networks_of_the_zoo_train(name: str, scope: str, monkeypatch: pytest.Mo
     (network,) = [n for n in zoo.NETWORKS if n.name == name]
     copied = name != "physics-informed"  # inference mode has no gradients
     found = zoo.attempt(network, scope, copied)
-    assert found["trains"] == "yes"
+    in_part = scope == "matmul" and name == "spectral-norm"  # whose power iterations are float32
+    assert found["trains"] == ("in part" if in_part else "yes")
     assert found["copies"] == ("yes" if copied else "-")
 
 

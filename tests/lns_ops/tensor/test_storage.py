@@ -350,7 +350,7 @@ def test_moving_averages_are_kept_in_float32() -> None:
     before, start = model.weight.to_float(), model.weight.detach().clone()
     with torch.no_grad():
         model.weight.mul_(2)
-    with pytest.warns(UserWarning, match=r"weight of 0\.001 in lns16.*lns_ops\.revert_"):
+    with pytest.warns(UserWarning, match=r"weight of 0\.001 in lns16.*never moves.*revert_"):
         stuck.update_parameters(model)
     for _ in range(1_000):
         average.update_parameters(model)
@@ -367,11 +367,11 @@ def test_a_decay_that_counts_as_one_is_said() -> None:
         lambda: average.update_parameters(model),
         lambda: others.weight.detach().mul_(0.999).add_(model.weight, alpha=0.001),
     ):
-        with pytest.warns(UserWarning, match=r"by 0\.999 in lns16: it counts as 1.*revert_"):
+        with pytest.warns(UserWarning, match=r"by 0\.999 in lns16: .*never moves.*revert_"):
             decay()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for factor in (0.99, 1.0, 1.001, -0.999, 1):
+        for factor in (0.98, 1.0, 1.001, -0.999, 1):
             model.weight.detach().mul_(factor)
 
 

@@ -1,0 +1,74 @@
+"""What a converted module is: :func:`summary`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lns_ops.nn import own_products
+from lns_ops.nn.convert import Conversion
+from lns_ops.nn.layer_kinds import has_own_forward, own_format, owners_of, reason_to_stay
+from lns_ops.tensor import LNSTensor, promotion
+
+
+def _that_keep_floats(module: nn.Module) -> list[str]:
+    """Return what :func:`summary` says of modules that take float inputs as they are."""
+    names = [
+        name or "(root)"
+        for name, layer in module.named_modules()
+        if hasattr(layer, "lns_conversion") and has_own_forward(layer)
+    ]
+    if not names:
+        return []
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return [
+        f"float inputs stay float32 until they meet LNS in: {', '.join(names[:5])}{more}"
+        " (forwards of their own); layers of torch encode theirs"
+    ]
+
+
+def summary(module: nn.Module) -> str:
+    """Describe the conversion of a module, one line for each layer that owns parameters.
+
+    A line has name, type, scope, format and number of parameters. Below are notes: layers with
+    products that scope ``matmul`` leaves as they are, modules that compute products themselves
+    (:mod:`lns_ops.nn.own_products`), and how many float tensors were encoded where they met LNS
+    (:mod:`lns_ops.tensor.promotion`).
+
+    >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))
+    layer  type             scope   format  parameters
+    0      LNSMatmulLinear  matmul  lns12           10
+    """
+    rows = [("layer", "type", "scope", "format", "parameters")]
+    notes = []
+    for name, layer in owners_of(module):
+        conversion = getattr(layer, "lns_conversion", None)
+        count = sum(p.numel() for p in layer.parameters(recurse=False))
+        kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
+        if conversion is None and kept is not None:  # a layer was parametrized later
+            conversion = Conversion(scope="everywhere", fmt=kept)
+        scope, fmt = (
+            (conversion.scope, str(conversion.fmt))
+            if conversion is not None
+            else ("-", own_format(layer))
+        )
+        if hasattr(layer, "simulation"):
+            scope, fmt = "simulated", str(layer.simulation.format)  # type: ignore[union-attr]
+        if getattr(layer, "stays_float32", False):
+            notes.append(
+                f"{name or '(root)'} stays float32: its forward calls neither linear functions nor"
+                " convolutions"
+            )
+        if conversion is None and (kind := reason_to_stay(layer)):
+            notes.append(f"{name or '(root)'} stays {fmt}: {kind}")
+        rows.append((name or "(root)", type(layer).__name__, scope, fmt, f"{count:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4].rjust(widths[4])])
+        for row in rows
+    ]
+    scopes = {row[2] for row in rows}
+    if "matmul" in scopes:
+        notes += own_products.lines(module)
+    if "everywhere" in scopes:
+        notes += [*_that_keep_floats(module), *promotion.lines()]
+    return "\n".join([*lines, *notes])

@@ -1,0 +1,34 @@
+"""Calls of a ``torch.autograd.Function`` that are quick, and work under ``torch.func``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lns_ops._compat import is_transforming
+
+
+def in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """Return how to call a function that has the form for ``torch.func``.
+
+    Torch binds the arguments of that form by name in every call, which takes as long as a small
+    product, so elsewhere the call is of the same function in the form with a context.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output: Tensor = function.forward(*inputs)
+        function.setup_context(ctx, inputs, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    quick = type(f"{function.__name__}WithContext", (torch.autograd.Function,), members)
+
+    def call(*inputs: Any) -> Tensor:
+        chosen: Any = function if is_transforming() else quick
+        result: Tensor = chosen.apply(*inputs)
+        return result
+
+    return call

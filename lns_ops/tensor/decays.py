@@ -1,0 +1,86 @@
+"""Warnings of decays that a format cannot hold: moving averages, and factors nearest to 1.
+
+*Moving averages*: ``a = d a + (1 - d) x`` moves by less than half an ulp, so not at all, wherever
+``|x - a| < |a| h / (1 - d)``, with h = 2^(2^-f / 2) - 1: 0.27 % in lns16, 0.54 % in lns12. With d =
+0.99 that is 27 % of the value in lns16, from which a multiplication by a number and ``lerp`` warn.
+
+*Factors*: ``exp(-0.002)``, the decay of a state-space model's step, rounds to 1 in lns16, and
+``exp(-0.003)`` to ``exp(-0.0054)``. ``exp`` warns if at least half of its negative arguments are
+off by more than half of themselves so. The first :data:`LOOKS` results after a conversion are
+looked at, so that a GPU is waited for in the first passes only; not while a graph is traced or
+captured.
+
+Both are inherent in the format: such states belong in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from lns_ops import functional as lns
+from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor.underflow import is_real
+
+SHARE = 0.25
+"""The part of its value by which a moving average may stop short without a word."""
+LOOKS = 32
+"""How many results of ``exp`` are looked at after a conversion."""
+IN_FLOAT32 = (
+    "keep a moving average in float32: AveragedModel(lns_ops.revert_(copy.deepcopy(model)),"
+    " multi_avg_fn=...), or a float32 buffer that is changed in place"
+)
+_left = LOOKS
+
+
+def start_over() -> None:
+    """Look at the next :data:`LOOKS` results: a network was converted."""
+    global _left
+    _left = LOOKS
+
+
+def warn_of_average(what: str, weight: float, fmt: LNSFormat) -> None:
+    """Warn if a moving average with this weight of new values stops short by :data:`SHARE`.
+
+    ``what`` is the operation, for the message.
+    """
+    half = math.sqrt(1 + fmt.epsilon) - 1
+    if 0 < weight < half:
+        warnings.warn(
+            f"{what} in {fmt}: its new values weigh less than half a step, so that a moving average"
+            f" never moves by them; {IN_FLOAT32}",
+            stacklevel=4,
+        )
+    elif 0 < weight < half / SHARE:
+        warnings.warn(
+            f"{what} in {fmt}: a moving average stops within {100 * half / weight:.0f} % of new"
+            f" values, as steps below half an ulp are lost; {IN_FLOAT32}",
+            stacklevel=4,
+        )
+
+
+def warn_of_factors(name: str, arguments: Tensor, results: Tensor, fmt: LNSFormat) -> None:
+    """Warn, once a conversion, if most factors below 1 have another distance from 1 than exact."""
+    global _left
+    if _left <= 0 or not is_real(arguments):
+        return
+    _left -= 1
+    exact = -torch.expm1(lns.decode(arguments, fmt, torch.float64))
+    stored = 1 - lns.decode(results, fmt, torch.float64)
+    below = exact > 0
+    off = below & ((stored - exact).abs() > exact / 2)
+    count, number = int(off.sum()), int(below.sum())
+    if 2 * count < number or not count:
+        return
+    _left = 0
+    worst = float(exact[off].min())
+    warnings.warn(
+        f"{name} in {fmt}: {count:,} of {number:,} results below 1, as 1 - {worst:.2g}, are nearer"
+        f" to 1 than a step of {fmt.epsilon:.2g} and count as 1 or as one step below it, so a decay"
+        " by them is too slow or too fast; compute such decays and the states that they act on in"
+        " float32 (x.to_float()), or leave out the module (filter_fn of lns_ops.convert_)",
+        stacklevel=4,
+    )
