@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 from study.claims.stated import state_claims
 from study.config import StudyConfig
-from study.errors import refusals
+from study.errors import StorageError, refusals
 from study.execution.control import Control, Decision, clear, storage_refused
 from study.execution.launched import continued, launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
-from study.ledger.log import FILE, Ledger, LedgerError, is_locked
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.ledger.storage import check_storage, check_writable, share
@@ -113,8 +114,9 @@ def run_study(
         job: whether a job controller's, which continues a run that was broken off.
 
     Raises:
-        UserError: the study cannot start, and nothing was done; or its storage is full, and the
-            same command goes on once it is not.
+        UserError: the study cannot start, and nothing was done.
+        StorageError: its storage took no more writes while it ran, and the same command goes on
+            once it does.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     began = time.monotonic() if began is None else began
@@ -260,15 +262,23 @@ def _run(
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
+        # a report would make the folder anew
+        report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"
         sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
-        say(f"Writing the report{sent} ...")
+        if report is not None:
+            say(f"Writing the report{sent} ...")
+        error = ""
         with control.watch_storage():
-            report, error = _close(state, folder / "report", tracker, sinks)
-            _share(report, say)
+            error = _close(state, report, tracker, sinks)
+            if report is not None:
+                _share(report, say)
+    if isinstance(ledger.broken, LedgerGoneError):
+        raise StorageError(f"storage: {ledger.broken}")
     if control.storage_error:
-        raise storage_refused(control.storage_error, folder)
+        raise storage_refused(control.storage_error, folder, StorageError)
     if idle := remark(state.runs[-1]):
         say(idle)
+    assert report is not None
     return _outcome(state, report, plan.study, error, tracker.where())
 
 
@@ -368,16 +378,18 @@ def _load_report() -> None:
 
 
 def _close(
-    state: StudyState, folder: Path, tracker: Tracker | NoTracker, sinks: Sinks
-) -> tuple[Path, str]:
-    """Write the report, close MLflow's runs and the sinks, these even if the report fails."""
+    state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks
+) -> str:
+    """Write the report into a folder, if there is one, and close MLflow's runs and the sinks, these
+    even if the report fails; return why MLflow lacks something, or ""."""
     report = None
     try:
-        report = write_report(state, folder)
+        if folder is not None:
+            report = write_report(state, folder)
     finally:
         error = tracker.close(report)
         sinks.close()
-    return report, error
+    return error
 
 
 def report_study(

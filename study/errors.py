@@ -19,6 +19,11 @@ class UserError(ValueError):
         super().__init__(without_password(message))
 
 
+class StorageError(UserError):
+    """The storage of a study took no more writes while the study ran: it ended in order, with
+    trials left."""
+
+
 class OutOfSightError(Exception):
     """A study that was launched can no longer be followed, for the reason given; it may go on."""
 

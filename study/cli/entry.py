@@ -23,7 +23,7 @@ from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
-from study.errors import UserError
+from study.errors import StorageError, UserError
 from study.program import NAME, own_version, process_began
 from study.text import nearest
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"lns-study: error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, StorageError) else 2
     except BrokenPipeError:  # the reader of a pipe has seen enough: lns-study plan NAME | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

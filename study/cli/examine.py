@@ -13,7 +13,8 @@ from study.config import StudyConfig, check_tracking_uri, default_tracking_uri
 from study.errors import UserError
 from study.execution.preflight import check_address
 from study.execution.ray_session import ray_session
-from study.ledger.log import LOCK, how_to_repair, open_ledger, read_ledger
+from study.ledger.lock import LOCK
+from study.ledger.log import how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
 from study.ledger.storage import check_storage, refresh

@@ -286,7 +286,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.execution.control import Wish, ask
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
     from study.ledger.state import FAILED, ONLY_FAILED
     from study.manage.extend import extended
     from study.manage.studies import continued
@@ -379,7 +379,7 @@ def _edit(options: argparse.Namespace) -> int:
 
 def _running(options: argparse.Namespace, else_: str = "") -> tuple[Path, StudyState]:
     """Return folder and state of a study that runs; ``else_`` is what else the refusal advises."""
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
 
     folder, state = _open(options)
     if not is_locked(folder):

@@ -28,8 +28,10 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile,
-       report --verify), studies have not run (reproduce), doctor found a fault;
-       or a mistake of ours (traceback)
+       report --verify), studies have not run (reproduce), doctor found a fault,
+       the storage took no more writes while a study ran (full, removed, moved:
+       once that is mended the same command goes on); or a mistake of ours
+       (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same
        command goes on (0 with run --job)

@@ -114,7 +114,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
 
     What writes to the store refuses a copy: of the study's runs those of newer trials look false.
     """
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
     from study.manage.studies import continued, find, placed, whole
     from study.tracking.supervisor import OFF, check_tracking
 

@@ -33,6 +33,7 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.ledger.lines import HEADER, Damage, Event, seal
+from study.ledger.lock import take_lock
 from study.ledger.log import (
     FILE,
     Contents,
@@ -41,7 +42,6 @@ from study.ledger.log import (
     new_id,
     open_ledger,
     sync_folder,
-    take_lock,
 )
 from study.ledger.state import FINISHED, fold, study_without_password
 from study.ledger.storage import write_lock

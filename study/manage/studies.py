@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
-from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, is_locked, open_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, open_ledger
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.ledger.storage import refresh, study_folders
 from study.program import lns_study

@@ -46,6 +46,7 @@ from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
+from trainers.files import check_there
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
 from trainers.training.trainer import check
@@ -234,6 +235,7 @@ class Worker:
         self._say(BEGAN, trial, beginning)
         while True:
             metrics = executor.step()
+            check_there(place)
             if config.profile.steps:
                 write_files(local_folder(plan["profile"]), executor.profile())
             leaves = self._leaves(trial, int(metrics["epoch"]))

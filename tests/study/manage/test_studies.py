@@ -21,7 +21,8 @@ from study.errors import UserError
 from study.execution.control import FILE as CONTROL
 from study.execution.control import Control, Wish, ask, reached
 from study.handle import Study
-from study.ledger.log import Ledger, is_locked, read_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import Ledger, read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.manage.export import export, write_csv
 from study.manage.rerun import differences
