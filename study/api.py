@@ -40,11 +40,11 @@ from study.program import lns_study
 from study.results.idle_time import remark
 from study.search.agenda import adopt
 from study.text import counted
-from study.tracking.address import how_to_open, page
+from study.tracking.address import OFF, how_to_open, page, store_of
 from study.tracking.sinks import Sinks
-from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
+from study.tracking.supervisor import NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
-from study.tracking_uri import REMEDY, stored
+from study.tracking_uri import REMEDY, name_address, stored
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
 
@@ -120,6 +120,7 @@ def run_study(
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     began = time.monotonic() if began is None else began
+    name_address(study.tracking)
     with _opened(study, say, node, job) as (plan, data, ledger, before, node, spent):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
@@ -405,9 +406,12 @@ def report_study(
     """
     with refusals():
         state = _reportable(folder)
-        study = dataclasses.replace(
-            placed(state.config, folder), tracking_uri=tracking_uri or state.config.tracking_uri
-        )
+        study = placed(state.config, folder)
+        unnamed = ""
+        try:
+            study = dataclasses.replace(study, tracking_uri=store_of(study, tracking_uri))
+        except ValueError as refused:
+            unnamed = str(refused)
         check_writable(
             folder / "report", "report", "mend its permissions, or move what is in its place"
         )
@@ -420,6 +424,8 @@ def report_study(
         say(f"{state.config.name}: {state.damage}")
     elif folder.name != study.slug:
         say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {study.name!r}")
+    elif unnamed:
+        say(f"MLflow: nothing was sent; {unnamed}")
     elif not is_locked(folder) and study.tracking != OFF:
         error, where = sync_study(folder, study, report)
     return _outcome(state, report, study, error, where)

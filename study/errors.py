@@ -30,10 +30,16 @@ class OutOfSightError(Exception):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn a ``ValueError`` of the checks before any work into a :class:`UserError`."""
+    """Turn an error of the checks before any work, a ``ValueError`` or one of the system, into a
+    :class:`UserError`."""
     try:
         yield
     except UserError:
         raise
+    except (BrokenPipeError, InterruptedError):
+        raise
+    except OSError as error:  # a link loop, a folder in a file's place, no permission
+        named = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{named}{error.strerror or error}; nothing was done") from error
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -24,6 +24,12 @@ def check_there(checkpoints: str) -> None:
         raise FileNotFoundError(f"{study}: was removed, moved or unmounted while the study ran")
 
 
+def has_links(folder: Path) -> bool:
+    """Tell whether a folder is or holds a link, which may lead out of it: whoever sends its files
+    elsewhere would send what a stranger's link names."""
+    return any(path.is_symlink() for path in (folder, *folder.rglob("*")))
+
+
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file such that readers find all of it, or the earlier one, whenever the process dies.
 

@@ -187,9 +187,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from study.views.console import PrintableConsole
 
-    console = Console()
+    console = PrintableConsole()
     while True:
         folder, state = _open(options)
         if options.watch and console.is_terminal:
@@ -404,16 +404,15 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _rerun(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from study.api import run_study
     from study.ledger.state import name_of
     from study.manage.rerun import rerun
     from study.manage.studies import find_trial
+    from study.views.console import PrintableConsole
     from study.views.progress import PlainView
 
     _, state = _open(options)
-    console = Console()
+    console = PrintableConsole()
     with refusals():
         trial = find_trial(state, options.trial)
         done = rerun(

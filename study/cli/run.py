@@ -229,11 +229,10 @@ def run_config(
     ``again`` is the command that continues it, ``began`` when this one did; ``job`` tells whether a
     job controller gave it.
     """
-    from rich.console import Console
-
     from study.api import run_study
+    from study.views.console import PrintableConsole
 
-    console = Console()
+    console = PrintableConsole()
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         view, say = make_view(console, plain), lambda line: _say(console, line)
@@ -448,7 +447,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.claims.record import read_record
     from study.report.claims import claims_text
     from study.report.tables import render_text
-    from study.tracking.address import how_to_open
+    from study.tracking.address import how_to_open, naming
     from study.tracking.sqlite import where_damaged
 
     print(f"\n{render_text(outcome.state)}")
@@ -462,7 +461,9 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
     if outcome.tracking_error:
-        to = [] if outcome.tracking == study.tracking else ["--tracking-uri", outcome.tracking]
+        to = naming(outcome.tracking)
+        if not to and outcome.tracking != study.tracking:
+            to = ["--tracking-uri", outcome.tracking]
         again = lns_study("sync", study.slug, *to, storage=storage)
         print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"

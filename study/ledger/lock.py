@@ -1,5 +1,5 @@
-"""The lock of a ledger: a file that names the process which writes the ledger, or how many lines the
-last one left."""
+"""The lock of a ledger: a file that names the process that writes it, or says how many lines
+the last one left."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ each with ``event`` and ``time`` (seconds since 1970)::
     ended       the run is over                                 outcome: finished, failed, stopped
                                                                 or interrupted
     repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in
-                                                                words)
+                                                                words), marks (of its MLflow runs)
     lost        a plan was here that nobody knows any more      what
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
@@ -99,12 +99,23 @@ class Contents:
 
 
 def open_ledger(folder: Path) -> Contents:
-    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger."""
+    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger.
+
+    Raises:
+        ValueError: it cannot be read, or the object store does not answer.
+    """
     storage.refresh(folder)
     closed = closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
-    with suppress(FileNotFoundError):
-        return _contents((folder / FILE).read_bytes(), closed, folder)
-    return _contents(b"", closed, folder)
+    try:
+        content = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        content = b""
+    except OSError as error:
+        raise ValueError(
+            f"{folder / FILE}: cannot be read ({error.strerror}); a ledger is a file that you may"
+            " read: move what is in its place, or mend its permissions"
+        ) from None
+    return _contents(content, closed, folder)
 
 
 def read_ledger(folder: Path) -> list[Event]:
@@ -269,8 +280,7 @@ class Ledger:
                 )
             )
         except OSError as error:
-            gone = isinstance(error, LedgerGoneError)
-            self.broken = error if gone else LedgerError(*error.args)
+            self.broken = error if isinstance(error, LedgerGoneError) else LedgerError(*error.args)
             raise self.broken from error
         self._number, self._headed = self._number + len(header) + len(records), True
         for record in records:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
 from study.results.objectives import SPENT, column_of, objective
+from study.text import printable
 
 EXPORTS = ("csv", "json", "jsonl", "parquet")
 OWN = ("id", "row", "number", "seed", "status", "epoch", "bits", "seconds", "restarts", "error")
@@ -115,10 +116,13 @@ def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, An
 
 
 def _cell(value: Any) -> Any:
-    """Return a value, after an apostrophe if it begins like a formula and is no number."""
-    if isinstance(value, str) and value.startswith(FORMULA):
+    """Return a value; a text has an apostrophe before it if it begins like a formula and is no
+    number, and its control characters are escaped."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith(FORMULA):
         try:
             float(value)
         except ValueError:
-            return f"'{value}"
-    return value
+            return f"'{printable(value)}"
+    return printable(value)

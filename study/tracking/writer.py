@@ -175,7 +175,7 @@ class Sender:
             self._client = connect(self._uri)
             self.moved = time.monotonic()  # what MLflow itself takes is not the store's silence
         artifacts = None if is_server(self._uri) else self._artifacts
-        self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
+        self._runs = Runs(self._client, self.state, artifacts, self._folder)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
             self._described = self.state.plan

@@ -181,6 +181,8 @@ class Worker:
             backend: torch's name of the backend.
         """
         limit = timedelta(seconds=MEET_SECONDS)
+        opened: Store
+        place: int | str
         if not address:
             for name in INTERFACE:
                 os.environ.setdefault(name, LOOPBACK)
