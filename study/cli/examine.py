@@ -241,7 +241,12 @@ def _passwords(storage: str) -> Iterator[Finding]:
     except ValueError:  # a store that does not answer, as is found before
         return
     for folder in found:
-        for uri in stored(read_ledger(folder)):
+        try:
+            uris = stored(read_ledger(folder))
+        except ValueError as error:
+            yield Finding(name=folder.name, good=False, text="cannot be read", remedy=str(error))
+            continue
+        for uri in uris:
             yield Finding(
                 name=folder.name,
                 good=False,

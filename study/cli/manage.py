@@ -53,7 +53,8 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--output",
         "-o",
         metavar="FILE",
-        help="file to write (default: STUDY.csv and so on in the working folder)",
+        help="file to write, - for standard output (default: STUDY.csv and so on in the working"
+        " folder)",
     )
     export.add_argument(
         "--epochs", action="store_true", help="one row per epoch instead of one per trial"
@@ -265,22 +266,25 @@ def _export(options: argparse.Namespace) -> int:
     from study.manage.export import EXPORTS, export
 
     _, state = _open(options)
-    form = options.format or (
-        Path(options.output).suffix.removeprefix(".") if options.output else "csv"
-    )
+    to_output = options.output == "-"
+    named = options.output and not to_output
+    form = options.format or (Path(options.output).suffix.removeprefix(".") if named else "csv")
     if form not in EXPORTS:
         raise UserError(
             f"--output {options.output}: the ending must be one of {', '.join(EXPORTS)}; or give"
             " --format"
         )
-    path = Path(options.output or f"{state.config.slug}.{form}")
+    path = None if to_output else Path(options.output or f"{state.config.slug}.{form}")
     try:
         count = export(state, path, form, epochs=options.epochs)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror}); choose another file"
         ) from None
-    print(f"{counted(count, 'epoch' if options.epochs else 'trial')} in {path}")
+    if path is not None:
+        print(f"{counted(count, 'epoch' if options.epochs else 'trial')} in {path}")
     return 0
 
 

@@ -283,7 +283,7 @@ def _simulate(options: argparse.Namespace) -> int:
     import dataclasses
 
     from study.execution.simulate import recorded_errors, recorded_seconds, simulate
-    from study.ledger.log import read_ledger
+    from study.ledger.log import readable_ledgers
     from study.ledger.state import fold
     from study.manage.studies import folders
     from study.plan.estimate import describe_size
@@ -300,7 +300,7 @@ def _simulate(options: argparse.Namespace) -> int:
             search = dataclasses.replace(study.search, algorithm="random")
             study = dataclasses.replace(study, search=search)
         plan = make_plan(study, download=False)
-        states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
+        states = [fold(events) for events in readable_ledgers(folders(study.storage))]
     _say_damage(study)
     seconds = recorded_seconds(plan, states, options.seconds)
     error = recorded_errors(states, next(iter(study.search.objectives)))

@@ -55,7 +55,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +124,13 @@ def read_ledger(folder: Path) -> list[Event]:
     Returns an empty list if there is no ledger.
     """
     return open_ledger(folder).events
+
+
+def readable_ledgers(folders: Iterable[Path]) -> Iterator[list[Event]]:
+    """Yield what :func:`read_ledger` returns of each study whose ledger can be read."""
+    for folder in folders:
+        with suppress(ValueError):
+            yield read_ledger(folder)
 
 
 def describe_damage(damage: list[Damage]) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,8 +79,8 @@ def _identity(trial: TrialState) -> dict[str, Any]:
     }
 
 
-def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
-    """Write :func:`export_rows` to ``path``; return the number of rows.
+def export(state: StudyState, path: Path | None, form: str, *, epochs: bool = False) -> int:
+    """Write :func:`export_rows` to ``path``, None for standard output; return the number of rows.
 
     The format is csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what
     is no finite number is null.
@@ -90,9 +92,10 @@ def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) ->
         import pyarrow.parquet
 
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table, path)
+        pyarrow.parquet.write_table(table, path or sys.stdout.buffer)
         return len(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    output = getattr(sys.stdout, "stream", sys.stdout)  # the line breaks of csv are \r\n
+    with path.open("w", newline="", encoding="utf-8") if path else nullcontext(output) as file:
         if form == "csv":
             write_csv(file, names, rows)
             return len(rows)

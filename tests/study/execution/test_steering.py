@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -174,6 +176,27 @@ def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
     assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
     finished = [event["trial"] for event in read_ledger(study.folder) if event["event"] == FINISHED]
     assert sorted(finished) == sorted(set(finished))
+
+
+def test_a_limit_on_the_size_of_files_ends_a_study_as_a_full_storage_does(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """With the exit code of a study that began; the same command goes on without the limit."""
+    study = tiny("limited", f"storage={tmp_path}", "trial.epochs=2", "trial.model.hidden=[16]")
+    words = [str(tmp_path / "tiny.yaml"), "name=limited", f"storage={tmp_path}", "--plain"]
+    words += ["tracking_uri=none", "trial.epochs=40", "seeds=[0]"]
+    code = (
+        "import resource, sys; from study.cli import main;"
+        " resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    limited = subprocess.run(
+        [sys.executable, "-c", code, "run", *words], capture_output=True, text=True, timeout=300
+    )
+    assert limited.returncode == 1, limited.stderr
+    assert "ulimit -f" in limited.stderr
+    assert "Traceback" not in limited.stderr
+    assert read_ledger(study.folder)
+    assert main(["run", *words]) == 0
 
 
 def test_a_ledger_that_takes_no_plan_starts_nothing(
