@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 from study.claims.stated import state_claims
 from study.config import StudyConfig
-from study.errors import refusals
+from study.errors import StorageError, refusals
 from study.execution.control import Control, Decision, clear, storage_refused
 from study.execution.launched import continued, launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
-from study.ledger.log import FILE, Ledger, LedgerError, is_locked
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
 from study.ledger.storage import check_storage, check_writable, share
@@ -39,11 +40,11 @@ from study.program import lns_study
 from study.results.idle_time import remark
 from study.search.agenda import adopt
 from study.text import counted
-from study.tracking.address import how_to_open, page
+from study.tracking.address import OFF, how_to_open, page, store_of
 from study.tracking.sinks import Sinks
-from study.tracking.supervisor import OFF, NoTracker, Tracker, check_tracking, make_tracker
+from study.tracking.supervisor import NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
-from study.tracking_uri import REMEDY, stored
+from study.tracking_uri import REMEDY, name_address, stored
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
 
@@ -113,11 +114,13 @@ def run_study(
         job: whether a job controller's, which continues a run that was broken off.
 
     Raises:
-        UserError: the study cannot start, and nothing was done; or its storage is full, and the
-            same command goes on once it is not.
+        UserError: the study cannot start, and nothing was done.
+        StorageError: its storage took no more writes while it ran, and the same command goes on
+            once it does.
         KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
     """
     began = time.monotonic() if began is None else began
+    name_address(study.tracking)
     with _opened(study, say, node, job) as (plan, data, ledger, before, node, spent):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
@@ -260,15 +263,23 @@ def _run(
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
+        # a report would make the folder anew
+        report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"
         sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
-        say(f"Writing the report{sent} ...")
+        if report is not None:
+            say(f"Writing the report{sent} ...")
+        error = ""
         with control.watch_storage():
-            report, error = _close(state, folder / "report", tracker, sinks)
-            _share(report, say)
+            error = _close(state, report, tracker, sinks)
+            if report is not None:
+                _share(report, say)
+    if isinstance(ledger.broken, LedgerGoneError):
+        raise StorageError(f"storage: {ledger.broken}")
     if control.storage_error:
-        raise storage_refused(control.storage_error, folder)
+        raise storage_refused(control.storage_error, folder, StorageError)
     if idle := remark(state.runs[-1]):
         say(idle)
+    assert report is not None
     return _outcome(state, report, plan.study, error, tracker.where())
 
 
@@ -368,16 +379,18 @@ def _load_report() -> None:
 
 
 def _close(
-    state: StudyState, folder: Path, tracker: Tracker | NoTracker, sinks: Sinks
-) -> tuple[Path, str]:
-    """Write the report, close MLflow's runs and the sinks, these even if the report fails."""
+    state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks
+) -> str:
+    """Write the report into a folder, if there is one, and close MLflow's runs and the sinks, these
+    even if the report fails; return why MLflow lacks something, or ""."""
     report = None
     try:
-        report = write_report(state, folder)
+        if folder is not None:
+            report = write_report(state, folder)
     finally:
         error = tracker.close(report)
         sinks.close()
-    return report, error
+    return error
 
 
 def report_study(
@@ -393,9 +406,12 @@ def report_study(
     """
     with refusals():
         state = _reportable(folder)
-        study = dataclasses.replace(
-            placed(state.config, folder), tracking_uri=tracking_uri or state.config.tracking_uri
-        )
+        study = placed(state.config, folder)
+        unnamed = ""
+        try:
+            study = dataclasses.replace(study, tracking_uri=store_of(study, tracking_uri))
+        except ValueError as refused:
+            unnamed = str(refused)
         check_writable(
             folder / "report", "report", "mend its permissions, or move what is in its place"
         )
@@ -408,6 +424,8 @@ def report_study(
         say(f"{state.config.name}: {state.damage}")
     elif folder.name != study.slug:
         say(f"MLflow: nothing was sent; {folder} is a renamed folder, or a copy, of {study.name!r}")
+    elif unnamed:
+        say(f"MLflow: nothing was sent; {unnamed}")
     elif not is_locked(folder) and study.tracking != OFF:
         error, where = sync_study(folder, study, report)
     return _outcome(state, report, study, error, where)

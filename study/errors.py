@@ -19,16 +19,27 @@ class UserError(ValueError):
         super().__init__(without_password(message))
 
 
+class StorageError(UserError):
+    """The storage of a study took no more writes while the study ran: it ended in order, with
+    trials left."""
+
+
 class OutOfSightError(Exception):
     """A study that was launched can no longer be followed, for the reason given; it may go on."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn a ``ValueError`` of the checks before any work into a :class:`UserError`."""
+    """Turn an error of the checks before any work, a ``ValueError`` or one of the system, into a
+    :class:`UserError`."""
     try:
         yield
     except UserError:
         raise
+    except (BrokenPipeError, InterruptedError):
+        raise
+    except OSError as error:  # a link loop, a folder in a file's place, no permission
+        named = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{named}{error.strerror or error}; nothing was done") from error
     except ValueError as error:
         raise UserError(str(error)) from error

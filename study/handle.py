@@ -40,6 +40,7 @@ from study.report.tables import cells, headings
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
+from study.text import printable
 from study.tracking.sqlite import where_damaged
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ class Study:
 
     def report(self, tracking_uri: str | None = None) -> Path:
         """Write the report again, send MLflow what it lacks, and return the report's page."""
-        outcome = report_study(self.folder, print, tracking_uri)
+        outcome = report_study(self.folder, _print, tracking_uri)
         _say_tracking(outcome)
         return outcome.report / "report.html"
 
@@ -239,12 +240,12 @@ class Study:
         state = self.state
         counts = ", ".join(f"{count} {status}" for status, count in state.counts().items())
         now = condition(self.folder, state)
-        return f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>"
+        return printable(f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>")
 
     def _repr_html_(self) -> str:
         """Return the study's name, answer and table for a notebook; all text is escaped."""
         parts = [f"<p>{html.escape(text)}</p>" for text in (repr(self), self.answer)]
-        return "".join([*parts, self.summary().to_html()])
+        return printable("".join([*parts, self.summary().to_html()]))
 
 
 def run(
@@ -279,7 +280,7 @@ def create(
     Raises:
         UserError: a change or the config is bad, or the study cannot start; nothing was done.
     """
-    return Study(create_study(_compose(config, overrides, keys), print))
+    return Study(create_study(_compose(config, overrides, keys), _print))
 
 
 def load(name: str | Path, storage: str = STORAGE) -> Study:
@@ -301,28 +302,32 @@ def _compose(
     if small:
         del changes["small"]
     with refusals():
-        return load_config(source, as_overrides(changes), print, small=small)
+        return load_config(source, as_overrides(changes), _print, small=small)
 
 
 def _run(config: StudyConfig, only: str, began: float) -> Study:
-    from rich.console import Console
+    from study.views.console import PrintableConsole
 
-    console = Console()
+    console = PrintableConsole()
     outcome = run_study(config, make_view(console), _say_on(console), only, began=began)
     _say_tracking(outcome)
     return Study(outcome.report.parent)
 
 
+def _print(line: str) -> None:
+    print(printable(line))
+
+
 def _say_on(console: Console) -> Any:
     """Return what prints a line, above a live table on a terminal."""
     if console.is_jupyter:
-        return print
+        return _print
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _say_tracking(outcome: Outcome) -> None:
     if outcome.tracking_error:
-        print(
+        _print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); report() sends it"
             f"{where_damaged(outcome.tracking)}"
         )

@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 CLOSE = 0.6
 """Similarity from which a known name is suggested as the one that was meant."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that steer terminals or turn the order of others."""
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters, but for tabs and line breaks, as ``\\x1b``.
+
+    Labels, questions and errors may be a stranger's: a ledger is read before it is trusted.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class PrintableStream:
+    """A text stream that writes what is :func:`printable`; all else is the stream's own.
+
+    Args:
+        stream: the stream.
+
+    Attributes:
+        stream: the same, for who writes control characters of its own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text; return the number of its characters."""
+        self.stream.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def layout_of(config: Mapping[str, Any]) -> str:

@@ -85,6 +85,8 @@ _COMMAND = re.compile(
 
 _given: dict[str, str] = {}
 """Addresses with passwords that this process was given, by their shown form."""
+_named: set[str] = set()
+"""Addresses of servers and databases that the user of this process has named."""
 
 
 def without_password(text: str) -> str:
@@ -168,6 +170,21 @@ def hide(uri: str) -> str:
     if shown != uri:
         _given[shown] = uri
     return shown
+
+
+def name_address(uri: str) -> None:
+    """Note that this process's user named an address: in a study that was run."""
+    _named.add(_place(uri))
+
+
+def is_named(uri: str) -> bool:
+    """Tell whether this process's user named an address, here or in :data:`WHOLE`."""
+    return _place(uri) in {*_named, _place(os.environ.get(WHOLE, ""))}
+
+
+def _place(uri: str) -> str:
+    """Return an address without what may be written in more than one way: login, last slash."""
+    return without_login(uri).rstrip("/")
 
 
 def reveal(uri: str) -> str:

@@ -92,7 +92,10 @@ def local_folder(place: str) -> Path:
     """Return the absolute folder of a place: its path, or the cache of its URL."""
     if is_url(place):
         return _caches() / place.replace("://", "/").rstrip("/")
-    return Path(place.removeprefix(FILE_SCHEME)).expanduser().resolve()
+    if "\0" in place:
+        raise ValueError(f"{place!r}: must be a path without a NUL character; leave that out")
+    path = Path(place.removeprefix(FILE_SCHEME)).expanduser()
+    return Path(os.path.realpath(path))  # of a link loop the path, which whoever writes finds out
 
 
 def place_of(folder: Path) -> str:

@@ -23,9 +23,9 @@ from study.cli.reproduce import add_reproduce
 from study.cli.run import EXIT_CODES, add_plan, add_report, add_run, add_simulate, run_config
 from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
-from study.errors import UserError
+from study.errors import StorageError, UserError
 from study.program import NAME, own_version, process_began
-from study.text import nearest
+from study.text import PrintableStream, nearest
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds
@@ -51,6 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     began = process_began() if arguments is None else time.monotonic()
     _print_whatever_the_locale()
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = PrintableStream(sys.stdout), PrintableStream(sys.stderr)
+    try:
+        return _run(arguments, began)
+    finally:
+        if arguments is not None:  # else a traceback is still to be printed
+            sys.stdout, sys.stderr = streams
+
+
+def _run(arguments: Sequence[str] | None, began: float) -> int:
+    """Run the command line; return the exit code."""
     options = parse(arguments)
     options.began = began
     for notice in (signal.SIGTERM, signal.SIGUSR1):
@@ -65,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         print(f"lns-study: error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, StorageError) else 2
     except BrokenPipeError:  # the reader of a pipe has seen enough: lns-study plan NAME | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -13,7 +13,8 @@ from study.config import StudyConfig, check_tracking_uri, default_tracking_uri
 from study.errors import UserError
 from study.execution.preflight import check_address
 from study.execution.ray_session import ray_session
-from study.ledger.log import LOCK, how_to_repair, open_ledger, read_ledger
+from study.ledger.lock import LOCK
+from study.ledger.log import how_to_repair, open_ledger, read_ledger
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import fold
 from study.ledger.storage import check_storage, refresh
@@ -22,7 +23,8 @@ from study.manage.repair import needs_repair, repair
 from study.manage.studies import find, folders, placed
 from study.program import lns_study
 from study.text import counted
-from study.tracking.supervisor import OFF, check_tracking
+from study.tracking.address import OFF, store_of
+from study.tracking.supervisor import check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 from trainers.object_store import is_url, local_folder, place_of
 
@@ -155,8 +157,9 @@ def _folder(study: str, storage: str) -> Path:
 def _store(folder: Path, tracking_uri: str | None) -> str | None:
     """Return the MLflow store that may know the study; None if there is none."""
     plan = fold(read_ledger(folder)).plan
-    own = placed(StudyConfig.from_dict(plan["study"]), folder).tracking if plan else None
-    uri = tracking_uri or own or default_tracking_uri(place_of(folder.parent))
+    uri = tracking_uri or default_tracking_uri(place_of(folder.parent))
+    if plan:
+        uri = store_of(placed(StudyConfig.from_dict(plan["study"]), folder), tracking_uri)
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
     return None if uri == OFF or missing else uri
 
@@ -238,7 +241,12 @@ def _passwords(storage: str) -> Iterator[Finding]:
     except ValueError:  # a store that does not answer, as is found before
         return
     for folder in found:
-        for uri in stored(read_ledger(folder)):
+        try:
+            uris = stored(read_ledger(folder))
+        except ValueError as error:
+            yield Finding(name=folder.name, good=False, text="cannot be read", remedy=str(error))
+            continue
+        for uri in uris:
             yield Finding(
                 name=folder.name,
                 good=False,

@@ -53,7 +53,8 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--output",
         "-o",
         metavar="FILE",
-        help="file to write (default: STUDY.csv and so on in the working folder)",
+        help="file to write, - for standard output (default: STUDY.csv and so on in the working"
+        " folder)",
     )
     export.add_argument(
         "--epochs", action="store_true", help="one row per epoch instead of one per trial"
@@ -187,9 +188,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from study.views.console import PrintableConsole
 
-    console = Console()
+    console = PrintableConsole()
     while True:
         folder, state = _open(options)
         if options.watch and console.is_terminal:
@@ -265,28 +266,31 @@ def _export(options: argparse.Namespace) -> int:
     from study.manage.export import EXPORTS, export
 
     _, state = _open(options)
-    form = options.format or (
-        Path(options.output).suffix.removeprefix(".") if options.output else "csv"
-    )
+    to_output = options.output == "-"
+    named = options.output and not to_output
+    form = options.format or (Path(options.output).suffix.removeprefix(".") if named else "csv")
     if form not in EXPORTS:
         raise UserError(
             f"--output {options.output}: the ending must be one of {', '.join(EXPORTS)}; or give"
             " --format"
         )
-    path = Path(options.output or f"{state.config.slug}.{form}")
+    path = None if to_output else Path(options.output or f"{state.config.slug}.{form}")
     try:
         count = export(state, path, form, epochs=options.epochs)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror}); choose another file"
         ) from None
-    print(f"{counted(count, 'epoch' if options.epochs else 'trial')} in {path}")
+    if path is not None:
+        print(f"{counted(count, 'epoch' if options.epochs else 'trial')} in {path}")
     return 0
 
 
 def _again(options: argparse.Namespace, run: Run, only: str) -> int:
     from study.execution.control import Wish, ask
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
     from study.ledger.state import FAILED, ONLY_FAILED
     from study.manage.extend import extended
     from study.manage.studies import continued
@@ -379,7 +383,7 @@ def _edit(options: argparse.Namespace) -> int:
 
 def _running(options: argparse.Namespace, else_: str = "") -> tuple[Path, StudyState]:
     """Return folder and state of a study that runs; ``else_`` is what else the refusal advises."""
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
 
     folder, state = _open(options)
     if not is_locked(folder):
@@ -404,16 +408,15 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _rerun(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from study.api import run_study
     from study.ledger.state import name_of
     from study.manage.rerun import rerun
     from study.manage.studies import find_trial
+    from study.views.console import PrintableConsole
     from study.views.progress import PlainView
 
     _, state = _open(options)
-    console = Console()
+    console = PrintableConsole()
     with refusals():
         trial = find_trial(state, options.trial)
         done = rerun(

@@ -28,8 +28,10 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile,
-       report --verify), studies have not run (reproduce), doctor found a fault;
-       or a mistake of ours (traceback)
+       report --verify), studies have not run (reproduce), doctor found a fault,
+       the storage took no more writes while a study ran (full, removed, moved:
+       once that is mended the same command goes on); or a mistake of ours
+       (traceback)
   2    the input cannot work; nothing was started
   3    ended in order with trials left: stop, cancel or a limit; the same
        command goes on (0 with run --job)
@@ -227,11 +229,10 @@ def run_config(
     ``again`` is the command that continues it, ``began`` when this one did; ``job`` tells whether a
     job controller gave it.
     """
-    from rich.console import Console
-
     from study.api import run_study
+    from study.views.console import PrintableConsole
 
-    console = Console()
+    console = PrintableConsole()
     again = again or lns_study("resume", study.slug, storage=study.storage)
     try:
         view, say = make_view(console, plain), lambda line: _say(console, line)
@@ -282,7 +283,7 @@ def _simulate(options: argparse.Namespace) -> int:
     import dataclasses
 
     from study.execution.simulate import recorded_errors, recorded_seconds, simulate
-    from study.ledger.log import read_ledger
+    from study.ledger.log import readable_ledgers
     from study.ledger.state import fold
     from study.manage.studies import folders
     from study.plan.estimate import describe_size
@@ -299,7 +300,7 @@ def _simulate(options: argparse.Namespace) -> int:
             search = dataclasses.replace(study.search, algorithm="random")
             study = dataclasses.replace(study, search=search)
         plan = make_plan(study, download=False)
-        states = [fold(read_ledger(folder)) for folder in folders(study.storage)]
+        states = [fold(events) for events in readable_ledgers(folders(study.storage))]
     _say_damage(study)
     seconds = recorded_seconds(plan, states, options.seconds)
     error = recorded_errors(states, next(iter(study.search.objectives)))
@@ -446,7 +447,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.claims.record import read_record
     from study.report.claims import claims_text
     from study.report.tables import render_text
-    from study.tracking.address import how_to_open
+    from study.tracking.address import how_to_open, naming
     from study.tracking.sqlite import where_damaged
 
     print(f"\n{render_text(outcome.state)}")
@@ -460,7 +461,9 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
     if outcome.tracking_error:
-        to = [] if outcome.tracking == study.tracking else ["--tracking-uri", outcome.tracking]
+        to = naming(outcome.tracking)
+        if not to and outcome.tracking != study.tracking:
+            to = ["--tracking-uri", outcome.tracking]
         again = lns_study("sync", study.slug, *to, storage=storage)
         print(
             f"MLflow lacks part of this study ({outcome.tracking_error}); send it with: {again}"

@@ -114,14 +114,15 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
 
     What writes to the store refuses a copy: of the study's runs those of newer trials look false.
     """
-    from study.ledger.log import is_locked
+    from study.ledger.lock import is_locked
     from study.manage.studies import continued, find, placed, whole
-    from study.tracking.supervisor import OFF, check_tracking
+    from study.tracking.address import OFF, store_of
+    from study.tracking.supervisor import check_tracking
 
     with refusals():
         folder = find(options.study, options.storage)
         study = (continued if writes else placed)(whole(folder).config, folder)
-        study = dataclasses.replace(study, tracking_uri=options.tracking_uri or study.tracking_uri)
+        study = dataclasses.replace(study, tracking_uri=store_of(study, options.tracking_uri))
         if study.tracking == OFF:
             raise UserError(
                 f"{study.name}: has tracking_uri=none; name a store with --tracking-uri"
@@ -135,7 +136,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
 
 def _sync(options: argparse.Namespace) -> int:
     from study.api import sync_study
-    from study.tracking.address import how_to_open, page
+    from study.tracking.address import how_to_open, naming, page
 
     folder, study = _study(options)
     report = folder / "report"
@@ -148,7 +149,7 @@ def _sync(options: argparse.Namespace) -> int:
     if audits is None:
         return 1
     if not audits[1].equal:
-        again = lns_study("reconcile", study.slug, storage=study.storage)
+        again = lns_study("reconcile", study.slug, *naming(study.tracking), storage=study.storage)
         print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
         return 1
     print(

@@ -55,6 +55,8 @@ from trainers.config import TrialConfig
 from trainers.data import resolve
 
 SELF = "_self_"
+GROUP = re.compile(r"\w[\w-]*")
+"""Form of a group's name, that of a folder of `conf`."""
 SMALL = "-small"
 """End of the name of a study's small form."""
 
@@ -439,6 +441,11 @@ def _find_group(group: str, file: str, study: Path) -> Path:
 
     Looks beside the study's own ``conf`` folder, in ./conf, and in the installed package.
     """
+    if not GROUP.fullmatch(group) or ".." in Path(file).parts:
+        raise ValueError(
+            f"groups: {group}/{file}: must be GROUP/FILE, for a file conf/GROUP/FILE.yaml, and no"
+            " path of another form; use for example model/mlp_512"
+        )
     for root in [study.resolve().parent.parent, *_roots()]:
         path = root / group / f"{file}.yaml"
         if path.is_file():

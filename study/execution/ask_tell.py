@@ -31,7 +31,8 @@ from study.config.metric import DERIVED
 from study.errors import UserError, refusals
 from study.execution.control import storage_refused
 from study.ledger.lines import Event
-from study.ledger.log import Ledger, LedgerError, is_locked, read_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import Ledger, LedgerError, read_ledger
 from study.ledger.state import ENDED, FAILED, RUNNING, StudyState, TrialState, fold
 from study.manage.studies import continued
 from study.plan.plan import Plan, make_plan

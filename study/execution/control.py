@@ -51,7 +51,7 @@ JOB_SECONDS = 1.0
 """The default in a job of Ray's, which Ray kills three seconds after ``ray job stop``: ledger and
 report are ended in them, too."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
 """Errors of a storage that takes no writes for now; the study ends in order, to go on later."""
 
@@ -61,21 +61,24 @@ def is_full(error: str) -> bool:
     return any(os.strerror(code) in error for code in _FULL)
 
 
-def storage_refused(error: str, folder: Path) -> UserError:
+def storage_refused(error: str, folder: Path, kind: type[UserError] = UserError) -> UserError:
     """Return what says that a study's storage refused a write, and what to do.
 
     Args:
         error: the error.
         folder: folder of the study.
+        kind: class of what is returned.
     """
     place = place_of(folder.parent)
-    if is_full(error):
+    if os.strerror(errno.EFBIG) in error:
+        mend = "raise the limit of a file's size (`ulimit -f`)"
+    elif is_full(error):
         mend = f"free some space in {place}"
     elif is_url(place):
         mend = f"see that {place} answers and that no other driver continues the study"
     else:
         mend = f"see that {place} can be written"
-    return UserError(
+    return kind(
         f"{error}; {mend}, then give the same command again: trials that finished are kept, the"
         " others continue from their last checkpoint"
     )

@@ -20,6 +20,7 @@ import itertools
 import math
 import pickle
 import queue
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -101,6 +102,7 @@ class _Group:
     running: dict[str, Running] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     ready: bool = False
+    secret: str = field(default_factory=secrets.token_hex)
 
 
 class Pool:
@@ -353,7 +355,7 @@ class Pool:
         if message.kind == HELLO:
             self._pids[key] = message.payload
             if group.shape.processes > 1 and speaks:
-                self._join(group, [0], 0)
+                self._join(group, [0], "")
         elif message.kind == MEET:
             self._join(group, range(1, group.shape.processes), message.payload)
         elif message.kind == JOINED:
@@ -373,17 +375,18 @@ class Pool:
             return [message._replace(payload=message.payload | process)]
         return []
 
-    def _join(self, group: _Group, ranks: Iterable[int], port: int) -> None:
-        """Have ranks meet at rank 0's address; with port 0, rank 0 opens a port."""
+    def _join(self, group: _Group, ranks: Iterable[int], store: int | str) -> None:
+        """Have ranks meet in rank 0's store, which rank 0 opens."""
         together = len({spot[0].address for spot in group.spots}) == 1
-        address = "127.0.0.1" if together else group.spots[0][0].address
+        address = "" if together else group.spots[0][0].address
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
         for rank in ranks:
             values = {
                 "rank": rank,
                 "workers": group.shape.processes,
                 "address": address,
-                "port": port,
+                "store": store,
+                "secret": group.secret,
                 "backend": backend,
             }
             self._calls[group.spots[rank][0]].append(

@@ -23,9 +23,10 @@ from study.ledger.storage import check_storage, check_writable
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
+from study.tracking.address import OFF
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
-from study.tracking.supervisor import OFF, check_tracking
+from study.tracking.supervisor import check_tracking
 from trainers.data import DatasetInfo
 from trainers.training.device import gpu_models
 from trainers.workers.messages import DIED
@@ -313,8 +314,9 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
     """
     if found := different_data(data, before.plan.get("data", [])):
         now, then = found
+        place = f" in {now['root']}" if now["root"] else ""
         raise ValueError(
-            f"data {now['name']!r} in {now['root']}: sha256 {now['digest'][:12]} differs from"
+            f"data {now['name']!r}{place}: sha256 {now['digest'][:12]} differs from"
             f" {then['digest'][:12]}, on which this study began; restore the files, or start a new"
             " study with name=..."
         )

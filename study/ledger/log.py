@@ -28,7 +28,7 @@ each with ``event`` and ``time`` (seconds since 1970)::
     ended       the run is over                                 outcome: finished, failed, stopped
                                                                 or interrupted
     repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in
-                                                                words)
+                                                                words), marks (of its MLflow runs)
     lost        a plan was here that nobody knows any more      what
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
@@ -50,33 +50,28 @@ locks, or an object store, of which the folder is a cache (:mod:`study.ledger.st
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
-import json
 import os
-import socket
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from study.errors import UserError
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
+from study.ledger.lock import LOCK, closed_at, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
 from trainers.object_store import is_url, place_of
 
-FILE, LOCK = storage.FILE, storage.LOCK
-LOCK_ATTEMPTS = 6
+FILE = storage.FILE
 ID_LENGTH = 12
 """Number of hex digits of a ledger's id."""
-BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-"""Errors of a lock that mean that another process has it."""
 SHOWN = 3
 
 Listener: TypeAlias = Callable[[Event], None]
@@ -104,12 +99,23 @@ class Contents:
 
 
 def open_ledger(folder: Path) -> Contents:
-    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger."""
+    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger.
+
+    Raises:
+        ValueError: it cannot be read, or the object store does not answer.
+    """
     storage.refresh(folder)
-    closed = _closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
-    with suppress(FileNotFoundError):
-        return _contents((folder / FILE).read_bytes(), closed, folder)
-    return _contents(b"", closed, folder)
+    closed = closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
+    try:
+        content = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        content = b""
+    except OSError as error:
+        raise ValueError(
+            f"{folder / FILE}: cannot be read ({error.strerror}); a ledger is a file that you may"
+            " read: move what is in its place, or mend its permissions"
+        ) from None
+    return _contents(content, closed, folder)
 
 
 def read_ledger(folder: Path) -> list[Event]:
@@ -118,6 +124,13 @@ def read_ledger(folder: Path) -> list[Event]:
     Returns an empty list if there is no ledger.
     """
     return open_ledger(folder).events
+
+
+def readable_ledgers(folders: Iterable[Path]) -> Iterator[list[Event]]:
+    """Yield what :func:`read_ledger` returns of each study whose ledger can be read."""
+    for folder in folders:
+        with suppress(ValueError):
+            yield read_ledger(folder)
 
 
 def describe_damage(damage: list[Damage]) -> str:
@@ -143,14 +156,20 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         self._folder, self._position, self._lines = folder, 0, Lines()
         self._seen: set[tuple[object, ...]] = set()
+        self._file: os.stat_result | None = None
 
     def poll(self) -> list[Event]:
         """Return the whole events since the last call, without repeated reports.
 
-        A line without its line break is left for the next call.
+        A line without its line break is left for the next call. A file that has taken the ledger's
+        place is not read.
         """
         try:
             with (self._folder / FILE).open("rb") as file:
+                found = os.fstat(file.fileno())
+                self._file = self._file or found
+                if not os.path.samestat(found, self._file):
+                    return []
                 file.seek(self._position)
                 content = file.read()
         except FileNotFoundError:
@@ -171,6 +190,10 @@ class Follower:
 
 class LedgerError(OSError):
     """A write to a ledger that its storage refused; nothing is written after it."""
+
+
+class LedgerGoneError(LedgerError):
+    """The ledger or its lock was removed, moved or replaced while a process wrote the ledger."""
 
 
 class Ledger:
@@ -204,7 +227,8 @@ class Ledger:
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
-            storage.write_lock(self._lock, _this_process())
+            self._here = self._found()
+            storage.write_lock(self._lock, this_process())
         except BaseException:
             if self._remote is not None:
                 self._remote.close({})
@@ -263,7 +287,7 @@ class Ledger:
                 )
             )
         except OSError as error:
-            self.broken = LedgerError(*error.args)
+            self.broken = error if isinstance(error, LedgerGoneError) else LedgerError(*error.args)
             raise self.broken from error
         self._number, self._headed = self._number + len(header) + len(records), True
         for record in records:
@@ -271,8 +295,71 @@ class Ledger:
                 listener(record)
         return records
 
+    def _found(self) -> list[tuple[int, int] | None]:
+        """Return device and inode of the files that the names of ledger and lock lead to now."""
+        found: list[tuple[int, int] | None] = []
+        for name in (FILE, LOCK):
+            try:
+                file = os.stat(self.folder / name)
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(None)
+            else:
+                found.append((file.st_dev, file.st_ino))
+        return found
+
+    def _check_here(self) -> None:
+        """Check that ledger and lock are still under their names.
+
+        The files stay open when the study's folder is removed, moved or unmounted, and writing them
+        succeeds.
+
+        Raises:
+            LedgerGoneError: they are not; it names the last complete copy of the ledger.
+        """
+        now = self._found()
+        if now == self._here:
+            return
+        path = self.folder / FILE
+        if now[0] == self._here[0]:
+            raise LedgerGoneError(
+                f"{self.folder / LOCK}: was removed or replaced while the study ran, so another"
+                " process could write the same ledger; nothing is lost, and the same command goes"
+                " on"
+            )
+        raise LedgerGoneError(
+            f"{path}: was removed, moved, unmounted or replaced while the study ran;"
+            f" {self._last_copy()}"
+        )
+
+    def _last_copy(self) -> str:
+        """Say where the last complete copy of the ledger is; make one if no name leads to it."""
+        if self._remote is not None:
+            return (
+                f"{place_of(self.folder)} has every line; the same command goes on from there, with"
+                " a new cache"
+            )
+        opened = f"/proc/self/fd/{self._file.fileno()}"
+        with suppress(OSError):
+            if os.path.samestat(os.stat(moved := os.readlink(opened)), os.stat(opened)):
+                return (
+                    f"the ledger is {moved} now, complete; move its folder back to {self.folder},"
+                    " then the same command goes on"
+                )
+        lost = f"checkpoints, report and all else in {self.folder} are gone with it"
+        try:
+            copy = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}-")) / FILE
+            copy.write_bytes(Path(opened).read_bytes())
+        except OSError as error:
+            return f"{lost}, and no copy of the ledger could be made ({error})"
+        return (
+            f"{lost}, unless they can be mounted or restored; the last complete copy of the ledger"
+            f" is {copy}: put it into {self.folder}, and the same command goes on without what has"
+            " finished"
+        )
+
     def _write(self, lines: bytes) -> None:
-        """Write all of the lines to disk, or none of them."""
+        """Write all of the lines to disk, or none of them, under the ledger's name."""
+        self._check_here()
         if self._remote is not None:
             self._remote.append(self._number + 1, lines)
         start = self._file.tell()
@@ -288,6 +375,7 @@ class Ledger:
             with suppress(OSError):
                 self._file.truncate(start)
             raise
+        self._check_here()
         self._last = lines
 
     def _open_again(self, end: int, stale: OSError) -> None:
@@ -304,12 +392,13 @@ class Ledger:
             self._lock = take_lock(self.folder)
         except ValueError:
             raise stale from None
-        storage.write_lock(self._lock, _this_process())
+        storage.write_lock(self._lock, this_process())
         content = (self.folder / FILE).read_bytes()
         if not content[:end].endswith(self._last) or len(content) < end:
             raise stale
         self._file = _open_for_append(self.folder / FILE)
         self._file.truncate(end)
+        self._here = self._found()
 
     def close(self) -> None:
         """Close the file, note how many lines it has, and release the lock.
@@ -426,74 +515,3 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
     while content:
         content = content[file.write(content) :]
     os.fsync(file.fileno())
-
-
-def is_locked(folder: Path) -> bool:
-    """Tell whether a process writes the ledger in ``folder`` now.
-
-    The process may be on another machine if the storage's locks reach that far.
-    """
-    with suppress(OSError), (folder / LOCK).open(encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in BUSY:  # without locks nobody writes
-                return True
-    return storage.is_locked_remotely(folder)
-
-
-def take_lock(folder: Path) -> IO[str]:
-    """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
-
-    Raises:
-        ValueError: another process has the lock, or the storage has no locks.
-    """
-    for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
-        lock = (folder / LOCK).open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            last = attempt + 1 == LOCK_ATTEMPTS
-            if error.errno not in BUSY and (last or error.errno != errno.ESTALE):
-                raise no_locks(folder, error) from None
-            time.sleep(0 if last else 0.05)
-        else:
-            return lock
-    raise ValueError(
-        f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its"
-        " ledger; wait for it, or give this one another name with name=..."
-    )
-
-
-def no_locks(folder: Path, error: OSError) -> UserError:
-    """Return the error for a lock in ``folder`` that fails although no other process has it."""
-    return UserError(
-        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write"
-        " one file; mount it with locks, or choose another storage with storage=..."
-    )
-
-
-def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname()}
-
-
-def _read_lock(path: Path) -> dict[str, Any]:
-    """Return the note in the lock file; version 1 wrote the process id alone."""
-    try:
-        note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) else {"pid": note}
-
-
-def _describe_owner(path: Path) -> str:
-    note = _read_lock(path)
-    return f"process {note.get('pid', 'unknown')}" + (
-        f" on {note['host']}" if "host" in note else ""
-    )
-
-
-def _closed_at(path: Path) -> int:
-    """Return how many lines the last writer left if it closed in order; 0 if that is unknown."""
-    return int(_read_lock(path).get("lines", 0))

@@ -7,6 +7,7 @@ and count again if a later plan names them.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ In order: all that have not finished; those of them that have not failed; the fa
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
 """Final states of a trial in this run of the study: done, given up, or ended by the scheduler."""
+ID = re.compile(r"[\w-]+")
+"""Form of a trial's id."""
 COMMAND = "(a command)"
 """Text shown in place of an alert's command."""
 
@@ -141,6 +144,7 @@ class StudyState:
             or after it was killed.
         runs: runs with the slots that trials held, the oldest first.
         damage: description of the ledger's damage; "" if there is none.
+        latest: mark of the last event, see :meth:`is_own`; "" before the first.
     """
 
     plan: Event = field(default_factory=dict)
@@ -150,6 +154,8 @@ class StudyState:
     outcome: str = ""
     runs: list[Run] = field(default_factory=list)
     damage: str = ""
+    latest: str = ""
+    _marks: set[str] = field(default_factory=set)
     _early: dict[str, list[Event]] = field(default_factory=dict)
     _made: tuple[Any, StudyConfig] | None = field(default=None, repr=False, compare=False)
 
@@ -205,6 +211,8 @@ class StudyState:
         Events of unknown kinds are ignored. Events of unknown trials wait for the plan that names
         the trial, since the plan that did may have been lost.
         """
+        self.latest = mark_of(event)
+        self._marks.update([self.latest, *event.get("marks", [])])
         follow(self.runs, event)
         if event["event"] == "planned":
             self._plan(event)
@@ -224,6 +232,15 @@ class StudyState:
             _apply_to_trial(trial, self._with_origin(event), self.plan)
         elif "trial" in event:
             self._early.setdefault(event["trial"], []).append(event)
+
+    def is_own(self, mark: str) -> bool:
+        """Tell whether what has this mark was made from this ledger, or from one that this one was
+        copied from before it was continued.
+
+        A mark is that of the last event which its maker had read. Copies of a ledger have its id,
+        and each its own events from then on.
+        """
+        return mark in self._marks
 
     def _with_origin(self, event: Event) -> Event:
         """Add seconds and code of the trial that an event was taken over from.
@@ -250,6 +267,11 @@ class StudyState:
             self._add(trial, retry=event.get("only") != UNFINISHED)
 
     def _add(self, trial: dict[str, Any], *, retry: bool = True) -> None:
+        if not ID.fullmatch(trial["id"]):  # names folders
+            raise ValueError(
+                f"the ledger names a trial {trial['id']!r}, and ids have letters, digits, - and _"
+                " alone; it was written by another program: read it with that one"
+            )
         if trial["id"] not in self.known:
             state = self.known[trial["id"]] = TrialState(**trial)
             for event in self._early.pop(trial["id"], []):
@@ -263,6 +285,11 @@ class StudyState:
         )
         if state.status not in (FINISHED, STOPPED) and (retry or state.status != FAILED):
             state.status, state.error = PLANNED, ""
+
+
+def mark_of(event: Event) -> str:
+    """Return the mark of an event: its time, which no other event of any copy of the ledger has."""
+    return repr(float(event["time"]))
 
 
 LOST: Event = {"provenance": {"commit": "unknown", "dirty": None}}

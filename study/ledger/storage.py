@@ -180,7 +180,8 @@ def share(folder: Path) -> str:
     if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
         return ""
     try:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+        for path in sorted(files):
             name = path.relative_to(folder).as_posix()
             store.put(name, path.read_bytes())
     except OSError as error:

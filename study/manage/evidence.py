@@ -7,6 +7,7 @@ runs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -17,7 +18,7 @@ from study.ledger.lines import Event
 from study.ledger.state import FAILED, FINISHED, STOPPED
 from study.manage.checkpoints import checkpoints_of
 from study.tracking.names import NONFINITE, SETTING, restore, sanitise
-from study.tracking.payload import BITS, KEY_TAG, SECONDS
+from study.tracking.payload import BITS, KEY_TAG, MARK_TAG, SECONDS
 from study.tracking.runs import runs_with_key
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
@@ -120,9 +121,17 @@ class Names:
 
 
 def add_known_to_mlflow(
-    known: dict[str, Known], name: str, id_: str, uri: str, names: Names
-) -> None:
+    known: dict[str, Known],
+    name: str,
+    id_: str,
+    uri: str,
+    names: Names,
+    may_be_own: Callable[[str], bool],
+) -> set[str]:
     """Add the evidence of an MLflow store: times, and figures where no checkpoint has them.
+
+    Returns:
+        The marks of the runs that it is from.
 
     Args:
         known: evidence by trial, added to.
@@ -130,6 +139,8 @@ def add_known_to_mlflow(
         id_: id of the ledger.
         uri: tracking URI of the store.
         names: names of the study's metrics.
+        may_be_own: tells whether a run with a mark may have been sent from this ledger, and not
+            from another copy of it.
 
     Raises:
         ValueError: the store does not answer.
@@ -138,11 +149,17 @@ def add_known_to_mlflow(
     client = connect(uri)
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        return
+        return set()
+    marks = set()
     for run in runs_with_key(client, experiment.experiment_id, id_):
+        mark = run.data.tags.get(MARK_TAG)
+        if mark is not None and not may_be_own(mark):
+            continue
+        marks |= {mark} - {None}
         trial = run.data.tags[KEY_TAG].partition("/")[2]
         if trial:
             _merge(known.setdefault(trial, Known(source=MLFLOW)), _known_to_run(client, run, names))
+    return marks
 
 
 def _known_to_run(client: Any, run: Any, names: Names) -> Known:

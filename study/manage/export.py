@@ -10,13 +10,16 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
 from study.results.objectives import SPENT, column_of, objective
+from study.text import printable
 
 EXPORTS = ("csv", "json", "jsonl", "parquet")
 OWN = ("id", "row", "number", "seed", "status", "epoch", "bits", "seconds", "restarts", "error")
@@ -76,8 +79,8 @@ def _identity(trial: TrialState) -> dict[str, Any]:
     }
 
 
-def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) -> int:
-    """Write :func:`export_rows` to ``path``; return the number of rows.
+def export(state: StudyState, path: Path | None, form: str, *, epochs: bool = False) -> int:
+    """Write :func:`export_rows` to ``path``, None for standard output; return the number of rows.
 
     The format is csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what
     is no finite number is null.
@@ -89,9 +92,10 @@ def export(state: StudyState, path: Path, form: str, *, epochs: bool = False) ->
         import pyarrow.parquet
 
         table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table, path)
+        pyarrow.parquet.write_table(table, path or sys.stdout.buffer)
         return len(rows)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    output = getattr(sys.stdout, "stream", sys.stdout)  # the line breaks of csv are \r\n
+    with path.open("w", newline="", encoding="utf-8") if path else nullcontext(output) as file:
         if form == "csv":
             write_csv(file, names, rows)
             return len(rows)
@@ -115,10 +119,13 @@ def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, An
 
 
 def _cell(value: Any) -> Any:
-    """Return a value, after an apostrophe if it begins like a formula and is no number."""
-    if isinstance(value, str) and value.startswith(FORMULA):
+    """Return a value; a text has an apostrophe before it if it begins like a formula and is no
+    number, and its control characters are escaped."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith(FORMULA):
         try:
             float(value)
         except ValueError:
-            return f"'{value}"
-    return value
+            return f"'{printable(value)}"
+    return printable(value)

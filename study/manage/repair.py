@@ -33,6 +33,7 @@ from pathlib import Path
 
 from study.errors import UserError
 from study.ledger.lines import HEADER, Damage, Event, seal
+from study.ledger.lock import take_lock
 from study.ledger.log import (
     FILE,
     Contents,
@@ -41,7 +42,6 @@ from study.ledger.log import (
     new_id,
     open_ledger,
     sync_folder,
-    take_lock,
 )
 from study.ledger.state import FINISHED, fold, study_without_password
 from study.ledger.storage import write_lock
@@ -111,14 +111,14 @@ def repair(folder: Path, uri: str | None) -> Repaired:
         contents = open_ledger(folder)
         known = known_to_checkpoints(folder)
         id_ = contents.id or _common_id(known) or new_id()
-        if uri is not None:
-            add_known_to_mlflow(
-                known, _name(folder, contents), id_, uri, _all_names(contents, known)
-            )
         restoration = _Restoration(contents, known)
+        marks: set[str] = set()
+        if uri is not None:
+            name, names = _name(folder, contents), _all_names(contents, known)
+            marks = add_known_to_mlflow(known, name, id_, uri, names, restoration.may_be_own)
         restoration.restore()
         write_lock(lock, {})
-        kept = _replace(folder, id_, restoration)
+        kept = _replace(folder, id_, restoration, marks)
         write_lock(lock, {"lines": 1 + len(restoration.events)})
     planned = any(event["event"] == "planned" for event in restoration.events)
     return Repaired(
@@ -180,6 +180,14 @@ class _Restoration:
         self.recovered: list[Event] = []
         self.lost: list[str] = []
         self.events: list[Event] = []
+
+    def may_be_own(self, mark: str) -> bool:
+        """Tell whether a mark is that of one of the ledger's events, which may be a lost one."""
+        if self._state.is_own(mark) or not self._whole:
+            return True
+        moment = float(mark)
+        places = {bisect(self._numbers, gap) for gap in self._gaps}
+        return bisect(self._times, moment) in places
 
     def restore(self) -> None:
         """Fill the gaps, set back trials that stay incomplete, and put all events in order."""
@@ -439,8 +447,11 @@ def _meaning(damage: Damage) -> str:
     return meanings.get(damage.hints.get("event", ""), "")
 
 
-def _replace(folder: Path, id_: str, restoration: _Restoration) -> Path | None:
-    """Write the new ledger and keep the old one beside it; at no moment is there none."""
+def _replace(folder: Path, id_: str, restoration: _Restoration, marks: set[str]) -> Path | None:
+    """Write the new ledger and keep the old one beside it; at no moment is there none.
+
+    ``marks`` are those of the ledger's runs in MLflow, some of which may be of lost events.
+    """
     path = folder / FILE
     last = restoration.events[-1]["time"] if restoration.events else time.time()
     kept = (
@@ -454,6 +465,7 @@ def _replace(folder: Path, id_: str, restoration: _Restoration) -> Path | None:
             "time": last,
             "damaged": kept.name if kept else None,
             "lost": restoration.lost,
+            "marks": sorted(marks),
         }
     )
     first = restoration.events[0]["time"]

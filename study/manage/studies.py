@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from study.config import StudyConfig
-from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, is_locked, open_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Contents, describe_damage, how_to_repair, open_ledger
 from study.ledger.state import ENDED, FAILED, StudyState, TrialState, fold
 from study.ledger.storage import refresh, study_folders
 from study.program import lns_study
@@ -157,8 +158,11 @@ def overview(folder: Path) -> dict[str, Any]:
     It has the name, the condition, the trials, the best first objective and the time of the last
     event.
     """
-    contents = open_ledger(folder)
-    events, state = contents.events, fold(contents.events)
+    try:
+        contents = open_ledger(folder)
+        events, state = contents.events, fold(contents.events)
+    except ValueError:  # another's permissions, or a folder in its place
+        return _unreadable(folder, 0.0)
     state.damage = describe_damage(contents.damage)
     if not state.plan:
         return {
@@ -171,13 +175,7 @@ def overview(folder: Path) -> dict[str, Any]:
     try:
         metric = state.config.search.first
     except (TypeError, ValueError):  # a key or value of a later version
-        return {
-            "name": folder.name,
-            "condition": "unreadable",
-            "trials": "?",
-            "best": "-",
-            "time": events[-1]["time"],
-        }
+        return _unreadable(folder, events[-1]["time"])
     values = [
         group.objectives[metric.name]
         for group in groups_of_seeds(state.trials, [metric.name], state.config.search.constraints)
@@ -199,4 +197,15 @@ def overview(folder: Path) -> dict[str, Any]:
         "best": f"{metric.name} {metric.said(best)}" if best is not None else "-",
         # events that were taken over have the times of their source
         "time": max(event["time"] for event in events),
+    }
+
+
+def _unreadable(folder: Path, time: float) -> dict[str, Any]:
+    """Return the entry of a study that this version cannot read."""
+    return {
+        "name": folder.name,
+        "condition": "unreadable",
+        "trials": "?",
+        "best": "-",
+        "time": time,
     }

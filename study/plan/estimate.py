@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from study.config import StudyConfig
 from study.config.search import choose_sampler
 from study.config.space import describe
-from study.ledger.log import read_ledger
+from study.ledger.log import readable_ledgers
 from study.ledger.state import fold
 from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule, generation_ends
@@ -46,7 +46,7 @@ def of_storage(storage: str) -> dict[str, float]:
     machine does not reach, as the one that launches may not.
     """
     try:
-        return seconds_an_epoch(fold(read_ledger(folder)) for folder in study_folders(storage))
+        return seconds_an_epoch(fold(events) for events in readable_ledgers(study_folders(storage)))
     except ValueError:
         if is_url(storage):
             return {}

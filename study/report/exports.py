@@ -9,6 +9,7 @@ from study.ledger.state import StudyState
 from study.manage.export import export
 from study.report.tables import cells, headings
 from study.results.summary import summarise
+from study.text import printable
 from trainers.files import write_whole
 
 SPECIAL = {
@@ -71,4 +72,5 @@ def render_latex(state: StudyState) -> str:
 
 def escape(text: str) -> str:
     """Return text that LaTeX prints as it is."""
-    return re.sub(r"[\\~^&%$#_{}]", lambda match: SPECIAL[match[0]], text).replace("±", r"\(\pm\)")
+    text = re.sub(r"[\\~^&%$#_{}]", lambda match: SPECIAL[match[0]], printable(text))
+    return text.replace("±", r"\(\pm\)")

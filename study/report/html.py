@@ -21,6 +21,7 @@ from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.objectives import diverged, test_value
 from study.results.summary import Summary
+from study.text import printable
 
 
 def render_html(
@@ -32,8 +33,9 @@ def render_html(
 ) -> str:
     """Return the page, with the pictures inside; ``claims`` as in :mod:`study.claims.record`."""
     environment = Environment(
-        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
-    )
+        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined,
+        finalize=shown,
+    )  # fmt: skip
     metric = summary.metric
     return environment.get_template("report.html.j2").render(
         metric=metric, title=capital(metric.test_words), study=state.config,
@@ -48,6 +50,11 @@ def render_html(
         explore=made.explore, claim_headings=CLAIM_HEADINGS,
         claims=[(claim_cells(claim), claim["outcome"]) for claim in claims],
     )  # fmt: skip
+
+
+def shown(value: Any) -> Any:
+    """Return a value as a page shows it: the control characters of texts are escaped."""
+    return printable(value) if type(value) is str else value  # markup is ours
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:

@@ -25,10 +25,11 @@ from study.config import StudyConfig
 from study.ledger.state import StudyState
 from study.report.claims import HEADINGS, claim_cells, markdown_table
 from study.report.figures.style import LIGHT, png
+from study.report.html import shown
 from study.report.pictures import caption, drawings
 from study.report.tables import amended, data_name, facts, remarks
 from study.results.summary import Summary, summarise
-from study.text import counted
+from study.text import counted, printable
 from trainers.files import write_whole
 
 PAGE = "claims"
@@ -106,10 +107,11 @@ def write_page(studies: Sequence[Reproduced], folder: Path) -> Path:
     for study in studies:
         if study.picture:
             write_whole(folder / f"{study.slug}.png", study.picture)
-    write_whole(folder / f"{PAGE}.md", _markdown(studies).encode())
+    write_whole(folder / f"{PAGE}.md", printable(_markdown(studies)).encode())
     environment = Environment(
-        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined
-    )
+        loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined,
+        finalize=shown,
+    )  # fmt: skip
     page = environment.get_template("claims.html.j2").render(
         studies=studies, headings=HEADINGS, answer=_answer(studies), rule=RULE
     )

@@ -49,11 +49,12 @@ from study.report.verify_pages import has_form_of, verify_pages, verify_record
 from study.results.objectives import SPENT, objective
 from study.results.summary import summarise
 from study.results.ties import compared
+from study.tracking.address import OFF, store_of
 from study.tracking.names import sanitise
-from study.tracking.payload import KEY_TAG, claim_tags
+from study.tracking.payload import claim_tags
 from study.tracking.reconcile import audit
-from study.tracking.runs import runs_with_key
-from study.tracking.supervisor import OFF
+from study.tracking.runs import own_runs
+from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
 
 ALPHA = 0.05
@@ -204,8 +205,9 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
             yield f"claim {claim['name']}: report.md does not print {claim['shown']}"
     yield from verify_record(figures, wanted)
     yield from verify_pages(state, summary, wanted["claims"], folder / "report")
-    uri = tracking_uri or placed(StudyConfig.from_dict(source.plan["study"]), folder).tracking
+    uri = store_of(placed(StudyConfig.from_dict(source.plan["study"]), folder), tracking_uri)
     if uri != OFF:
+        check_tracking(uri)
         client = connect(uri)
         yield from _mlflow(client, figures, source)
         yield from (f"MLflow, {line}" for line in audit(client, state).differences())
@@ -359,10 +361,8 @@ def _mlflow(client: Any, figures: Mapping[str, Any], source: Source) -> Iterator
     """Compare the report with MLflow's metrics and tags."""
     experiment = client.get_experiment_by_name(figures["study"])
     key = str(source.plan["ledger"])
-    runs = {
-        run.data.tags[KEY_TAG]: run
-        for run in (runs_with_key(client, experiment.experiment_id, key) if experiment else ())
-    }
+    state = fold(source.events)
+    runs = own_runs(client, experiment.experiment_id, state)[0] if experiment else dict[str, Any]()
     if key not in runs:
         yield f"MLflow has no parent run of {figures['study']}; `lns-study sync` sends it"
         return

@@ -24,6 +24,7 @@ from study.report.pictures import TITLES, Links, Parts, links, parts
 from study.report.tables import render_csv, render_markdown
 from study.results.idle_time import sentences
 from study.results.summary import Summary, summarise
+from study.text import printable
 from trainers.files import write_whole
 
 PICTURES = tuple(f"{name}.png" for name in TITLES)
@@ -61,8 +62,8 @@ def render_files(
     """Return the files of a report by their names, without ``figures.json``."""
     files = {picture.file: picture.light for picture in made.pictures}
     if state.config.space:
-        files["configurations.csv"] = render_csv(state).encode()
+        files["configurations.csv"] = printable(render_csv(state)).encode()
     remarks = [*sentences(state), *made.failed]
-    files["report.md"] = render_markdown(state, summary, remarks, claims).encode()
+    files["report.md"] = printable(render_markdown(state, summary, remarks, claims)).encode()
     files["report.html"] = render_html(state, summary, made, where, claims).encode()
     return files

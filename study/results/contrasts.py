@@ -34,9 +34,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from study.results.ties import plain_mean
+
 ALPHA, POWER = 0.05, 0.8
 ROUNDING = 1e-12
 """Relative spread below which figures count as equal."""
+LARGEST = 1e75
+"""Largest figure that is tested: a test takes its fourth power."""
 POINTS = 4000
 """Number of chi-squared quantiles over which power is averaged; enough for three digits."""
 
@@ -101,32 +105,40 @@ class Contrast:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of two values or more; NaN where one of them is not finite."""
-    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    """Return the standard deviation of two values or more.
+
+    It is NaN where one of them is not finite, and infinite where it is too large for a number.
+    """
+    try:
+        return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    except OverflowError:
+        return math.inf
 
 
 def paired(differences: Sequence[float], of: str) -> Contrast | None:
     """Return the contrast of figures that belong together pair by pair.
 
-    Returns None below two pairs, or if all differences are equal or one of them is not finite.
+    Returns None below two pairs, or if all differences are equal or one of them is not finite or
+    above :data:`LARGEST`.
 
     Args:
         differences: difference of each pair.
         of: kind of the replicates, in the plural: ``seeds``.
     """
     n = len(differences)
+    if max(map(abs, differences), default=0.0) > LARGEST:
+        return None
     error = deviation(differences) / math.sqrt(n) if n > 1 else 0.0
     if not error > ROUNDING * max(map(abs, differences), default=0.0):
         return None
-    return Contrast(
-        difference=statistics.fmean(differences), error=error, df=n - 1, over=f"{n} {of}"
-    )
+    return Contrast(difference=plain_mean(differences), error=error, df=n - 1, over=f"{n} {of}")
 
 
 def independent(first: Sequence[float], second: Sequence[float], of: str) -> Contrast | None:
     """Return the contrast of figures that do not belong together.
 
-    Returns None below two figures on either side, or if all are equal or one of them is not finite.
+    Returns None below two figures on either side, or if all are equal or one of them is not finite
+    or above :data:`LARGEST`.
 
     Args:
         first: figures of the first mean.
@@ -135,7 +147,7 @@ def independent(first: Sequence[float], second: Sequence[float], of: str) -> Con
     """
     if min(len(first), len(second)) < 2:
         return None
-    if not all(map(math.isfinite, (*first, *second))):
+    if not all(abs(value) <= LARGEST for value in (*first, *second)):
         return None
     parts = [statistics.variance(values) / len(values) for values in (first, second)]
     if math.sqrt(sum(parts)) <= ROUNDING * max(map(abs, (*first, *second))):
@@ -143,7 +155,7 @@ def independent(first: Sequence[float], second: Sequence[float], of: str) -> Con
     df = sum(parts) ** 2 / sum(
         part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True)
     )
-    difference = statistics.fmean(first) - statistics.fmean(second)
+    difference = plain_mean(first) - plain_mean(second)
     return Contrast(
         difference=difference,
         error=math.sqrt(sum(parts)),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,10 +30,10 @@ from study.config.keys import lookup
 from study.config.space import params_at
 from study.ledger.state import FAILED, StudyState, TrialState
 from study.results.configurations import groups_of_seeds, undominated
-from study.results.contrasts import Contrast, independent, paired
+from study.results.contrasts import Contrast, deviation, independent, paired
 from study.results.likeness import Entry, by_likeness, likenesses, task_of
 from study.results.objectives import gpu_seconds, joules, last_value, objective
-from study.results.ties import mean_of
+from study.results.ties import mean_of, plain_mean
 from study.text import layout_of
 
 METRIC = "metric"
@@ -160,7 +159,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
 
     return (
         float(stdtrit(len(values) - 1, 0.5 + level / 2))
-        * statistics.stdev(values)
+        * deviation(values)
         / math.sqrt(len(values))
     )
 
@@ -291,7 +290,7 @@ def _of_points(found: Iterable[Entry]) -> list[float]:
     for entry in found:
         point = entry.row if entry.number is None else json.dumps(entry.params, sort_keys=True)
         points.setdefault(point, []).append(entry.values[METRIC])
-    return [statistics.fmean(figures) for figures in points.values()]
+    return [plain_mean(figures) for figures in points.values()]
 
 
 def _matched(
@@ -323,10 +322,7 @@ def seed_means(gaps: Sequence[Mapping[int, float]]) -> list[float]:
         seeds = set().union(*gaps)
     if len(seeds) < 2:
         return []
-    return [
-        statistics.fmean(of_one[seed] for of_one in gaps if seed in of_one)
-        for seed in sorted(seeds)
-    ]
+    return [plain_mean(of_one[seed] for of_one in gaps if seed in of_one) for seed in sorted(seeds)]
 
 
 def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
@@ -340,7 +336,7 @@ def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
         for entry in found
     ]
     shared = set.intersection(*map(set, figures))
-    return {seed: statistics.fmean(of_entry[seed] for of_entry in figures) for seed in shared}
+    return {seed: plain_mean(of_entry[seed] for of_entry in figures) for seed in shared}
 
 
 def heat_map(

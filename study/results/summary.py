@@ -17,7 +17,6 @@ departs from it.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from study.ledger.state import FAILED, FINISHED, StudyState, TrialState
 from study.results.configurations import Configuration, best, configurations
 from study.results.contrasts import deviation
 from study.results.objectives import diverged, test_value
+from study.results.ties import plain_mean
 from study.text import counted
 
 
@@ -185,7 +185,7 @@ def _mean_of_all(trials: Sequence[TrialState], metric: Metric) -> float | None:
     figures = test_figures(trials, metric)
     if any(diverged(trial, metric.name) for trial in trials):
         figures = [math.nan for _ in figures]
-    return statistics.fmean(figures) if figures and len(figures) == len(trials) else None
+    return plain_mean(figures) if figures and len(figures) == len(trials) else None
 
 
 def _row(
@@ -197,7 +197,7 @@ def _row(
     whole = _mean_of_all(trials, metric)
     gap = None if whole is None or base is None or wanted.label == study.baseline else whole - base
     return Row(
-        label=wanted.label, mean=statistics.fmean(figures) if figures else None,
+        label=wanted.label, mean=plain_mean(figures) if figures else None,
         sd=deviation(figures) if len(figures) > 1 else None, finished=len(figures),
         failed=sum(trial.status == FAILED for trial in trials), seeds=len(trials),
         published=wanted.published, gap=gap, rule=describe_rule(wanted, study.baseline, metric),

@@ -26,6 +26,15 @@ def compared(figure: float) -> float:
     return float(f"{figure:.{DIGITS}g}") if math.isfinite(figure) else figure
 
 
+def plain_mean(figures: Iterable[float]) -> float:
+    """Return the mean of one figure or more, also of finite ones whose sum is too large."""
+    known = list(figures)
+    try:
+        return statistics.fmean(known)
+    except OverflowError:
+        return math.fsum(figure / len(known) for figure in known)
+
+
 def mean_of(figures: Iterable[float]) -> float:
     """Return the mean of one figure or more, as it is compared with others."""
-    return compared(statistics.fmean(figures))
+    return compared(plain_mean(figures))

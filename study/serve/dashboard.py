@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from study.execution.silence import describe_silent
-from study.ledger.log import FILE, is_locked
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE
 from study.ledger.state import ENDED, RUNNING, StudyState
 from study.manage.studies import condition, read
 from study.report.write import write_report

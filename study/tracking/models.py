@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.objectives import diverged, last_value
 from study.results.summary import summarise
 from study.tracking.names import sanitise
+from trainers.checkpoint.manifest import read_state
 from trainers.checkpoint.remote import fetched
+from trainers.files import has_links
 
 MOST_BYTES = 200 * 2**20
 MODEL_TYPE = "lns-study checkpoint (safetensors)"
@@ -42,9 +45,9 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
     }
     wanted = {runs[id_]: trial for id_, trial in best.items() if id_ in runs}
     folders = {
-        run: fetched(trial.checkpoints_left()[0])
+        run: folder
         for run, trial in wanted.items()
-        if trial.checkpoints_left()
+        if trial.checkpoints_left() and (folder := _checkpoint(trial.checkpoints_left()[0]))
     }
     have = _sources(client, experiment) if folders else {}
     for run in folders.keys() & have.keys():
@@ -65,6 +68,15 @@ def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
         and not diverged(trial, metric.name)
     ]
     return min(done, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def _checkpoint(place: str) -> Path | None:
+    """Return the folder of a checkpoint; None if what the ledger names is none, or holds links."""
+    folder = fetched(place)
+    with suppress(ValueError):
+        read_state(folder)
+        return None if has_links(folder) else folder
+    return None
 
 
 def _sources(client: Any, experiment: str) -> dict[str, Any]:

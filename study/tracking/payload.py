@@ -28,10 +28,13 @@ from study.results.objectives import bits_of
 from study.results.summary import summarise
 from study.text import layout_of
 from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, of_row, sanitise, settings_of
+from trainers.files import has_links
 
 KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG = "mlflow.experimentKind"
+MARK_TAG = "lns_study.mark"
+"""Mark of the ledger's last event when a run was last sent (:meth:`StudyState.is_own`)."""
 PROFILE = "profile"
 """Name of the artifact with what ``trial.profile.steps`` recorded.
 
@@ -306,12 +309,12 @@ def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
 
 
 def profiles(folder: Path, trial: TrialState) -> list[Path]:
-    """Return the folders of a trial's profile.
+    """Return the folders of a trial's profile, but for those with links.
 
     Executors with a storage of their own keep it there.
     """
     return [
         path
         for path in (folder / "profiles" / trial.id, folder / "train" / trial.id / "profile")
-        if path.is_dir()
+        if path.is_dir() and not has_links(path)
     ]

@@ -7,6 +7,10 @@ that the ledger does not have: MLflow can take neither back) is replaced: a new 
 the tags and the note that users gave the old one, then the old one is deleted. Runs that belong to
 no trial of the ledger, and twins, are deleted. Then everything is read and compared once more.
 
+Of a study that was copied, each copy has runs of its own from then on, and what the other sent is
+neither compared nor deleted. Nor is a run deleted that an earlier version made, which did not note
+its ledger: a false one gets a true one beside it.
+
 Params and metrics with other names, which users logged, and params that are no part of a trial's
 identity (the data's folder, the share of a GPU, what was changed when memory ran out) are no
 difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden, ``mlflow gc``
@@ -37,7 +41,7 @@ from study.tracking.address import is_server
 from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
     BITS,
-    KEY_TAG,
+    MARK_TAG,
     MLFLOW_STATUS,
     PARENT_TAG,
     RESULT_TAGS,
@@ -49,7 +53,7 @@ from study.tracking.payload import (
     params_of,
     point_of,
 )
-from study.tracking.runs import Runs, runs_with_key
+from study.tracking.runs import Runs, own_runs
 from study.tracking.view import view_key
 from study.tracking.writer import connect, tracking_lock
 
@@ -150,15 +154,13 @@ def audit(client: Any, state: StudyState) -> Audit:
     """Read everything that a store has of a study and compare it with the ledger."""
     found = Audit()
     experiment = client.get_experiment_by_name(state.config.name)
-    key = str(state.plan["ledger"])
     runs: dict[str, Any] = {}
     if experiment is not None and experiment.lifecycle_stage == "active":
-        for run in runs_with_key(client, experiment.experiment_id, key):
-            name = run.data.tags[KEY_TAG].partition("/")[2]
-            if name in runs or (name and name not in state.known):
-                found.strangers.append(run.info.run_id)
-            else:
-                runs[name] = run
+        own, twins = own_runs(client, experiment.experiment_id, state)
+        runs = {key.partition("/")[2]: run for key, run in own.items()}
+        unknown = [runs.pop(name) for name in runs.keys() - state.known.keys() - {""}]
+        strangers = [*twins, *(run for run in unknown if MARK_TAG in run.data.tags)]
+        found.strangers = sorted(run.info.run_id for run in strangers)
     if "" not in runs:
         found.missing["(study)"] = ["its parent run"]
     elif runs[""].info.status == "RUNNING":
@@ -349,7 +351,7 @@ def _repair(
 ) -> None:
     for run in before.strangers if delete else []:
         client.delete_run(run)
-    runs = Runs(client, state.plan, artifacts, folder)
+    runs = Runs(client, state, artifacts, folder)
     false = before.false.keys() & state.known.keys() if delete else set()
     for id_ in sorted(false):
         runs.replace(state.known[id_])

@@ -3,6 +3,9 @@ another process, years later.
 
 What makes them repeatable: a run is looked up by its tag ``lns_study.key`` before it is made
 (``create_run`` is not idempotent; of twins that a lost reply left, all but the oldest are deleted).
+Copies of a ledger have one id, so runs have a mark of the ledger that they were sent from as well
+(:meth:`~study.ledger.state.StudyState.is_own`): what another copy sent since it was made is not
+looked up, changed or deleted (:func:`own_runs`).
 A metric with the same run, key, step, value and timestamp is the same row in MLflow, and timestamps
 are the ledger's. The store itself is the cursor: the last step of a run says which epochs it lacks,
 so a database that was swapped or set back is completed as well.
@@ -34,6 +37,7 @@ from study.tracking.payload import (
     KEY_TAG,
     KIND_TAG,
     LATER,
+    MARK_TAG,
     MLFLOW_STATUS,
     PARENT_TAG,
     PROFILE,
@@ -55,6 +59,7 @@ from study.tracking.payload import (
     trial_tags,
 )
 from study.tracking.view import view_tag
+from trainers.files import has_links
 
 BATCH = 1000
 MOST_TAGS = 100
@@ -77,6 +82,7 @@ class _Known:
         parent: id of the run under which it is shown.
         row, name: label of the trial's row when it was sent, and the run's name.
         sent: epochs sent by this process.
+        marked: whether it says which ledger it was sent from; earlier versions did not note that.
     """
 
     run: str
@@ -91,6 +97,7 @@ class _Known:
     row: str = ""
     name: str = ""
     sent: set[int] = field(default_factory=set)
+    marked: bool = True
 
 
 class Runs:
@@ -98,13 +105,16 @@ class Runs:
 
     Args:
         client: an ``MlflowClient``.
-        plan: last ``planned`` event of the ledger.
+        state: state of the study, with a plan; kept up to date.
         artifacts: folder for artifacts of a new experiment; None leaves it to the store.
         folder: folder of the study, with the profiles of its trials.
     """
 
-    def __init__(self, client: Any, plan: Event, artifacts: Path | None, folder: Path) -> None:
-        self._client, self.plan, self._folder = client, plan, folder
+    def __init__(
+        self, client: Any, state: StudyState, artifacts: Path | None, folder: Path
+    ) -> None:
+        self._client, self._state, self._folder = client, state, folder
+        self.plan = plan = state.plan
         self._name = plan["study"]["name"]
         self._key = str(plan["ledger"])
         self._experiment = self._ensure_experiment(artifacts)
@@ -145,7 +155,7 @@ class Runs:
         params = [
             (name, value) for name, value in params_of(trial.config) if name not in known.params
         ]
-        self._log(known.run, metrics, params)
+        self._log(known.run, metrics, params, {MARK_TAG: self._state.latest})
         self._tag(known, trial, fresh)
         known.params, known.settings = known.params | {name for name, _ in params}, True
         known.sent |= set(fresh)
@@ -167,11 +177,12 @@ class Runs:
                 parent=known.parent,
                 row=known.row,
                 name=known.name,
+                marked=known.marked,
             )
 
     def replace(self, trial: TrialState) -> None:
         """Make the run of a trial again, with the tags that users gave it, and delete the one there
-        was once it is complete.
+        was once it is complete; one without a mark, which may be another copy's, stays.
 
         The new run has those tags from its first moment. Whatever ends this process, a run with
         them is left, and of the two whoever looks next keeps either and completes it.
@@ -181,7 +192,7 @@ class Runs:
             self._ensure_run(trial, _tags_of_users(self._client.get_run(old.run)))
         self.push(trial)
         self.settle(trial)
-        if old is not None:
+        if old is not None and old.marked:
             self._client.delete_run(old.run)
 
     def settle(self, trial: TrialState) -> None:
@@ -194,10 +205,12 @@ class Runs:
         """Send the report, each row's mean and spread, the verdicts on claims, and the best models;
         close the parent."""
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
-        self._log(self._parent, list(self._new_figures(state, time_)))
+        figures = list(self._new_figures(state, time_))
+        self._log(self._parent, figures, tags={MARK_TAG: state.latest})
         if report is not None and report.exists():
             self._log(self._parent, [], tags=claim_tags(read_record(report)))
-            self._client.log_artifacts(self._parent, str(report), "report")
+            if not has_links(report):
+                self._client.log_artifacts(self._parent, str(report), "report")
         log_models(self._client, self._experiment, state, self.run_ids())
         outcome = {"finished": "FINISHED", "failed": "FAILED"}.get(state.outcome, "KILLED")
         self._end(self._known[self._key], outcome, time_ or None)
@@ -230,9 +243,11 @@ class Runs:
             known = self._known[self._key] = self._make(
                 self._key, self._name, self.plan["time"], parent_tags(self.plan)
             )
-        elif known.status != "RUNNING":
-            self._client.update_run(known.run, status="RUNNING")
-            known.status = "RUNNING"
+        else:
+            self._log(known.run, [], tags={MARK_TAG: self._state.latest})
+            if known.status != "RUNNING":
+                self._client.update_run(known.run, status="RUNNING")
+                known.status = "RUNNING"
         return known.run
 
     def _attach_to_parent(self) -> None:
@@ -247,14 +262,10 @@ class Runs:
 
         Of twins the oldest is kept, the others are deleted.
         """
-        found: dict[str, _Known] = {}
-        for run in runs_with_key(self._client, self._experiment, self._key):
-            key = run.data.tags[KEY_TAG]
-            if key in found:
-                self._client.delete_run(run.info.run_id)
-            else:
-                found[key] = _known(run)
-        return found
+        found, twins = own_runs(self._client, self._experiment, self._state)
+        for run in twins:
+            self._client.delete_run(run.info.run_id)
+        return {key: _known(run) for key, run in found.items()}
 
     def _ensure_run(self, trial: TrialState, theirs: Mapping[str, str] | None = None) -> _Known:
         """Return what is known of a trial's run; make one, with tags ``theirs`` too, if needed."""
@@ -275,7 +286,7 @@ class Runs:
         run = self._client.create_run(
             self._experiment,
             start_time=int(started * 1000),
-            tags={KEY_TAG: key, **tags},
+            tags={KEY_TAG: key, MARK_TAG: self._state.latest, **tags},
             run_name=name,
         )
         parent, row = tags.get(PARENT_TAG, ""), tags.get("row", "")
@@ -382,12 +393,48 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
                 break
 
 
+def own_runs(client: Any, experiment: str, state: StudyState) -> tuple[dict[str, Any], list[Any]]:
+    """Return the runs of a study's ledger by key, and the twins of these that a lost reply left.
+
+    Runs that another copy of the ledger sent are left out: those with its marks, and the children
+    of its parent run. Of several parent runs the one that was sent last is this ledger's: a copy
+    that knows less made the others. A run of an earlier version, without a mark, is taken where
+    there is no other, and is nobody's twin.
+    """
+    key = str(state.plan["ledger"])
+    runs = list(runs_with_key(client, experiment, key))
+    own = [run for run in runs if state.is_own(run.data.tags.get(MARK_TAG, state.latest))]
+    own.sort(key=_moment, reverse=True)
+    have_children = {run.data.tags.get(PARENT_TAG) for run in runs}
+    parents = [run for run in own if run.data.tags[KEY_TAG] == key]
+    parents.sort(key=lambda run: (-_moment(run), run.info.run_id not in have_children))
+    others = {run.info.run_id for run in runs if run.data.tags[KEY_TAG] == key}
+    others -= {run.info.run_id for run in parents[:1]}
+    children = [
+        run
+        for run in own
+        if run.data.tags[KEY_TAG] != key and run.data.tags.get(PARENT_TAG) not in others
+    ]
+    found: dict[str, Any] = {}
+    for run in [*parents[:1], *children]:
+        found.setdefault(run.data.tags[KEY_TAG], run)
+    twins = [run for run in parents[1:] if run.info.run_id not in have_children]
+    twins += [run for run in children if run is not found[run.data.tags[KEY_TAG]]]
+    return found, [run for run in twins if MARK_TAG in run.data.tags]
+
+
+def _moment(run: Any) -> float:
+    """Return the time that a run's mark is of; that of a run without one is before all others."""
+    return float(run.data.tags.get(MARK_TAG) or -math.inf)
+
+
 def _tags_of_users(run: Any) -> dict[str, str]:
     """Return the tags of a run that a new one of the same trial does not get from the ledger."""
     return {
         name: value
         for name, value in run.data.tags.items()
-        if name not in (KEY_TAG, NAME_TAG, *RESULT_TAGS) and not name.startswith(NONFINITE)
+        if name not in (KEY_TAG, MARK_TAG, NAME_TAG, *RESULT_TAGS)
+        and not name.startswith(NONFINITE)
     }
 
 
@@ -406,5 +453,5 @@ def _known(run: Any) -> _Known:
         inputs=bool(run.inputs and run.inputs.dataset_inputs),
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""), row=run.data.tags.get("row", ""),
-        name=run.info.run_name or "",
+        name=run.info.run_name or "", marked=MARK_TAG in run.data.tags,
     )  # fmt: skip

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from study.program import lns_study, module_command
+from study.tracking.address import OFF, naming
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
 
-OFF = "none"
-"""Tracking URI with which nothing is sent to MLflow."""
 MOST_STARTS = 5
 """Number of starts after which a writer that dies stays dead; the ledger keeps the rest."""
 PROBE_SECONDS = 10.0
@@ -253,7 +252,8 @@ class Tracker:
         )
 
     def _sync_later(self) -> str:
-        return lns_study("sync", self._folder.name, storage=place_of(self._folder.parent))
+        words = ["sync", self._folder.name, *naming(self._uri)]
+        return lns_study(*words, storage=place_of(self._folder.parent))
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "opened":

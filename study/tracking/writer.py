@@ -28,13 +28,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from study.ledger.lines import Event
-from study.ledger.log import BUSY, Follower, is_locked, no_locks
+from study.ledger.lock import BUSY, is_locked, no_locks
+from study.ledger.log import Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
@@ -174,7 +175,7 @@ class Sender:
             self._client = connect(self._uri)
             self.moved = time.monotonic()  # what MLflow itself takes is not the store's silence
         artifacts = None if is_server(self._uri) else self._artifacts
-        self._runs = Runs(self._client, self.state.plan, artifacts, self._folder)
+        self._runs = Runs(self._client, self.state, artifacts, self._folder)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
             self._described = self.state.plan
@@ -290,7 +291,8 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
                 "uri": without_login(uri),
                 **{key: message[key] for key in ("experiment", "run", "view")},
             }
-            write_whole(folder / WHERE, json.dumps(place).encode())
+            with suppress(FileNotFoundError):  # the folder was removed: its driver says so
+                write_whole(folder / WHERE, json.dumps(place).encode())
         say(message)
 
     return note

@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.report.figures.style import png
+from study.views.console import PrintableConsole
 from study.views.progress import Clock, render
 
 SECONDS = 1.0
@@ -54,7 +54,7 @@ class NotebookView:
         """Return the state as Jupyter takes it, a text by MIME type."""
         self._shown = time.monotonic()
         text = io.StringIO()
-        Console(file=text, width=WIDTH, force_jupyter=False).print(
+        PrintableConsole(file=text, width=WIDTH, force_jupyter=False).print(
             render(self._state, self._clock, time.time())
         )
         return {"text/plain": text.getvalue().rstrip()}

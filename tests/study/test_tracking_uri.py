@@ -6,7 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,7 @@ def _no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CREDENTIALS", "PGPASS"):
         monkeypatch.setattr(module, name, "/nowhere")
     monkeypatch.setattr(module, "_given", {})
+    monkeypatch.setattr(module, "_named", set())
 
 
 def holders(*folders: Path) -> list[Path]:
@@ -120,12 +124,13 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
     write_ledger(study, made_up_events(study))
     module._given.clear()
     words = ["sync", study.slug, "--storage", study.storage]
-    assert main(words) == 2
+    named = [*words, "--tracking-uri", study.tracking]
+    assert main(named) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in ("//ada:***@", "not stored", USER, PASSWORD, WHOLE))
     with monkeypatch.context() as patch:
         patch.setenv(PASSWORD, PLAIN)
-        assert main(words) == 0
+        assert main(named) == 0
     with monkeypatch.context() as patch:
         patch.setenv(WHOLE, server.uri.replace("//", f"//ada:{SECRET}@"))
         assert main(words) == 0
@@ -403,3 +408,58 @@ def test_a_long_text_is_searched_once(part: str) -> None:
     text = part * (400_000 // len(part))
     assert without_password(text) == text
     assert without_password(f"{text} https://x/?token=abc") == f"{text} https://x/?token=***"
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, list[str | None]]]:
+    """Provide the address of a server that asks for a login, and the logins that it was sent."""
+    logins: list[str | None] = []
+
+    class Curious(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            logins.append(self.headers["Authorization"])
+            self.send_error(401)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Curious) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", logins
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "command", [["sync"], ["reconcile"], ["report"], ["report", "--verify"], ["doctor", "--repair"]]
+)
+def test_a_login_goes_to_no_address_that_only_a_ledger_names(
+    tracked: Tiny,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    """Not a byte is sent to it until its reader names it, in the environment or the command."""
+    monkeypatch.setenv(USER, "ada")
+    monkeypatch.setenv(PASSWORD, PLAIN)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with listening() as (uri, logins):
+        study = tracked(f"a stranger's {' '.join(command)}", f"tracking_uri={uri}")
+        folder = write_ledger(study, made_up_events(study))
+        words = [command[0], study.slug, "--storage", study.storage, *command[1:]]
+        if command[0] == "report":
+            main(["report", *words[1:4], "--tracking-uri", "none"])
+        if command[0] == "doctor":
+            lines = (folder / FILE).read_text().splitlines(keepends=True)
+            (folder / FILE).write_text("".join([*lines[:3], "{", *lines[4:]]))
+        capsys.readouterr()
+        assert main(words) == (0 if command == ["report"] else 2)
+        assert f"--tracking-uri {uri}" in capsys.readouterr().err
+        assert logins == []
+        monkeypatch.setenv(WHOLE, uri)
+        main(words)
+        assert logins[0] is None or logins[0].startswith("Basic")
+        assert any(logins)

@@ -39,13 +39,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainers.checkpoint.manifest import STATE, write_files  # fmt: skip
 from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
+from trainers.files import check_there
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
 from trainers.training.trainer import check
@@ -119,7 +120,8 @@ class Worker:
         self._work: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._answers: dict[str, queue.SimpleQueue[str]] = {}
         self._leaving: set[str] = set()
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
+        self._secret = ""
         self._place = {"rank": 0, "workers": 1}
         self._host = Host() if lanes > 1 else None
         self._initial: InitialSettings | None = None
@@ -165,32 +167,32 @@ class Worker:
             except OSError:
                 os._exit(0)
 
-    def _join(self, rank: int, workers: int, address: str, port: int, backend: str) -> None:
+    def _join(
+        self, rank: int, workers: int, address: str, store: int | str, secret: str, backend: str
+    ) -> None:
         """Become a rank of a torch.distributed group.
 
-        Rank 0 opens the store by which all meet, at a port that is free, and says which. It listens
-        at ``address`` alone, where torch would at all of the machine's; gloo and NCCL do so where
-        all ranks are on one machine.
+        Args:
+            rank: this process's rank.
+            workers: number of ranks.
+            address: address of rank 0; "" if all ranks are on one machine.
+            store: where rank 0 has opened the store in which all meet; rank 0 has none yet.
+            secret: part of the names in the store that only the ranks know.
+            backend: torch's name of the backend.
         """
         limit = timedelta(seconds=MEET_SECONDS)
-        if address.startswith("127."):
+        opened: Store
+        place: int | str
+        if not address:
             for name in INTERFACE:
                 os.environ.setdefault(name, LOOPBACK)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family) if rank == 0 else None
-        store = TCPStore(
-            address,
-            listener.getsockname()[1] if listener else port,
-            workers,
-            rank == 0,
-            limit,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach() if listener else None,
-        )
+            opened, place = _store_here(str(store))
+        else:
+            opened, place = _store_at(address, int(store or 0), rank == 0, workers, limit)
         if rank == 0:
-            self._say(MEET, payload=store.port)
-        process_group.join(backend, store, rank, workers, limit)
-        self._store = store
+            self._say(MEET, payload=place)
+        process_group.join(backend, opened, rank, workers, limit)
+        self._store, self._secret = opened, secret
         self._place = {"rank": rank, "workers": workers}
         self._say(JOINED)
 
@@ -235,6 +237,7 @@ class Worker:
         self._say(BEGAN, trial, beginning)
         while True:
             metrics = executor.step()
+            check_there(place)
             if config.profile.steps:
                 write_files(local_folder(plan["profile"]), executor.profile())
             leaves = self._leaves(trial, int(metrics["epoch"]))
@@ -255,7 +258,7 @@ class Worker:
         asked = trial in self._leaving
         if self._store is None:
             return asked
-        name = f"leave/{trial}"
+        name = f"leave/{self._secret}/{trial}"
         if asked:
             self._store.compare_set(name, "", str(epoch + 1))
         return self._store.check([name]) and epoch >= int(self._store.get(name))
@@ -297,6 +300,40 @@ class Worker:
         except LeakError as error:
             return str(error)
         return ""
+
+
+def _store_here(path: str) -> tuple[Store, str]:
+    """Return the store in which ranks on one machine meet, and its path.
+
+    It is a file in the memory of rank 0, which has no name that another user of the machine could
+    open, where a TCPStore would listen to whoever connects.
+    """
+    path = path or f"/proc/{os.getpid()}/fd/{os.memfd_create('lns-study-store')}"
+    store = FileStore(path, -1)  # a number of ranks would have the last one remove the file
+    store.set_timeout(timedelta(seconds=MEET_SECONDS))
+    return store, path
+
+
+def _store_at(
+    address: str, port: int, opens: bool, workers: int, limit: timedelta
+) -> tuple[Store, int]:
+    """Return the store in which ranks on several machines meet, and its port.
+
+    The process that opens it listens at ``address`` alone, where torch would at all of the
+    machine's addresses, and at a free port.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family) if opens else None
+    store = TCPStore(
+        address,
+        listener.getsockname()[1] if listener else port,
+        workers,
+        opens,
+        limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    return store, store.port
 
 
 def examine(configs: Sequence[TrialConfig], device: str) -> Examined:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -456,3 +457,10 @@ def test_text_of_a_row_stays_text_in_its_trials() -> None:
         trial = override_trial(TrialConfig().to_dict(), overrides)
         assert trial["data"]["root"] == root
         assert override_trial(trial, None) == trial
+
+
+@pytest.mark.parametrize("entry", ["../../x", "model/../../x", "./model/mlp_512"])
+def test_a_group_that_is_a_path_is_refused_as_it_was_written(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"name: mine\ngroups: [{entry}]\n")
+    with pytest.raises(ValueError, match=rf"groups: {re.escape(entry)}: must be GROUP/FILE"):
+        load(str(tmp_path / "mine.yaml"))

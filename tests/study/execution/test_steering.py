@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,14 +18,14 @@ import pytest
 
 from study.api import run_study
 from study.cli import main
-from study.errors import UserError
+from study.errors import StorageError, UserError
 from study.execution import silence
 from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
 from study.execution.pool import Pool
 from study.ledger import log
 from study.ledger.lines import Event
-from study.ledger.log import read_ledger
+from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
 from study.results.summary import summarise
 from study.serve.dashboard import Page
@@ -139,10 +142,61 @@ def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
 
     with monkeypatch.context() as patched:
         patched.setattr(log, "_write_all", refuse)
-        with pytest.raises(UserError, match=r"storage: ledger: .*; see that .* can be written"):
+        with pytest.raises(StorageError, match=r"storage: ledger: .*; see that .* can be written"):
             run(study)
     assert (study.folder / "report" / "report.html").exists()
     assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "removed"])
+def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
+    tiny: Tiny, tmp_path: Path, moved: bool
+) -> None:
+    """Without making the folder anew; once the ledger is back, the same command goes on."""
+    study = tiny(f"gone {moved}", "trial.epochs=3", "seeds=[0,1]")
+    elsewhere = tmp_path / "elsewhere"
+
+    def take_away(event: Event) -> None:
+        if event["event"] == "finished" and study.folder.exists():
+            if moved:
+                study.folder.rename(elsewhere)
+            else:
+                shutil.rmtree(study.folder)
+
+    with pytest.raises(StorageError) as ended:
+        run(study, take_away)
+    assert not study.folder.exists()
+    copy = next(Path(word.rstrip(",:")) for word in str(ended.value).split()[2:] if FILE in word)
+    assert (copy == elsewhere / FILE) == moved
+    if moved:
+        elsewhere.rename(study.folder)
+    else:
+        study.folder.mkdir()
+        shutil.copy(copy, study.folder)
+    assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
+    finished = [event["trial"] for event in read_ledger(study.folder) if event["event"] == FINISHED]
+    assert sorted(finished) == sorted(set(finished))
+
+
+def test_a_limit_on_the_size_of_files_ends_a_study_as_a_full_storage_does(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """With the exit code of a study that began; the same command goes on without the limit."""
+    study = tiny("limited", f"storage={tmp_path}", "trial.epochs=2", "trial.model.hidden=[16]")
+    words = [str(tmp_path / "tiny.yaml"), "name=limited", f"storage={tmp_path}", "--plain"]
+    words += ["tracking_uri=none", "trial.epochs=40", "seeds=[0]"]
+    code = (
+        "import resource, sys; from study.cli import main;"
+        " resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); sys.exit(main(sys.argv[1:]))"
+    )
+    limited = subprocess.run(
+        [sys.executable, "-c", code, "run", *words], capture_output=True, text=True, timeout=300
+    )
+    assert limited.returncode == 1, limited.stderr
+    assert "ulimit -f" in limited.stderr
+    assert "Traceback" not in limited.stderr
+    assert read_ledger(study.folder)
+    assert main(["run", *words]) == 0
 
 
 def test_a_ledger_that_takes_no_plan_starts_nothing(

@@ -14,7 +14,7 @@ def test_every_promise_has_its_test() -> None:
     rows = re.findall(
         rf"^\| (\d+) \|.*\| ((?:{test}(?:, )?)+) \|$", (ROOT / "SECURITY.md").read_text(), re.M
     )
-    assert [int(number) for number, *_ in rows] == list(range(1, 37))
+    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
     missing = [
         f"{path}::{name}"
         for _, tests, *_ in rows

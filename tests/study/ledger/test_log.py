@@ -9,6 +9,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import socket
 import tempfile
 import time
@@ -22,7 +23,16 @@ from hypothesis import strategies as st
 
 from study.errors import UserError
 from study.ledger.lines import Event, seal
-from study.ledger.log import FILE, LOCK, Ledger, is_locked, make_header, open_ledger, read_ledger
+from study.ledger.lock import LOCK, is_locked
+from study.ledger.log import (
+    FILE,
+    Follower,
+    Ledger,
+    LedgerGoneError,
+    make_header,
+    open_ledger,
+    read_ledger,
+)
 from study.tracking.writer import tracking_lock
 
 REPORTS = st.lists(
@@ -389,3 +399,59 @@ def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_beh
             ledger.append("finished", trial="a", metrics={})
     assert (tmp_path / FILE).read_bytes() == before
     assert write(tmp_path, [("a", 1, 0.0), ("a", 2, 0.0)]) == [False, True]
+
+
+def vanish(folder: Path, how: str) -> Path | None:
+    """Take a study's folder away as users do; return where its ledger is now, if it is anywhere."""
+    elsewhere = folder.with_name("elsewhere")
+    if how == "removed":
+        shutil.rmtree(folder)
+        return None
+    folder.rename(elsewhere)
+    if how == "replaced":
+        write(folder, [("b", 1, 0.5)])
+    return elsewhere / FILE
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_folder_that_is_removed_moved_or_replaced_takes_no_more_events(
+    tmp_path: Path, how: str
+) -> None:
+    folder = tmp_path / "study"
+    with Ledger(folder) as ledger:
+        ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+        lines = (folder / FILE).read_bytes()
+        now = vanish(folder, how)
+        with pytest.raises(LedgerGoneError) as refused:
+            ledger.append("report", trial="a", epoch=2, metrics={"x": 1.0})
+        with pytest.raises(LedgerGoneError):
+            ledger.append("report", trial="a", epoch=3, metrics={"x": 1.0})
+    named = [Path(word.rstrip(",:")) for word in str(refused.value).split() if FILE in word]
+    copy = named[-1]
+    assert copy.read_bytes() == lines
+    assert now is None or copy == now
+    assert folder.exists() == (how == "replaced")
+    if how == "replaced":
+        assert [event["trial"] for event in read_ledger(folder)] == ["b"]
+
+
+def test_a_lock_that_is_removed_lets_no_two_processes_write(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as first:
+        first.append("capacity", cpus=1)
+        (tmp_path / LOCK).unlink()
+        with Ledger(tmp_path) as second:
+            second.append("capacity", cpus=2)
+            with pytest.raises(LedgerGoneError, match="another process could write"):
+                first.append("capacity", cpus=3)
+    assert [event["cpus"] for event in open_ledger(tmp_path).events] == [1, 2]
+    assert not open_ledger(tmp_path).damage
+
+
+def test_who_follows_a_ledger_reads_no_other_that_takes_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    write(folder, [("a", 1, 1.0)])
+    follower = Follower(folder)
+    assert [event["trial"] for event in follower.poll()] == ["a"]
+    folder.rename(tmp_path / "moved")
+    write(folder, [("b", epoch, 1.0) for epoch in range(9)])
+    assert follower.poll() == []

@@ -17,7 +17,8 @@ import torch
 from study.config import StudyConfig
 from study.execution.control import Wish, ask
 from study.ledger import storage
-from study.ledger.log import FILE, Ledger, is_locked, open_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Ledger, open_ledger
 from study.ledger.storage import PACKED, check_storage, fetch_report, study_folders
 from study.manage.checkpoints import check_checkpoints
 from study.manage.studies import condition, find, read

@@ -22,7 +22,8 @@ from study.config import StudyConfig
 from study.config.compose import change, load
 from study.errors import UserError
 from study.ledger.lines import HEADER, seal, unseal
-from study.ledger.log import FILE, LOCK, Ledger, make_header, open_ledger, read_ledger
+from study.ledger.lock import LOCK
+from study.ledger.log import FILE, Ledger, make_header, open_ledger, read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.checkpoints import checkpoints_of
 from study.manage.repair import repair

@@ -16,12 +16,13 @@ import pytest
 
 from study.api import _opened, report_study
 from study.cli import main
-from study.config import LimitsConfig
+from study.config import LimitsConfig, StudyConfig
 from study.errors import UserError
 from study.execution.control import FILE as CONTROL
 from study.execution.control import Control, Wish, ask, reached
 from study.handle import Study
-from study.ledger.log import Ledger, is_locked, read_ledger
+from study.ledger.lock import is_locked
+from study.ledger.log import FILE, Ledger, read_ledger
 from study.ledger.state import FAILED, FINISHED, StudyState, fold
 from study.manage.export import export, write_csv
 from study.manage.rerun import differences
@@ -31,7 +32,7 @@ from study.plan.plan import make_plan
 from study.report.tables import render_csv
 from study.report.verify import verify
 from study.results.statistics import costs
-from tests.study.conftest import made_up_events
+from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.made_up_slots import with_slots
 from tests.study.manage.conftest import Tiny, write
 
@@ -446,3 +447,69 @@ def test_a_retry_of_nothing_says_so_and_runs_nothing(
     assert said.startswith("retried: no trial has failed, so there is nothing to retry")
     assert ("; 1 are left, run them with: lns-study resume retried" in said) == (cut is not None)
     assert (folder / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "link loop"])
+def test_a_ledger_that_is_no_file_is_named_and_breaks_no_other_study(
+    tiny: Callable[..., StudyConfig], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tiny("beside", f"storage={tmp_path}")
+    write_ledger(study, made_up_events(study))
+    ledger = tmp_path / "odd" / FILE
+    if kind == "folder":
+        ledger.mkdir(parents=True)
+    else:
+        ledger.parent.mkdir()
+        ledger.symlink_to(FILE)
+    there = ["--storage", str(tmp_path)]
+    assert main(["list", *there]) == 0
+    assert "beside" in capsys.readouterr().out
+    assert main(["status", "odd", *there]) == 2
+    assert "odd" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "tiny.yaml"), f"storage={tmp_path}"]) == 0
+
+
+@pytest.mark.parametrize("storage", ["loop", "a\0b"])
+def test_a_storage_that_can_be_no_folder_is_named(
+    tmp_path: Path, storage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    place = str(tmp_path / storage)
+    words = [str(tmp_path / "tiny.yaml"), "tracking_uri=none", f"storage={json.dumps(place)}"]
+    assert main(["run", *words]) == 2
+    assert repr(place) in capsys.readouterr().err
+
+
+def test_export_to_a_dash_writes_to_standard_output(
+    tiny: Callable[..., StudyConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = tiny("exported to a dash")
+    write_ledger(study, made_up_events(study))
+    words = ["export", study.slug, "--storage", study.storage, "-o", "-"]
+    assert main(words) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
+    assert [row["status"] for row in rows] == ["finished"] * len(rows) != []
+    assert main([*words, "--format", "json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [row["id"] for row in rows]
+    assert not (tmp_path / "-").exists()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of pictures, whose axes end before
+def test_a_finite_figure_is_not_called_diverged_however_large(
+    tiny: Callable[..., StudyConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two seeds whose sum is too large for a number, and errors whose per cent are."""
+    study = tiny("large figures", "seeds=[0,1]")
+    events = made_up_events(study)
+    for event in events:
+        if event["event"] in ("report", "finished"):
+            event["metrics"] = dict.fromkeys(event["metrics"], 1.2e308)
+    folder = write_ledger(study, events)
+    assert main(["report", study.slug, "--storage", study.storage]) == 0
+    assert "DIVERGED" not in (folder / "report" / "report.md").read_text()

@@ -215,7 +215,7 @@ def test_other_examples_of_the_same_code_are_refused_wherever_the_file_is(folder
     outcome, _ = run(moved, row)
     assert outcome.state.trials[0].status == FINISHED
     (moved / "size.txt").write_text("80")
-    with pytest.raises(UserError, match=r"net.py:digits.*differs from.*restore the files"):
+    with pytest.raises(UserError, match=r"net.py:digits': sha256 .*restore the files"):
         run(moved, row)
 
 

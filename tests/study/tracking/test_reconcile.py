@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
+import time
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from study.cli import main
-from study.config import OUTSIDE
+from study.config import OUTSIDE, StudyConfig
 from study.config.keys import apply
 from study.handle import run
-from study.ledger.log import FILE
+from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
 from study.plan.identity import trial_id
 from study.report.write import write_report
-from study.tracking.payload import KEY_TAG
+from study.tracking.payload import KEY_TAG, MARK_TAG
 from study.tracking.reconcile import reconcile
 from study.tracking.runs import runs_with_key
 from study.tracking.writer import connect
@@ -301,6 +304,7 @@ def test_reconcile_deletes_twins(tracked: Tiny) -> None:
     client, parent, (run, *_) = runs_of(study)
     tags = {
         KEY_TAG: run.data.tags[KEY_TAG],
+        MARK_TAG: run.data.tags[MARK_TAG],
         "kind": "trial",
         "mlflow.parentRunId": parent.info.run_id,
     }
@@ -309,6 +313,100 @@ def test_reconcile_deletes_twins(tracked: Tiny) -> None:
     assert before.strangers == [twin.info.run_id]
     assert after.equal
     assert len(list(runs_with_key(client, run.info.experiment_id, "abc123"))) == 3
+
+
+def copied(study: StudyConfig, place: Path) -> StudyConfig:
+    """A copy of a study, as ``cp -r`` makes it, with the same MLflow store."""
+    copy = replace(study, storage=str(place), tracking_uri=study.tracking)
+    shutil.copytree(study.folder, copy.folder)
+    return copy
+
+
+def go_on(study: StudyConfig, seeds: list[int]) -> None:
+    """Train more seeds, and send them."""
+    more = made_up_events(replace(study, seeds=[*study.seeds, *seeds]))
+    known = fold(read_ledger(study.folder)).known
+    added = [event for event in more if event.get("trial") not in known]
+    added = [event | {"time": time.time()} for event in added]
+    assert send(study, [*read_ledger(study.folder), *added])[0] == ""
+
+
+def stored_runs(study: StudyConfig) -> dict[str, Any]:
+    """The runs of all copies of a study in their store, by id; none is deleted."""
+    client = connect(study.tracking)
+    experiment = client.get_experiment_by_name(study.name)
+    return {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
+
+
+def points_of(study: StudyConfig, runs: dict[str, Any]) -> dict[str, list[Any]]:
+    """The history of the training loss in runs of a study's store."""
+    client = connect(study.tracking)
+    return {id_: [*map(str, client.get_metric_history(id_, "train/loss"))] for id_ in runs}
+
+
+@pytest.mark.parametrize("seeds", [[1], [2]], ids=["the same trial", "another trial"])
+def test_two_copies_of_a_study_leave_each_others_runs_alone(
+    tracked: Tiny, tmp_path: Path, seeds: list[int]
+) -> None:
+    """They take no turns in deleting: whatever each sends, the other's runs stay as they are."""
+    first = tracked(f"copied {seeds}", "seeds=[0]")
+    send(first, made_up_events(first))
+    second = copied(first, tmp_path / "elsewhere")
+    go_on(first, [1])
+    had = stored_runs(first)
+    points = points_of(first, had)
+    go_on(second, seeds)
+    for study in (second, first, second):
+        before, after = reconcile(study.folder, study.tracking, tmp_path / "artifacts")
+        assert before is after, [*before.differences()]
+        assert after.runs == 4
+    assert stored_runs(first).keys() > had.keys()
+    assert points_of(first, had) == points
+
+
+def test_a_copy_of_a_running_study_deletes_nothing_of_its_runs(
+    tracked: Tiny, tmp_path: Path
+) -> None:
+    """The copy knows less, and nothing that the original does not."""
+    study = tracked("copied while it runs", "seeds=[0]", "rows=[{label: a}]", "baseline=null")
+    events = made_up_events(study)
+    send(study, events[:3])
+    copy = copied(study, tmp_path / "elsewhere")
+    send(study, events)
+    (run,) = runs_of(study)[2]
+    for mended in (copy, study, copy, study):
+        assert reconcile(mended.folder, study.tracking, tmp_path / "artifacts")[1].equal
+    stored = stored_runs(study)
+    assert run.info.run_id in stored
+    assert len(stored) == 4
+
+
+def test_a_study_that_was_moved_keeps_its_runs(tracked: Tiny, tmp_path: Path) -> None:
+    study = tracked("moved away", "seeds=[0]")
+    send(study, made_up_events(study))
+    had = stored_runs(study)
+    moved = copied(study, tmp_path / "elsewhere")
+    shutil.rmtree(study.folder)
+    go_on(moved, [1])
+    assert reconcile(moved.folder, study.tracking, tmp_path / "artifacts")[0].equal
+    now = stored_runs(study)
+    assert now.keys() > had.keys()
+    assert len(now) == 5
+
+
+def test_a_false_run_of_an_earlier_version_gets_a_true_one_beside_it(
+    tracked: Tiny, tmp_path: Path
+) -> None:
+    """It has no mark, and may be another copy's."""
+    study = tracked("without marks", "seeds=[0]")
+    send(study, made_up_events(study))
+    run = runs_of(study)[2][0].info.run_id
+    break_store(study, f"DELETE FROM tags WHERE key='{MARK_TAG}' AND run_uuid='{run}'")
+    break_store(study, f"UPDATE metrics SET value=7 WHERE key='train/loss' AND run_uuid='{run}'")
+    before, after = reconcile(study.folder, study.tracking, tmp_path / "artifacts")
+    assert (len(before.false), after.equal) == (1, True)
+    assert run in stored_runs(study)
+    assert reconcile(study.folder, study.tracking, tmp_path / "artifacts")[0].equal
 
 
 class Killed(BaseException):

@@ -399,3 +399,31 @@ def test_a_trial_makes_as_many_requests_as_a_simulation_says(
         found.append(calls)
     more = found[1] - found[0]
     assert more.total() == 2 * REQUESTS_A_TRIAL
+
+
+def test_no_file_that_a_study_links_to_is_sent(tracked: Tiny, tmp_path: Path) -> None:
+    """As a report, a profile, or what a stranger's ledger calls a checkpoint."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "id_rsa").write_text("a secret of the reader's")
+    study = tracked("linked", "rows=[{label: a}]", "baseline=null", "seeds=[0]")
+    events = made_up_events(study)
+    trial = events[1]["trial"]
+    checkpoint = {"event": "checkpoint", "time": events[2]["time"], "trial": trial, "epoch": 1}
+    events.insert(3, checkpoint | {"path": str(home)})
+    report = report_in(write_ledger(study, events))
+    (report / "link").symlink_to(home / "id_rsa")
+    (study.folder / "profiles").mkdir()
+    (study.folder / "profiles" / trial).symlink_to(home)
+    assert send(study, events, report)[0] == ""
+    sent = [path for path in (study.folder.parent / "artifacts").rglob("*") if path.is_file()]
+    assert sent
+    assert not [path for path in sent if "a secret" in path.read_bytes().decode(errors="replace")]
+
+
+def test_a_ledger_whose_trials_would_name_folders_elsewhere_is_refused(tracked: Tiny) -> None:
+    study = tracked("elsewhere")
+    planned, *events = made_up_events(study)
+    planned["trials"][0]["id"] = "../../home"
+    with pytest.raises(ValueError, match="ids have letters"):
+        send(study, [planned, *events])

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.trainers.nodes import SMALL, Driver, plan
 from trainers.checkpoint.files import load_checkpoint
@@ -27,6 +33,7 @@ from trainers.workers.messages import (
     HISTORY,
     JOIN,
     JOINED,
+    LEFT,
     MEET,
     REFUSED,
     REPORT,
@@ -40,6 +47,7 @@ from trainers.workers.resources import IN_PROCESS, PACKED, RAY_TRAIN, choose_exe
 
 EPOCHS = 3
 ORIGIN = {"study": "contract"}
+SECRET = "of the ranks"
 
 
 class Hosted:
@@ -50,6 +58,7 @@ class Hosted:
         workers: ranks of a trial.
         processes: worker processes that a trial takes.
         lanes: trials at once in one.
+        address: where ranks on several machines meet; "" for one machine.
         values: more of a trial's plan.
     """
 
@@ -63,24 +72,36 @@ class Hosted:
         workers: int = 1,
         processes: int = 1,
         lanes: int = 1,
+        address: str = "",
         **values: Any,
     ) -> None:
         self.config = replace(SMALL, epochs=EPOCHS, batch_size=128, workers=workers)
         self._driver, self._executor, self._values = driver, executor, values
-        self._processes, self._lanes = processes, lanes
+        self._processes, self._lanes, self._address = processes, lanes, address
         self.keys: list[int] = []
 
     def train(
-        self, config: TrialConfig, folder: Path, *, stop_after: int = EPOCHS
+        self,
+        config: TrialConfig,
+        folder: Path,
+        *,
+        stop_after: int = EPOCHS,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Message]:
-        """Train the trial of a folder; what its first process said of it."""
+        """Train the trial of a folder; what its first process said of it.
+
+        ``meanwhile`` is called after the first epoch, while the trial waits.
+        """
         self._start()
-        values = {"origin": ORIGIN, "waits": stop_after < EPOCHS, **self._values}
+        waits = stop_after < EPOCHS or meanwhile is not None
+        values = {"origin": ORIGIN, "waits": waits, **self._values}
         self._tell(TRAIN, folder.name, plan(config, folder, self._executor, **values))
         said = self._until(self.keys[0], BEGAN, ENDED)
         while said[-1].kind != ENDED:
             said += self._until(self.keys[0], REPORT, ENDED)
-            if values["waits"] and said[-1].kind == REPORT:
+            if values["waits"] and said[-1].kind == REPORT and not said[-1].payload["done"]:
+                if meanwhile is not None and said[-1].payload["epoch"] == 1:
+                    meanwhile()
                 self._tell(GO if said[-1].payload["epoch"] < stop_after else STOP, folder.name)
         for key in self.keys[1:]:
             self._until(key, ENDED)
@@ -88,6 +109,11 @@ class Hosted:
             assert self._until(self.keys[0], DIED)
             self.keys = []
         return said
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the processes."""
+        return [self._driver.pids[key] for key in self.keys]
 
     def _start(self) -> None:
         """Make the processes that there are not; those of a gang meet."""
@@ -99,13 +125,13 @@ class Hosted:
             own = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
             self._driver.start(key, self._lanes, **own)
         if self._processes > 1:
-            port = 0
+            store: int | str = ""
             for rank, key in enumerate(self.keys):
-                place = {"rank": rank, "workers": self._processes, "port": port}
-                address = {"address": "127.0.0.1", "backend": "gloo"}
+                place = {"rank": rank, "workers": self._processes, "store": store}
+                address = {"address": self._address, "backend": "gloo", "secret": SECRET}
                 self._driver.send(key, JOIN, payload=place | address)
                 if rank == 0:
-                    port = self._until(key, MEET)[-1].payload
+                    store = self._until(key, MEET)[-1].payload
             for key in self.keys:
                 self._until(key, JOINED)
 
@@ -174,6 +200,12 @@ def gang(driver: Driver) -> Hosted:
 
 
 @pytest.fixture(scope="module")
+def apart(driver: Driver) -> Hosted:
+    """A gang that meets as one does whose ranks are on several machines."""
+    return Hosted(driver, IN_PROCESS, workers=2, processes=2, address="127.0.0.1")
+
+
+@pytest.fixture(scope="module")
 def packed(driver: Driver) -> Hosted:
     return Hosted(driver, PACKED, lanes=2)
 
@@ -186,7 +218,13 @@ def ray_train(driver: Driver, ray_cluster: None) -> Hosted:
 
 @pytest.fixture(
     scope="module",
-    params=["in_process", "gang", "packed", pytest.param("ray_train", marks=pytest.mark.slow)],
+    params=[
+        "in_process",
+        "gang",
+        "apart",
+        "packed",
+        pytest.param("ray_train", marks=pytest.mark.slow),
+    ],
 )
 def hosted(request: pytest.FixtureRequest) -> Hosted:
     """Every executor in turn."""
@@ -236,6 +274,50 @@ def test_every_ranks_profile_is_kept_once(hosted: Hosted, tmp_path: Path) -> Non
     assert said[-1].payload["how"] == DONE
     names = [path.name for path in tmp_path.rglob("*.trace.json.gz")]
     assert sorted(names) == [f"rank-{rank}.trace.json.gz" for rank in range(config.workers)]
+
+
+@pytest.mark.parametrize("name", ["gang", "apart"])
+def test_who_connects_to_a_gang_does_not_end_its_trial(
+    request: pytest.FixtureRequest, name: str, tmp_path: Path
+) -> None:
+    hosted: Hosted = request.getfixturevalue(name)
+
+    def intrude() -> None:
+        """Say at every port of the ranks, as another user of the machine can, that all leave."""
+        stores = list(stores_of(hosted.pids))
+        assert bool(stores) == (name == "apart")
+        for store in stores:
+            store.set("leave/trial", "1")
+
+    assert_complete(
+        hosted.train(hosted.config, tmp_path / "trial", meanwhile=intrude), hosted.config
+    )
+
+
+def test_who_knows_a_gangs_secret_ends_its_trial(apart: Hosted, tmp_path: Path) -> None:
+    def leave() -> None:
+        for store in stores_of(apart.pids):
+            store.set(f"leave/{SECRET}/trial", "1")
+
+    said = apart.train(apart.config, tmp_path / "trial", meanwhile=leave)
+    assert said[-1].payload["how"] == LEFT
+
+
+def stores_of(pids: list[int]) -> Iterator[TCPStore]:
+    """Yield a connection to each TCPStore at a port that one of the processes listens at."""
+    for pid in pids:
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and is_store(connection.laddr):
+                yield TCPStore(*connection.laddr, timeout=timedelta(seconds=10))
+
+
+def is_store(address: tuple[str, int]) -> bool:
+    """Tell whether a TCPStore answers, by its own ping: torch's client waits for others forever."""
+    validate, ping = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)
+    with socket.create_connection(address, timeout=2.0) as connection, suppress(OSError):
+        connection.sendall(validate + ping)
+        return connection.recv(4) == struct.pack("=I", 7)
+    return False
 
 
 @pytest.mark.parametrize(

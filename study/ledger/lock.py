@@ -1,0 +1,93 @@
+"""The lock of a ledger: a file that names the process that writes it, or says how many lines
+the last one left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from study.errors import UserError
+from study.ledger import storage
+
+LOCK = storage.LOCK
+LOCK_ATTEMPTS = 6
+BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+"""Errors of a lock that mean that another process has it."""
+
+
+def is_locked(folder: Path) -> bool:
+    """Tell whether a process writes the ledger in ``folder`` now.
+
+    The process may be on another machine if the storage's locks reach that far.
+    """
+    with suppress(OSError), (folder / LOCK).open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in BUSY:  # without locks nobody writes
+                return True
+    return storage.is_locked_remotely(folder)
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
+
+    Raises:
+        ValueError: another process has the lock, or the storage has no locks.
+    """
+    for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            last = attempt + 1 == LOCK_ATTEMPTS
+            if error.errno not in BUSY and (last or error.errno != errno.ESTALE):
+                raise no_locks(folder, error) from None
+            time.sleep(0 if last else 0.05)
+        else:
+            return lock
+    raise ValueError(
+        f"{folder}: {_describe_owner(folder / LOCK)} is running this study; only one may write its"
+        " ledger; wait for it, or give this one another name with name=..."
+    )
+
+
+def no_locks(folder: Path, error: OSError) -> UserError:
+    """Return the error for a lock in ``folder`` that fails although no other process has it."""
+    return UserError(
+        f"{folder}: its storage gives no lock ({error.strerror}), so that two processes could write"
+        " one file; mount it with locks, or choose another storage with storage=..."
+    )
+
+
+def this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _read_lock(path: Path) -> dict[str, Any]:
+    """Return the note in the lock file; version 1 wrote the process id alone."""
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {"pid": note}
+
+
+def _describe_owner(path: Path) -> str:
+    note = _read_lock(path)
+    return f"process {note.get('pid', 'unknown')}" + (
+        f" on {note['host']}" if "host" in note else ""
+    )
+
+
+def closed_at(path: Path) -> int:
+    """Return how many lines the last writer left if it closed in order; 0 if that is unknown."""
+    return int(_read_lock(path).get("lines", 0))
