@@ -180,7 +180,6 @@ def _guard(server: int) -> NoReturn:
 
 def _load() -> None:
     """Load everything that a trial's first epoch would load."""
-    import numpy.ctypeslib
 
     # torch loads it, half a second, with the first detach of a tensor subclass
     import torch.distributed.tensor
