@@ -82,6 +82,8 @@ LAZY = {
     ("trainers.training.build", "trainers.parallel.pipeline"): "0.6 s, of torch's compiler",
     ("trainers.workers.fork_server", "trainers.config"): "2.3 s, by which it answers before",
     ("trainers.workers.fork_server", "trainers.data"): "2.3 s, likewise",
+    ("trainers.workers.fork_server", "trainers.workers.in_process"): "2.3 s, likewise",
+    ("trainers.workers.fork_server", "trainers.workers.own_loop"): "2.3 s, likewise",
     ("trainers.workers.fork_server", "trainers.workers.worker_process"): "2.3 s, likewise",
 }
 """Imports of ours inside functions, and the CPU time that they keep from those who do without (two

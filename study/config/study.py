@@ -154,9 +154,8 @@ class StudyConfig:
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
             process per GPU for trials of one worker (at most 32), or one per machine if they
-            compute on the CPU. With both, a trial that runs code of the user's has processes of its
-            own, which end with it. ``train``: Ray Train for every trial; it restarts a gang within
-            the trial, and takes 10 to 30 s per start.
+            compute on the CPU. Trials of the user's code share none. ``train``: Ray Train for every
+            trial; it restarts a gang within the trial, and takes 10 to 30 s per start.
         checkpoint_every: epochs between checkpoints.
         max_failures: number of times since its last new epoch that a trial whose process or machine
             died is restarted from its last checkpoint.

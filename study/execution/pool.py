@@ -410,14 +410,12 @@ class Pool:
         self._release(group, running)
         self._reasons.pop(message.trial, None)
         ended = Message(ENDED, message.trial, running.result)
-        if running.retire or (not well and group.shape.processes > 1):
+        if running.retire or group.shape.own or (not well and group.shape.processes > 1):
             return [
                 ended,
                 *self._lose(group, f"its process ended with another trial's: {running.retire}"),
             ]
-        if group.shape.own:
-            self._end(group)
-        elif not group.running:
+        if not group.running:
             self._idle.append(group)
         return [ended]
 

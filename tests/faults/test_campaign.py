@@ -3,15 +3,15 @@ nothing and repeats nothing.
 
 Every run is a real command line with eight slots, all of them in use. One process is killed
 (SIGKILL) at a moment that the seed chooses: the study's main process, a trial's process, a rank of
-a gang, the process that packed trials share, the one that forks workers, or, on a Ray cluster of
-three nodes, the raylet or the agents of one of them; or the storage, a file system of its own, is
-full from then on until the command has ended; or the main process is killed and a line of the
-ledger, a checkpoint or MLflow's database damaged. Where that ends the command, the same command is
-given again, until it ends by itself; a damaged ledger is repaired first, as the command asks. Then
-every trial must have finished once, with every epoch reported once and every figure as in a run
-that nobody disturbed, and MLflow must have all of it.
+a gang, the process that packed trials share, the one that forks workers, that one's guard, or, on a
+Ray cluster of three nodes, the raylet or the agents of one of them; or the storage, a file system
+of its own, is full from then on until the command has ended; or the main process is killed and a
+line of the ledger, a checkpoint or MLflow's database damaged. Where that ends the command, the same
+command is given again, until it ends by itself; a damaged ledger is repaired first, as the command
+asks. Then every trial must have finished once, with every epoch reported once and every figure as
+in a run that nobody disturbed, and MLflow must have all of it.
 
-The first twelve seeds, one a fault, are in the slow tier; ``python -m pytest
+The first thirteen seeds, one a fault, are in the slow tier; ``python -m pytest
 tests/faults/test_campaign.py -m slow --seeds 20-39`` runs those, so that slices add up.
 
 A command hangs if nothing of it goes on for :data:`STILL_SECONDS`: no event enters the ledger. How
@@ -58,6 +58,7 @@ FAULTS = (
     "full",
     *DAMAGE,
     "agents",
+    "guard",
 )
 STUDY = """
 name: faults
@@ -217,11 +218,10 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
     if fault.startswith("driver"):
         process.kill()
         return True
-    servers = [child for child in family(process) if _forks(child)]
-    found = (
-        servers
-        if fault == "forkserver"
-        else [worker for server in servers for worker in server.children()]
+    guards = [child for child in family(process) if _guards(child)]
+    servers = [server for guard in guards for server in guard.children()]
+    found = {"guard": guards, "forkserver": servers}.get(
+        fault, [worker for server in servers for worker in server.children()]
     )
     if not found:
         return False
@@ -229,10 +229,10 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
     return True
 
 
-def _forks(process: psutil.Process) -> bool:
-    """Whether a process is the one that forks workers."""
+def _guards(process: psutil.Process) -> bool:
+    """Whether a process is the parent of the one that forks workers."""
     try:
-        return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _forks(
+        return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _guards(
             process.parent()
         )
     except psutil.NoSuchProcess:

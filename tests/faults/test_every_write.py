@@ -49,9 +49,10 @@ def write_and_kill(ledger, lines):
     if count == last and victim == "driver":
         os.kill(os.getpid(), signal.SIGKILL)
     if count == last and victim == "trials":
-        for server in psutil.Process().children():
-            for worker in server.children():
-                worker.kill()
+        for guard in psutil.Process().children():
+            for server in guard.children():
+                for worker in server.children():
+                    worker.kill()
 
 Ledger._write = write_and_kill
 code = main(["run", "faults.yaml", "--plain"])

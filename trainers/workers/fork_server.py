@@ -180,11 +180,17 @@ def _guard(server: int) -> NoReturn:
 
 def _load() -> None:
     """Load everything that a trial's first epoch would load."""
+
     # torch loads it, half a second, with the first detach of a tensor subclass
     import torch.distributed.tensor
 
+    import trainers.workers.in_process
+    import trainers.workers.own_loop
     import trainers.workers.worker_process  # noqa: F401
 
+    torch.get_default_device()  # these load modules when they are first called
+    with torch.profiler.record_function("load"):
+        pass
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork either
     faulthandler.enable()
     gc.collect()

@@ -82,7 +82,8 @@ class Driver:
     def processes(self) -> set[int]:
         """Ids of the worker processes that live."""
         assert self.node._server is not None
-        return {child.pid for child in psutil.Process(self.node._server.pid).children()}
+        (server,) = psutil.Process(self.node._server.pid).children()
+        return {child.pid for child in server.children()}
 
 
 @pytest.fixture(scope="module")

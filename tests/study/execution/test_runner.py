@@ -47,9 +47,10 @@ def workers() -> list[psutil.Process]:
     """The worker processes of studies that this process runs."""
     return [
         process
-        for server in psutil.Process().children()
-        if server.status() != psutil.STATUS_ZOMBIE  # one that has just ended has no command line
-        and "fork_server" in " ".join(server.cmdline())
+        for guard in psutil.Process().children()
+        if guard.status() != psutil.STATUS_ZOMBIE  # one that has just ended has no command line
+        and "fork_server" in " ".join(guard.cmdline())
+        for server in guard.children()
         for process in server.children()
     ]
 
