@@ -461,11 +461,10 @@ def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
         values: values that will be merged.
     """
     for key, value in values.items():
-        below = node._get_node(key, validate_access=False)
-        if not isinstance(value, dict) or not isinstance(below, DictConfig):
+        below = node[key] if isinstance(value, dict) and key in node else None
+        if not isinstance(below, DictConfig):
             continue
-        known = isinstance(fresh, DictConfig)
-        default = fresh._get_node(key, validate_access=False) if known else None
+        default = fresh[key] if isinstance(fresh, DictConfig) and key in fresh else None
         if value:
             _empty(below, default, value)
         else:
