@@ -28,7 +28,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -42,16 +41,15 @@ from study.config.explain import (
     unknown_key,
 )
 from study.config.keys import leaves, locate, spell_out
-from study.config.kinds import kind_at, plain_kind, split
 from study.config.new import check_new
+from study.config.overrides import is_trial_key, parse_override, refuse_numbers, undotted
 from study.config.script import as_json, is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
-from study.config.yaml_loader import as_text, check_references, parse, read_mapping
+from study.config.yaml_loader import as_text, check_references, read_mapping
 from study.program import lns_study
 from study.text import nearest
 from study.tracking_uri import refuse_passwords
-from trainers.config import TrialConfig
 from trainers.data import resolve
 
 SELF = "_self_"
@@ -168,7 +166,7 @@ def _check_trial_keys(study: StudyConfig) -> StudyConfig:
 
 
 def _with_keys(merged: DictConfig, keys: Sequence[str]) -> DictConfig:
-    return _merged(merged, ((f"override {key!r}", _parse_override(key)) for key in keys))
+    return _merged(merged, ((f"override {key!r}", parse_override(key)) for key in keys))
 
 
 def _with_data(
@@ -191,7 +189,7 @@ def _with_data(
         data = resolve(data, download=download, say=say)
     changes: list[tuple[str, dict[str, Any]]] = []
     if data.name == "digits" and study.digits:
-        on_digits = _undot(study.digits, "digits")
+        on_digits = undotted(study.digits, "digits")
         changes += [*(("digits", {"trial": change}) for change in on_digits), *swapped]
     if auto:
         changes.append(("data", {"trial": {"data": {"name": data.name, "root": data.root}}}))
@@ -252,7 +250,7 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
     Raises:
         ValueError: an override names no key of a trial or has a value of the wrong type.
     """
-    changes = [] if overrides is None else _undot(overrides, name)
+    changes = [] if overrides is None else undotted(overrides, name)
     layers = [(name, {"trial": change}) for change in changes]
     merged = _merged(_trial_of(pickle.dumps(base)), layers, inside="trial.")
     trial: dict[str, Any] = _plain(merged)["trial"]
@@ -267,7 +265,7 @@ def _trial_of(base: bytes) -> DictConfig:
 
 def overridden(overrides: Any) -> set[str]:
     """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
-    changes = [] if overrides is None else _undot(overrides, "overrides")
+    changes = [] if overrides is None else undotted(overrides, "overrides")
     return set[str]().union(*map(leaves, changes))
 
 
@@ -299,23 +297,11 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
             1.1 in Python, and either may be meant.
     """
     for key, value in changes.items():
-        _refuse_numbers(f"trial.{key}" if _is_trial_key(key) else key, value)
+        refuse_numbers(f"trial.{key}" if is_trial_key(key) else key, value)
     return [
         f"{key}={value if isinstance(value, str) and group_options(key) else as_json(key, value)}"
         for key, value in changes.items()
     ]
-
-
-def _refuse_numbers(key: str, value: Any) -> None:
-    if isinstance(value, Mapping):
-        for name, entry in value.items():
-            _refuse_numbers(f"{key}.{name}", entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            _refuse_numbers(f"{key}[]", entry)
-    elif isinstance(value, bool | int | float) and plain_kind(kind_at(split(key))) is str:
-        last = key.rpartition(".")[2]
-        raise ValueError(f"{key}={value!r}: must be text; write {last}='{value}'")
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -342,36 +328,8 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
                 )
             groups[name] = value
         else:
-            keys.append(f"trial.{override}" if _is_trial_key(name) else override)
+            keys.append(f"trial.{override}" if is_trial_key(name) else override)
     return groups, keys
-
-
-def _is_trial_key(name: str) -> bool:
-    """Tell whether a command-line key is a trial's, as in rows and spaces: ``precision.format``."""
-    first = name.partition(".")[0]
-    return (
-        first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
-    )
-
-
-def _parse_override(override: str) -> dict[str, Any]:
-    return spell_out(locate(_nested(*_parse_pair(override, "override")), Path.cwd()))
-
-
-def _parse_pair(pair: str, source: str, kind: type = StudyConfig) -> tuple[str, Any]:
-    """Return the key and the value of ``key=value``, of a mapping that has the keys of ``kind``.
-
-    Raises:
-        ValueError: the value is not YAML; the message begins with ``source``.
-    """
-    key, _, value = pair.partition("=")
-    try:
-        return key, parse(value, lambda inner: kind_at((*split(key), *inner), kind))
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{source} {pair!r}: the value is not YAML ({first_line(error)}); quote it, for"
-            " example 'name=\"a: b\"'"
-        ) from None
 
 
 def _layers(
@@ -510,39 +468,14 @@ def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
         values: values that will be merged.
     """
     for key, value in values.items():
-        below = node._get_node(key, validate_access=False)
-        if not isinstance(value, dict) or not isinstance(below, DictConfig):
+        below = node[key] if isinstance(value, dict) and key in node else None
+        if not isinstance(below, DictConfig):
             continue
-        known = isinstance(fresh, DictConfig)
-        default = fresh._get_node(key, validate_access=False) if known else None
+        default = fresh[key] if isinstance(fresh, DictConfig) and key in fresh else None
         if value:
             _empty(below, default, value)
         else:
             node[key] = copy.deepcopy(default) if OmegaConf.get_type(below) is not dict else {}
-
-
-def _undot(overrides: Any, name: str) -> list[dict[str, Any]]:
-    """Return a study's overrides, in whichever form, as nested dicts to merge in order.
-
-    Their references are resolved already; ``name`` is their key in errors.
-    """
-    if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
-        pairs = [_parse_pair(str(item), name, TrialConfig) for item in overrides]
-    elif isinstance(overrides, dict):
-        pairs = [(str(key), value) for key, value in overrides.items()]
-    else:
-        raise ValueError(
-            f"{name}={overrides!r}: must be a mapping or a list of key=value; use for example"
-            " {precision.scope: matmul} or [precision.scope=matmul]"
-        )
-    return [_nested(key, as_text(value)) for key, value in pairs]
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a value under a dotted key as nested dicts."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return value  # type: ignore[no-any-return]
 
 
 def _finish(merged: DictConfig) -> StudyConfig:

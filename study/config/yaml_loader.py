@@ -26,7 +26,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -126,8 +126,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # none of YAML 1.1
-
     def construct_yaml_int(self, node: Any) -> int:
         return int(node.value, 0)
 
@@ -165,6 +163,7 @@ _SCALARS = {
     "merge": r"<<",
 }
 """Patterns of plain scalars by their tag."""
+_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1
 for _name, _pattern in _SCALARS.items():
     for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(f"(?:{_pattern})\\Z"), None)

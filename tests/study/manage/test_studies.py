@@ -147,7 +147,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert lines(capsys) == [f"4 trials in {path}"]
     readers: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "csv": lambda: list(csv.DictReader(path.open())),
-        "json": lambda: [json.loads(line) for line in path.read_text().splitlines()],
+        "json": lambda: json.loads(path.read_text()),
         "parquet": lambda: pandas.read_parquet(path).to_dict("records"),
     }
     rows = readers[form]()
@@ -179,7 +179,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (["resume", "there", "seeds=[0,1]"], "to change it: `lns-study extend there 'seeds=[0,1]'"),
         (["retry", "there", "trial.epochs=9"], "only address, insecure, cpus"),
         (["import", "there", "nowhere"], "no such study"),
-        (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, parquet"),
+        (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, jsonl, parquet"),
         (["export", "there", "-o", "/nowhere/x.csv"], "cannot be written"),
         (["rerun", "there", "zzz"], "no trials match"),
     ],
