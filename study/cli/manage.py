@@ -46,7 +46,7 @@ def add_commands(commands: Commands, run: Run) -> None:
     export = add_command(commands, "export", _export, "write trials, or their epochs, as a table")
     export.add_argument(
         "--format",
-        choices=("csv", "json", "parquet"),
+        choices=("csv", "json", "jsonl", "parquet"),
         help="format of the table (default: by the output's ending, else csv)",
     )
     export.add_argument(

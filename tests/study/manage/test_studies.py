@@ -124,7 +124,7 @@ def test_a_spreadsheet_computes_nothing_of_what_is_exported(local: Tiny, tmp_pat
     assert [*csv.reader(io.StringIO(buffer.getvalue(), newline=""))] == [
         ["'@a"],
         ["'\t=1"],
-        ["'\r=1"],
+        ["'\\r=1"],
         ["-2"],
         [""],
     ]
@@ -147,7 +147,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert lines(capsys) == [f"4 trials in {path}"]
     readers: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "csv": lambda: list(csv.DictReader(path.open())),
-        "json": lambda: [json.loads(line) for line in path.read_text().splitlines()],
+        "json": lambda: json.loads(path.read_text()),
         "parquet": lambda: pandas.read_parquet(path).to_dict("records"),
     }
     rows = readers[form]()
@@ -179,7 +179,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
         (["resume", "there", "seeds=[0,1]"], "to change it: `lns-study extend there 'seeds=[0,1]'"),
         (["retry", "there", "trial.epochs=9"], "only address, insecure, cpus"),
         (["import", "there", "nowhere"], "no such study"),
-        (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, parquet"),
+        (["export", "there", "-o", "x.xlsx"], "must be one of csv, json, jsonl, parquet"),
         (["export", "there", "-o", "/nowhere/x.csv"], "cannot be written"),
         (["rerun", "there", "zzz"], "no trials match"),
     ],
@@ -495,8 +495,8 @@ def test_export_to_a_dash_writes_to_standard_output(
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
     assert [row["status"] for row in rows] == ["finished"] * len(rows) != []
     assert main([*words, "--format", "json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [row["id"] for row in rows]
+    found = json.loads(capsys.readouterr().out)
+    assert [trial["id"] for trial in found] == [row["id"] for row in rows]
     assert not (tmp_path / "-").exists()
 
 
