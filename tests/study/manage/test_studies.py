@@ -124,7 +124,7 @@ def test_a_spreadsheet_computes_nothing_of_what_is_exported(local: Tiny, tmp_pat
     assert [*csv.reader(io.StringIO(buffer.getvalue(), newline=""))] == [
         ["'@a"],
         ["'\t=1"],
-        ["'\r=1"],
+        ["'\\r=1"],
         ["-2"],
         [""],
     ]
@@ -495,8 +495,8 @@ def test_export_to_a_dash_writes_to_standard_output(
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
     assert [row["status"] for row in rows] == ["finished"] * len(rows) != []
     assert main([*words, "--format", "json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [row["id"] for row in rows]
+    found = json.loads(capsys.readouterr().out)
+    assert [trial["id"] for trial in found] == [row["id"] for row in rows]
     assert not (tmp_path / "-").exists()
 
 
