@@ -438,7 +438,7 @@ def _stays_float(module: nn.Module, name: str, value: Any) -> Tensor | None:
     return value.to_float()
 
 
-register_module_buffer_registration_hook(_stays_float)
+register_module_buffer_registration_hook(_stays_float)  # type: ignore[arg-type]
 
 
 def revert_(module: nn.Module) -> nn.Module:

@@ -67,7 +67,8 @@ def _own_products(module: nn.Module) -> list[str]:
     A module without matrices of its own counts only for functions that take weights.
     """
     owns = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
-    return sorted(_called(type(module)) & (_ANY if owns else _OF_WEIGHTS))
+    kind: Any = type(module)
+    return sorted(_called(kind) & (_ANY if owns else _OF_WEIGHTS))
 
 
 def lines(module: nn.Module) -> list[str]:
@@ -85,13 +86,13 @@ class _Watch(TorchDispatchMode):
     """The context that notes which tensors are made of parameters and buffers alone."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []
         self._weights = {name for name, p in module.named_parameters() if p.dim() > 1}
         for name, x in (*module.named_buffers(), *module.named_parameters()):
-            if type(x.data) is Tensor:
+            if type(x.data) is Tensor and x.layout is torch.strided:
                 self._keep(x, name)
 
     def _keep(self, x: Tensor, name: str) -> None:

@@ -68,7 +68,7 @@ def start_over() -> None:
 
 def largest_angle(fmt: LNSFormat) -> float:
     """Return the angle that rounding to nearest may move by a sixteenth of a turn."""
-    return math.tau / 16 / (2.0 ** (2.0 ** -(fmt.fraction_bits + 1)) - 1)
+    return float(math.tau / 16 / (2.0 ** (2.0 ** -(fmt.fraction_bits + 1)) - 1))
 
 
 def warn_of_angles(name: str, codes: Tensor, fmt: LNSFormat) -> None:

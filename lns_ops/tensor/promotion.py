@@ -147,7 +147,8 @@ def note(name: str, args: Any) -> None:
         return
     for x in tree_leaves(args):
         if isinstance(x, Tensor) and x.grad_fn is not None:
-            x.grad_fn.metadata[_NOTE] = name
+            node: Any = x.grad_fn
+            node.metadata[_NOTE] = name
 
 
 def noted(node: Any) -> str:

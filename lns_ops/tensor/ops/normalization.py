@@ -291,7 +291,7 @@ def batch_norm(
         )
     if not isinstance(input, LNSTensor):  # of a layer with a forward of its own
         fmt = next(x.fmt for x in (weight, bias) if isinstance(x, LNSTensor))
-        input = in_format(input, fmt.bits, fmt.fraction_bits)  # type: ignore[assignment]
+        input = in_format(input, fmt.bits, fmt.fraction_bits)
     channels = input.shape[1] if input.dim() > 1 else 0
     for values in (running_mean, running_var, weight, bias):
         if values is not None and values.numel() != channels:
