@@ -44,6 +44,7 @@ class Scheduler:
         self, search: SearchConfig, epochs: int, task_of: Callable[[str], str] = lambda trial: ""
     ) -> None:
         self._metric, mode = next(iter(search.objectives.items()))
+        self._worst = math.inf if mode == "min" else -math.inf
         self._make = partial(_make, search, self._metric, mode, epochs)
         self._task_of = task_of
         self._policies: dict[str, Any] = {}
@@ -51,8 +52,6 @@ class Scheduler:
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
         """Tell whether a trial ends after this epoch; it does if it has diverged.
-
-        The policy is not told of such a trial, whose figures are no measure for others.
 
         Args:
             trial: id of the trial.
@@ -73,9 +72,15 @@ class Scheduler:
     def note_end(
         self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0
     ) -> None:
-        """Note that a trial has ended with this epoch, early or not; not one that has diverged."""
+        """Note that a trial has ended with this epoch, early or not.
+
+        One that has diverged counts as worse than all others, whatever its figure. NaN counts as
+        nothing: a policy would only warn of it where it takes a quantile.
+        """
         value = metrics.get(self._metric)
-        if value is not None and not has_diverged(metrics, self._metric):
+        if value is not None and not math.isnan(value):
+            if has_diverged(metrics, self._metric):
+                value = self._worst
             result = {"epoch": epoch, self._metric: value, "time_total_s": seconds}
             stub = self._stub(trial)
             with np.errstate(invalid="ignore"):  # quantiles between infinite values

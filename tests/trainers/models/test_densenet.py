@@ -89,7 +89,7 @@ def test_it_trains_in_lns_and_is_the_same_saved_and_loaded(scope: str, variant: 
     x = torch.rand(16, 1, 8, 8, generator=generator) + y.view(-1, 1, 1, 1) / 2
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []
-    for _ in range(15):
+    for _ in range(20):  # float32 takes 14
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
