@@ -260,9 +260,9 @@ SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
     "nn.functional.conv_transpose3d": (
         F.conv_transpose3d, (positive(1, 1, 40, 50, 50), positive(1, 1, 2, 2, 2), positive(1)),
     ),
-    "nn.functional.avg_pool1d": (lambda x: F.avg_pool1d(x, LONG // 2), (_SERIES,)),
-    "nn.functional.avg_pool2d": (lambda x: F.avg_pool2d(x, 300), (_IMAGES,)),
-    "nn.functional.avg_pool3d": (lambda x: F.avg_pool3d(x, 40), (positive(1, 1, 40, 50, 50),)),
+    "nn.functional.avg_pool1d": (lambda x: F.avg_pool1d(x, 5000), (positive(1, 2, 5000),)),
+    "nn.functional.avg_pool2d": (lambda x: F.avg_pool2d(x, 70), (positive(1, 2, 70, 70),)),
+    "nn.functional.avg_pool3d": (lambda x: F.avg_pool3d(x, 17), (positive(1, 1, 17, 17, 17),)),
     "nn.functional.adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 1), (_SERIES,)),
     "nn.functional.adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), (_IMAGES,)),
     "nn.functional.adaptive_avg_pool3d": (
@@ -282,7 +282,7 @@ SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
     ),
     "nn.functional.unfold": (lambda x: F.unfold(x, 3), (positive(1, 1, 90, 90),)),
     "nn.functional.local_response_norm": (
-        lambda x: F.local_response_norm(x, 5), (normal(2, 300, mean=100.0),),
+        lambda x: F.local_response_norm(x, 5), (normal(2, 300, 2, mean=100.0),),
     ),
     "nn.functional.pad.replicate": (
         lambda x: F.pad(x, (9000, 9000), mode="replicate"), (positive(1, 2, 3),),
@@ -294,7 +294,7 @@ SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
     "sum_to_size": (lambda x: x.sum_to_size(1, 3), (_COLUMN,)),
     "broadcast_to": (lambda x: x.broadcast_to(LONG, 3), (positive(3),)),
     "nn.functional.prelu": (F.prelu, (normal(LONG), positive(1))),
-    "cumsum": (lambda x: x.cumsum(0), (positive(LONG),)),
+    "cumsum": (lambda x: x.cumsum(0), (positive(9000),)),
     "select": (lambda x: torch.stack([x[i % 2] for i in range(500)]), (positive(2, 3),)),
 }  # fmt: skip
 """Operations with sums of many terms, in results or gradients, all of one sign."""
