@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 from lns_ops import LNSTensor, _compat, convert_, cuda, lns12
 from lns_ops.cpu.compiler import object_cache
 from lns_ops.cpu.compiler.intrinsics import helper, processor, scratch
+from lns_ops.tensor import gradient_sums
 
 aten = torch.ops.aten
 
@@ -54,6 +55,23 @@ def test_torch_functions_can_be_torchs_own() -> None:
         y = torch.add(x, 1.0)
     assert _Seen.functions == [], "torch: DisableTorchFunctionSubclass still asks the subclass"
     assert y.tolist() == [2.0, 2.0]
+
+
+def test_torch_tells_who_adds_up_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def add(x: Any, y: Any) -> None:
+        caller = sys._getframe(3)
+        while caller.f_code.co_name in _compat.dispatching and caller.f_back is not None:
+            caller = caller.f_back
+        if _compat.graph_task() != -1:
+            seen.append((caller.f_code is _compat.engine_code, len(_compat.next_nodes())))
+
+    monkeypatch.setattr(gradient_sums, "summed", add)
+    x = LNSTensor.from_float(torch.ones(2)).requires_grad_()
+    assert _compat.graph_task() == -1, "torch: _current_graph_task_id is no -1 outside of a pass"
+    (x * 2.0 + x * 3.0).sum().backward()
+    assert seen == [(True, 1)], "torch: the engine adds gradients up from elsewhere"
 
 
 def test_torch_says_when_it_exports_and_not_when_it_compiles() -> None:

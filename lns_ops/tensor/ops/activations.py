@@ -250,7 +250,7 @@ class _FromArgument(torch.autograd.Function):
         return _tabled(x, function)
 
     @staticmethod
-    def backward(ctx: Any, grad: LNSTensor) -> tuple[LNSTensor, None]:
+    def backward(ctx: Any, grad: LNSTensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         table, composed = _DERIVATIVES[ctx.function]
         if torch.is_grad_enabled():

@@ -269,9 +269,9 @@ def _batch(
             " or eval()"
         )
     shape = [-1, *[1] * (codes.dim() - 2)]
-    y, *statistics = _normalized(x, dims, eps, weight, bias, shape)
+    y, *batch = _normalized(x, dims, eps, weight, bias, shape)
     if count:
-        _track((mean, variance), *statistics, fmt, count, factor)
+        _track((mean, variance), batch[0], batch[1], batch[2], fmt, count, factor)
     return y
 
 

@@ -59,9 +59,9 @@ def test_normalizations_are_four_operations(
     got = ops.normalize(x, mean, scale, weight, bias, *fmt)
     assert torch.equal(got[0], normal)
     assert torch.equal(got[1], out)
-    plain, affine = ops.normalize(x, None, scale, None, None, *fmt)
+    plain, absent = ops.normalize(x, None, scale, None, None, *fmt)
     assert torch.equal(plain, lns.mul(x, scale, lns12))
-    assert affine.numel() == 0
+    assert absent.numel() == 0
     rest = lns.sub(grad, lns.mul(y, along, lns12), lns12)
     assert torch.equal(
         ops.normalize_backward(grad, y, along, scale, *fmt), lns.mul(rest, scale, lns12)

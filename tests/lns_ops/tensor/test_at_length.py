@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lns_ops import LNSFormat, LNSTensor, decode
+from tests.lns_ops import operations
 from tests.lns_ops.lns_formats import half_ulp
 
 WIDTHS = [LNSFormat(16, 7), LNSFormat(16, 9)]
@@ -218,7 +219,88 @@ WEIGHED: dict[str, Callable[[Tensor], Any]] = {
 }
 """Functions of rows whose results are rows, with incoming gradients that have no mean."""
 
+_ROW, _COLUMN = positive(2, LONG), positive(LONG, 3)
+_IMAGES, _SERIES = positive(1, 2, 300, 330), positive(1, 2, LONG // 2)
+
+SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
+    "mm": (torch.mm, (_ROW, _COLUMN)),
+    "bmm": (torch.bmm, (positive(1, 2, LONG), positive(1, LONG, 3))),
+    "mv": (torch.mv, (_ROW, positive(LONG))),
+    "dot": (torch.dot, (positive(LONG), positive(LONG))),
+    "vdot": (torch.vdot, (positive(LONG), positive(LONG))),
+    "inner": (torch.inner, (_ROW, positive(LONG))),
+    "matmul": (torch.matmul, (_ROW, _COLUMN)),
+    "__rmatmul__": (lambda x, y: y.__rmatmul__(x), (_ROW, _COLUMN)),
+    "einsum": (lambda x, y: torch.einsum("ij,jk->ik", x, y), (_ROW, _COLUMN)),
+    "tensordot": (lambda x, y: torch.tensordot(x, y, 1), (_ROW, _COLUMN)),
+    "addmm": (torch.addmm, (positive(3), _ROW, _COLUMN)),
+    "addmv": (torch.addmv, (positive(2), _ROW, positive(LONG))),
+    "addr": (torch.addr, (positive(LONG, 2), positive(LONG), positive(2))),
+    "addbmm": (torch.addbmm, (positive(2, 2), positive(3, 2, 9000), positive(3, 9000, 2))),
+    "baddbmm": (torch.baddbmm, (positive(3, 2, 2), positive(3, 2, 9000), positive(3, 9000, 2))),
+    "linalg.multi_dot": (lambda *x: torch.linalg.multi_dot(x), (_ROW, _COLUMN, positive(3, 2))),
+    "linalg.vecdot": (torch.linalg.vecdot, (_ROW, _ROW)),
+    "nn.functional.linear": (F.linear, (positive(LONG, 4), positive(2, 4), positive(2))),
+    "nn.functional.bilinear": (
+        F.bilinear, (positive(LONG, 2), positive(LONG, 2), positive(2, 2, 2), positive(2)),
+    ),
+    "outer": (torch.outer, (positive(LONG), positive(2))),
+    "kron": (torch.kron, (positive(9000), positive(2))),
+    "nn.functional.conv1d": (F.conv1d, (_SERIES, positive(2, 2, 3), positive(2))),
+    "nn.functional.conv2d": (F.conv2d, (_IMAGES, positive(2, 2, 3, 3), positive(2))),
+    "nn.functional.conv3d": (
+        F.conv3d, (positive(1, 1, 40, 50, 50), positive(1, 1, 2, 2, 2), positive(1)),
+    ),
+    "nn.functional.conv_transpose1d": (
+        F.conv_transpose1d, (_SERIES, positive(2, 2, 3), positive(2)),
+    ),
+    "nn.functional.conv_transpose2d": (
+        F.conv_transpose2d, (_IMAGES, positive(2, 2, 3, 3), positive(2)),
+    ),
+    "nn.functional.conv_transpose3d": (
+        F.conv_transpose3d, (positive(1, 1, 40, 50, 50), positive(1, 1, 2, 2, 2), positive(1)),
+    ),
+    "nn.functional.avg_pool1d": (lambda x: F.avg_pool1d(x, 5000), (positive(1, 2, 5000),)),
+    "nn.functional.avg_pool2d": (lambda x: F.avg_pool2d(x, 70), (positive(1, 2, 70, 70),)),
+    "nn.functional.avg_pool3d": (lambda x: F.avg_pool3d(x, 17), (positive(1, 1, 17, 17, 17),)),
+    "nn.functional.adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 1), (_SERIES,)),
+    "nn.functional.adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), (_IMAGES,)),
+    "nn.functional.adaptive_avg_pool3d": (
+        lambda x: F.adaptive_avg_pool3d(x, 1), (positive(1, 1, 40, 50, 50),),
+    ),
+    "nn.functional.interpolate.area": (
+        lambda x: F.interpolate(x, size=(1, 2), mode="area"), (_IMAGES,),
+    ),
+    "nn.functional.interpolate.linear": (
+        lambda x: F.interpolate(x, size=LONG, mode="linear"), (positive(1, 1, 3),),
+    ),
+    "nn.functional.interpolate.bilinear": (
+        lambda x: F.interpolate(x, size=(300, 330), mode="bilinear"), (positive(1, 1, 3, 2),),
+    ),
+    "nn.functional.interpolate.nearest": (
+        lambda x: F.interpolate(x, size=(300, 330)), (positive(1, 1, 3, 2),),
+    ),
+    "nn.functional.unfold": (lambda x: F.unfold(x, 3), (positive(1, 1, 90, 90),)),
+    "nn.functional.local_response_norm": (
+        lambda x: F.local_response_norm(x, 5), (normal(2, 300, 2, mean=100.0),),
+    ),
+    "nn.functional.pad.replicate": (
+        lambda x: F.pad(x, (9000, 9000), mode="replicate"), (positive(1, 2, 3),),
+    ),
+    "nn.functional.scaled_dot_product_attention": (
+        F.scaled_dot_product_attention,
+        (normal(1, 2, 4), normal(1, 20_000, 4), normal(1, 20_000, 4)),
+    ),
+    "sum_to_size": (lambda x: x.sum_to_size(1, 3), (_COLUMN,)),
+    "broadcast_to": (lambda x: x.broadcast_to(LONG, 3), (positive(3),)),
+    "nn.functional.prelu": (F.prelu, (normal(LONG), positive(1))),
+    "cumsum": (lambda x: x.cumsum(0), (positive(9000),)),
+    "select": (lambda x: torch.stack([x[i % 2] for i in range(500)]), (positive(2, 3),)),
+}  # fmt: skip
+"""Operations with sums of many terms, in results or gradients, all of one sign."""
+
 CASES = [
+    *(Case(name, "long", function, inputs, 16) for name, (function, inputs) in SUMMED.items()),
     *(
         Case(name, "range", function, inputs, 3, 10)
         for name, (function, inputs) in POINTWISE.items()
@@ -315,6 +397,19 @@ def test_gradients_that_are_to_be_differentiated(case: Case) -> None:
     _, wanted = _run(case, exact, weights)
     for i, (got, want) in enumerate(zip(gradients, wanted, strict=True)):
         _compare(case, f"gradient {i}", got, want, 2 * case.of_gradients, WIDTHS[1])
+
+
+LENGTHLESS = {
+    "__radd__", "__rsub__", "__rmul__", "true_divide", "norm.inf", "linalg.norm", "var.unbiased",
+    "std.unbiased", "interpolate.trilinear", "upsample_bilinear",
+}  # fmt: skip
+"""Other names of operations that are there, or of sums of few terms."""
+
+
+def test_every_operation_of_lns_has_a_case() -> None:
+    names = {case.name.removeprefix("nn.functional.") for case in CASES}
+    listed = operations.ROUNDED + operations.SUMS + operations.COMPOSED
+    assert {name.removeprefix("nn.functional.") for name in listed} - names <= LENGTHLESS
 
 
 def test_marginals_of_a_chain_add_up_to_one() -> None:

@@ -27,11 +27,11 @@ def values(x: Any) -> Tensor:
     return decode(x.detach().codes, x.fmt, torch.float64)
 
 
-def leaf(fmt: LNSFormat, *shape: int) -> LNSTensor:
+def leaf(fmt: LNSFormat, *shape: int) -> Any:
     return LNSTensor.from_float(torch.rand(shape) + 0.5, fmt).detach().requires_grad_()
 
 
-def gradient(x: Tensor) -> LNSTensor:
+def gradient(x: Any) -> LNSTensor:
     assert isinstance(x.grad, LNSTensor)
     return x.grad
 
@@ -49,7 +49,7 @@ def added_in_lns() -> Iterator[None]:
 def test_the_gradient_of_a_tensor_with_a_thousand_uses_is_their_sum(fmt: LNSFormat) -> None:
     w, terms = leaf(fmt, 5), [leaf(fmt, 5).detach() for _ in range(1000)]
     sum((w * x for x in terms[1:]), w * terms[0]).sum().backward()
-    exact = sum(values(x) for x in terms)
+    exact = torch.stack([values(x) for x in terms]).sum(0)
     assert torch.equal(gradient(w).codes, lns.encode(exact.float(), fmt))
 
 
@@ -107,7 +107,7 @@ def test_residual_layers_keep_their_bits() -> None:
     assert torch.equal(codes(), wanted)
 
 
-def three_uses(w: Tensor, terms: list[Any]) -> Tensor:
+def three_uses(w: Tensor, terms: list[Any]) -> Any:
     return sum((w * x for x in terms[1:]), w * terms[0]).sum()
 
 
@@ -125,7 +125,7 @@ def test_what_the_sums_do_without() -> None:
         found.append(gradient(w))
     for each in found:
         assert isinstance(each, LNSTensor)
-        assert torch.equal(each.codes, wanted.codes)  # type: ignore[attr-defined]
+        assert torch.equal(each.codes, wanted.codes)
 
 
 def test_compiled_code_has_the_same_bits() -> None:
@@ -212,7 +212,7 @@ def test_a_linear_layer_over_micro_batches_has_the_gradient_of_the_batch() -> No
     F.mse_loss(layer(x), torch.zeros(2048, 4), reduction="sum").backward()
     whole = values(gradient(layer.weight))
     layer.weight.grad = None
-    for part in x.split(4):
+    for part in torch.split(x, 4):
         F.mse_loss(layer(part), torch.zeros(4, 4), reduction="sum").backward()
     error = (values(gradient(layer.weight)) - whole).norm() / whole.norm()
     assert error < 8 * half_ulp(lns16)
