@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _mode_utils, _pytree
+from torch.utils import _mode_utils, _python_dispatch, _pytree
 from torch.utils.data._utils import collate
 
 # --- torch: LNSTensor and its dispatch
@@ -31,6 +31,9 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 """Context in which torch functions are torch's own; torch's guide to subclasses enters it, nothing
 public does (torch 2.13)."""
+TorchDispatchMode: Any = _python_dispatch.TorchDispatchMode
+"""Context that sees every operator; torch's guide to subclasses names it, in a private module
+(torch 2.13)."""
 no_dispatch = _mode_utils.no_dispatch
 """Context in which an operator acts on the wrapper alone, for its shape and strides; nothing public
 does (torch 2.13)."""

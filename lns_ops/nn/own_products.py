@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lns_ops._compat import tree_leaves
+from lns_ops._compat import TorchDispatchMode, tree_leaves
 
 _OF_WEIGHTS = {
     "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
@@ -82,11 +81,11 @@ def lines(module: nn.Module) -> list[str]:
     ]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
     """The context that notes which tensors are made of parameters and buffers alone."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: Counter[str] = Counter()
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []

@@ -220,3 +220,21 @@ def test_bad_input() -> None:
         analyze(net(), torch.ones(3), lns12)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="format 'lns99'"):
         analyze(net(), batch(), "lns99")
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.left(x) + self.right(y)
+        return out
+
+
+def test_a_network_may_have_several_inputs() -> None:
+    x, y, labels = torch.randn(5, 4), torch.randn(5, 2), torch.arange(5) % 3
+    by_place = lns_ops.analyze(Pair(), ((x, y), labels), "lns16")
+    by_name = lns_ops.analyze(Pair(), ({"y": y, "x": x}, labels), "lns16")
+    for analysis in (by_place, by_name):
+        assert [layer.name for layer in analysis.layers] == ["left", "right"]
