@@ -180,6 +180,7 @@ def _guard(server: int) -> NoReturn:
 
 def _load() -> None:
     """Load everything that a trial's first epoch would load."""
+    import numpy.ctypeslib  # noqa: F401
 
     # torch loads it, half a second, with the first detach of a tensor subclass
     import torch.distributed.tensor

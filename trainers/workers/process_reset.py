@@ -154,9 +154,11 @@ def process_state() -> dict[str, Any]:
 
 
 def changed_since(before: dict[str, Any]) -> list[str]:
-    """Return the names of what is not as :func:`process_state` found it."""
+    """Return the names of what is not as :func:`process_state` found it; where modules were
+    replaced, of these alone."""
     now = process_state()
-    return [name for name, value in before.items() if now.get(name) != value]
+    changed = [name for name, value in before.items() if now.get(name) != value]
+    return [name for name in changed if name.startswith("sys.modules")] or changed
 
 
 def _functions(place: str, names: Mapping[str, Any]) -> dict[str, Any]:
