@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator

@@ -18,9 +18,11 @@ import pytest
 from study.config import StudyConfig
 from study.ledger.state import fold
 from study.report.write import write_report
+from study.serve.team import PASSWORD
 from study.tracking.address import page as address
 from study.tracking.writer import connect, sync
 from tests.study.conftest import made_up_events, write_ledger
+from tests.study.serve.test_team import ADA, ADMIN, team_server
 from tests.study.servers import Server
 
 Tiny = Callable[..., StudyConfig]
@@ -275,7 +277,7 @@ class Attacker(http.server.BaseHTTPRequestHandler):
     page = ""
     noted: list[str]
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         """Answer with the page that attacks."""
         self.noted.append(f"{self.path} {dict(self.headers)}")
         self.send_response(200)
@@ -340,3 +342,45 @@ def test_a_link_without_the_token_works_in_a_browser_that_has_it(
         tab.page.goto(f"{guarded.uri}/#/experiments/0/runs")
         tab.page.wait_for_url(f"{guarded.uri}/{SECRET}/#/experiments/0/runs**")
         tab.page.get_by_text("Default").first.wait_for()
+
+
+def test_a_team_logs_browses_and_makes_users_and_a_page_at_another_port_gets_nothing(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logins, which a browser sends whatever page asks."""
+    from mlflow.server.auth.client import AuthServiceClient
+
+    def log_in(name: str, password: str) -> dict[str, Any]:
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", name)
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+        return {"http_credentials": {"username": name, "password": password, "origin": address}}
+
+    uri = f"sqlite:///{tmp_path / 'team.db'}"
+    with team_server(uri, tmp_path, "--workers", "1", **{PASSWORD: ADMIN[1]}) as (address, _):
+        with Tab(browser, **log_in(*ADMIN)) as tab:
+            tab.page.goto(f"{address}/signup")
+            tab.page.fill("input[name=username]", "lovelace")  # four letters or more
+            tab.page.fill("input[name=password]", ADA[1])
+            with tab.page.expect_response("**/users/create-ui") as made:
+                tab.page.click("input[type=submit], button[type=submit]")
+            assert made.value.ok
+        credentials = log_in("lovelace", ADA[1])
+        client = connect(address)
+        experiment = client.create_experiment("ada's")
+        run = client.create_run(experiment, run_name="logged by ada")
+        client.log_metric(run.info.run_id, "validation/error", 0.25)
+        client.log_text(run.info.run_id, "an artifact's text", "notes/text.txt")
+        client.set_terminated(run.info.run_id)
+        AuthServiceClient(address).get_user("lovelace")
+        with Tab(browser, **credentials) as tab:
+            tab.page.goto(
+                f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+            )
+            tab.page.get_by_text("logged by ada").first.click()
+            tab.page.get_by_text("validation/error").first.wait_for()
+            tab.page.goto(
+                f"{address}/#/experiments/{experiment}/runs/{run.info.run_id}"
+                "/artifacts/notes/text.txt"
+            )
+            tab.page.get_by_text("an artifact's text").first.wait_for()
+            attack(tab, int(address.rpartition(":")[2]))
