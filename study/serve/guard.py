@@ -100,7 +100,7 @@ class Guard:
         if path == HEALTH and method in ("GET", "HEAD"):
             await _say(send, 200, "OK")
             return
-        if refusal := self._refuse_strangers(dict(scope["headers"])):
+        if refusal := self._refuse_strangers(scope["headers"]):
             await _say(send, 403, refusal)
             return
         if self._token:
@@ -120,16 +120,17 @@ class Guard:
         scope = {**scope, "path": path, "raw_path": quote(path).encode()}
         await self._application(scope, receive, send)
 
-    def _refuse_strangers(self, headers: dict[bytes, bytes]) -> str:
+    def _refuse_strangers(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return why a request's host or the page that made it is refused, or ""."""
-        host = headers.get(b"host", b"").decode("latin-1").lower()
-        if host not in self._hosts:
+        hosts, origins = (
+            {value.decode("latin-1").lower() for name, value in headers if name == wanted}
+            for wanted in (b"host", b"origin")
+        )
+        if len(hosts) != 1 or not hosts <= self._hosts:
             return "This server is not called by this name; see --allow-host of `lns-study ui`."
-        origin = headers.get(b"origin")
-        if origin is None:
-            return ""
-        own = {f"{kind}://{name}" for kind in ("http", "https") for name in (host, *self._friends)}
-        return "" if origin.decode("latin-1").lower() in own else "This page may not ask here."
+        names = hosts | self._friends
+        own = {f"{kind}://{name}" for kind in ("http", "https") for name in names}
+        return "" if origins <= own else "This page may not ask here."
 
     def _inside(self, path: str) -> str | None:
         """Return what follows the token in a path; None without it.

@@ -59,8 +59,9 @@ def application() -> Guard:
 
         served = create_app(pages)  # its logins call team_guard
     else:
-        from mlflow.server.fastapi_app import app as served
+        from mlflow.server import fastapi_app
 
+        served = fastapi_app.app
         pages.before_request(handlers.catch_mlflow_exception(refuse_places))
     return Guard(
         served,

@@ -245,6 +245,22 @@ def test_no_page_of_another_origin_is_answered(guarded: Server, origin: str) -> 
         assert "access-control-allow-origin" not in answered
 
 
+@pytest.mark.parametrize(
+    "more", [("Host", "evil.example"), ("Origin", "http://evil.example"), ("Origin", "null")]
+)
+def test_a_second_host_or_origin_is_refused(guarded: Server, more: tuple[str, str]) -> None:
+    own = f"127.0.0.1:{guarded.port}"
+    fields = [("Authorization", f"Bearer {SECRET}"), ("Host", own), ("Origin", f"http://{own}")]
+    for order in ([*fields, more], [more, *fields]):
+        there = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+        there.putrequest("GET", "/version", skip_host=True)
+        for name, value in order:
+            there.putheader(name, value)
+        there.endheaders()
+        assert there.getresponse().status == 403
+        there.close()
+
+
 ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
 
 
