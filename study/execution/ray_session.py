@@ -37,13 +37,7 @@ from typing import Any
 
 import psutil
 
-from study._compat import (
-    RAY_CURRENT,
-    RAY_ON_LOOPBACK,
-    RAY_WITHOUT_METRICS,
-    RAY_WORKERS_AT_START,
-    draining_nodes,
-)
+from study._compat import RAY_CURRENT, RAY_FOR_NOBODY_ELSE, RAY_WORKERS_AT_START, draining_nodes
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.leases import EPSILON, POLL_SECONDS, Local, OnEvents
@@ -149,7 +143,7 @@ class OwnRay(Session):
         self._parts: dict[str, psutil.Process] = {}
         # whatever the variables say of clusters: of this one nobody else may have the token
         token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
-        ours = token | RAY_ON_LOOPBACK | RAY_WITHOUT_METRICS
+        ours = token | RAY_FOR_NOBODY_ELSE
         self._before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         self._options = [

@@ -1,28 +1,23 @@
-"""Two studies side by side, the other forms of a report, the live page."""
+"""Two studies side by side, and the other forms of a report."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
 import statistics
-import threading
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from packaging.requirements import Requirement
 from scipy.stats import ttest_1samp
 
 from study.cli import main
 from study.config import Metric, StudyConfig
-from study.ledger.log import FILE, Ledger
+from study.ledger.log import FILE
 from study.ledger.state import StudyState, fold
 from study.manage.studies import overview
 from study.plan.plan import make_plan
@@ -36,8 +31,6 @@ from study.results.configurations import configurations, table
 from study.results.importance import _all_observed, _optuna_study, importance
 from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
 from study.results.summary import summarise
-from study.serve.dashboard import Page, make_app
-from study.serve.ui import listen
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.search.conftest import Pretend, errors_of
 
@@ -402,96 +395,6 @@ def test_what_is_explored_is_plain_numbers(tiny: Tiny) -> None:
     assert (data["x"], data["y"]) == ("optimizer.lr", "validation error, %")
     assert len(data["trials"]) == 40
     assert explore_data(fold(made_up_events(tiny("nothing"))[:1])) is None
-
-
-@contextmanager
-def live_page(study: StudyConfig) -> Iterator[Callable[..., tuple[int, str]]]:
-    """The dashboard of a study, as what asks it for a path with headers: status and text."""
-    with listen(0) as listening:
-        port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            make_app(Page(study.folder, every=0.0), port, "secret"), lifespan="off"
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-
-        def ask(path: str = "/secret/", method: str = "GET", **headers: str) -> tuple[int, str]:
-            there = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            there.request(method, path, headers=headers)
-            answer = there.getresponse()
-            text = answer.read().decode()
-            assert not {"Set-Cookie", "Location", "Access-Control-Allow-Origin"} & {
-                name.title() for name in answer.headers
-            }
-            assert answer.headers["Referrer-Policy"] == "same-origin"
-            there.close()
-            return answer.status, text
-
-        try:
-            yield ask
-        finally:
-            server.should_exit = True
-            thread.join(60)
-
-
-def test_the_live_page_grows_with_the_ledger(tiny: Tiny) -> None:
-    study = tiny("live")
-    events = made_up_events(study)
-    write_ledger(study, events[:6])
-    with live_page(study) as ask:
-        status, text = ask()
-        assert (status, "1 of 2 trials have ended" in text) == (200, True)
-        write_ledger(study, events)
-        status, text = ask()
-        assert "2 of 2 trials have ended" in text
-        assert 'http-equiv="refresh"' not in text
-        assert ask(method="HEAD") == (200, "")
-
-
-def test_the_live_page_asks_for_its_token(tiny: Tiny) -> None:
-    study = tiny("live guarded")
-    write_ledger(study, made_up_events(study))
-    cookies = {"Cookie": "lns_study_dashboard=secret; lns-study=secret"}
-    with live_page(study) as ask:
-        for path in (
-            *("/", "/?token=secret", "/wrong/", "/secre/", "/secretx/", "//secret/", "/x/secret/"),
-            *("/%E6%97%A5/", "/a%0D%0ALocation:%20x", "/%FF", "/?x=%0D%0A"),
-        ):
-            status, text = ask(path, **cookies)
-            assert (status, "Open the link" in text) == (401, True), path
-            assert "trials have ended" not in text
-        assert ask("/secret")[0] == 200
-        assert ask("/secret/x")[0] == ask(method="POST")[0] == 404
-        assert ask(Host="evil.example")[0] == 403
-        assert ask(Origin="http://127.0.0.1:1")[0] == 403
-
-
-def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
-        "def trials(study):\n"
-        "    return {'figure': len(study.state.trials), 'verdict': 'holds', 'unit': 'trials'}\n"
-    )
-    check = {"name": "c", "claim": "It is so.", "source": "a talk", "check": f"{file}:trials"}
-    study = tiny("live claims", f"claims={json.dumps([check])}")
-    write_ledger(study, made_up_events(study))
-    with live_page(study) as ask:
-        _, text = ask()
-    assert "2.00 trials" in text
-    assert "raised" not in text
-
-
-def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> None:
-    """Its last event is written while it still holds the lock."""
-    study = tiny("live end")
-    write_ledger(study, made_up_events(study))
-    with live_page(study) as ask:
-        with Ledger(study.folder):
-            assert "running: 2 of 2 trials" in ask()[1]
-        _, text = ask()
-    assert "finished: 2 of 2 trials" in text
-    assert 'http-equiv="refresh"' not in text
 
 
 def test_what_diverged_is_left_out_by_name(tiny: Tiny) -> None:
