@@ -31,6 +31,17 @@ no second ``py_modules``; nothing public tells a program that it is one (Ray 2.6
 RAY_WORKERS_AT_START = "RAY_prestart_worker_first_driver"
 """Environment variable that says whether Ray starts a process per CPU for its first driver, before
 it is asked for any; a public option has only how many CPUs there are (Ray 2.60)."""
+RAY_FOR_NOBODY_ELSE = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_metrics_collection": "0",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+"""Environment variables by which all of Ray's processes listen on 127.0.0.1, as they do where Ray
+has no clusters, and its agents and dashboard serve no metrics, for which they ask no token.
+
+``--node-ip-address=127.0.0.1`` is replaced by the machine's address, and the dashboard has no other
+setting than a port that cannot be (Ray 2.60).
+"""
 RAY_CURRENT = "ray_current_cluster"
 """File in Ray's temporary folder with the address of its control store, which ``ray start``
 tells otherwise only in text for people (Ray 2.60)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from bench_study import DIGITS
 from study.config import RowConfig, StudyConfig
 from study.ledger.log import FILE
 from study.plan.plan import make_plan
-from study.serve.ui import command, environment, stop
+from study.serve.ui import command, environment, listen, start, stop
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
@@ -61,14 +60,9 @@ def server(
 
     Returns when it answers.
     """
-    words = [
-        *command(str(folder / "artifacts"), port, workers=workers),
-        *(["--open"] if workers == 1 else []),
-    ]
-    process = subprocess.Popen(
-        words, env=os.environ | environment(uri or f"sqlite:///{folder}/mlflow.db"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    listening = listen(port)
+    words = [*command(str(folder / "artifacts"), listening, workers=workers), "--open"]
+    process = start(words, environment(uri or f"sqlite:///{folder}/mlflow.db"), listening)
     try:
         while True:
             try:

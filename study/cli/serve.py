@@ -53,7 +53,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
-    from study.serve.ui import check_port, check_servable, serve
+    from study.serve.ui import check_servable, listen, serve
     from study.tracking.address import pages_of
 
     with refusals():
@@ -70,7 +70,7 @@ def _ui(options: argparse.Namespace) -> int:
                 )
         check_servable(uri)
         check_writable(storage, "storage")
-        check_port(options.port)
+        listen(options.port).close()
     pages = pages_of(storage, uri)
     return serve(uri, storage / "artifacts", options.port, say_plainly, pages)
 

@@ -96,12 +96,12 @@ def _compare(options: argparse.Namespace) -> int:
 def _dashboard(options: argparse.Namespace) -> int:
     from study.manage.studies import find, read
     from study.serve.dashboard import serve
-    from study.serve.ui import check_port
+    from study.serve.ui import listen
 
     with refusals():
         folder = find(options.study, options.storage)
         read(folder)
-        check_port(options.port)
+        listen(options.port).close()
         if not options.every > 0:
             raise UserError(
                 f"--every {options.every}: must be positive; use for example --every 10"

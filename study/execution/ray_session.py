@@ -11,8 +11,9 @@ To use a cluster the driver must join it. If the node that it has joined dies, t
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
 before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-Whoever may talk to Ray runs code as its user. A Ray of our own requires a token that only our
-processes inherit; a cluster that requires none is refused unless ``insecure=true``.
+Whoever may talk to Ray runs code as its user. A Ray of our own listens on 127.0.0.1 alone, requires
+a token that only our processes inherit, and serves no metrics, for which Ray asks no token; a
+cluster that requires none is refused unless ``insecure=true``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from study._compat import RAY_CURRENT, RAY_WORKERS_AT_START, draining_nodes
+from study._compat import RAY_CURRENT, RAY_FOR_NOBODY_ELSE, RAY_WORKERS_AT_START, draining_nodes
 from study.config import StudyConfig
 from study.errors import UserError
 from study.execution.leases import EPSILON, POLL_SECONDS, Local, OnEvents
@@ -140,14 +141,17 @@ class OwnRay(Session):
         self._resources = {"CPU": cpus, "GPU": gpus}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._parts: dict[str, psutil.Process] = {}
-        self._before = {name: os.environ.get(name) for name in TOKEN}
         # whatever the variables say of clusters: of this one nobody else may have the token
-        os.environ.update(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
+        token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
+        ours = token | RAY_FOR_NOBODY_ELSE
+        self._before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
         self._options = [
             f"--num-cpus={cpus:g}",
             f"--num-gpus={gpus}",
             f"--include-dashboard={dashboard}",
             "--dashboard-host=127.0.0.1",
+            "--no-monitor",  # the autoscaler, which serves metrics to everybody
             # `ray start` fails where another Ray of this machine has the usual one
             f"--dashboard-port={_free_port()}",
         ]

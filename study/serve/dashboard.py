@@ -1,17 +1,17 @@
-"""A live page: the study's report served by Flask (which MLflow brings along), written again every
-few seconds while the ledger grows.
+"""A live page: the study's report served by uvicorn (which MLflow brings along), written again
+every few seconds while the ledger grows.
 
 The page reloads itself while the study runs (a refresh in its head, no script). It listens on
-127.0.0.1, answers only to that name and localhost, and only to browsers that have opened the
-printed link with its token, and shows nothing that the report does not.
+127.0.0.1 behind the guard of MLflow's pages (:mod:`study.serve.guard`), and shows nothing that the
+report does not.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-import hmac
 import html
-import logging
 import secrets
 import shutil
 import tempfile
@@ -27,6 +27,8 @@ from study.ledger.log import FILE
 from study.ledger.state import ENDED, RUNNING, StudyState
 from study.manage.studies import condition, read
 from study.report.write import write_report
+from study.serve.guard import Guard, link, with_port
+from study.serve.ui import listen
 from study.tracking.address import HOST, WHERE
 
 RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
@@ -83,62 +85,37 @@ class Page:
         )
 
 
-def make_app(page: Page, token: str, cookie: str = "lns_study_dashboard") -> Any:
-    """Return the Flask application, guarded like MLflow's pages.
+def make_app(page: Page, port: int, token: str) -> Guard:
+    """Return the ASGI application: the page at ``/``, behind the guard of MLflow's pages."""
 
-    See :class:`study.serve.mlflow_server.Guard`.
-    """
-    from flask import Flask, Response, abort, redirect, request
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        text = await asyncio.to_thread(page.text)
+        headers = [(b"content-type", b"text/html; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"" if scope["method"] == "HEAD" else text.encode()
+        await send({"type": "http.response.body", "body": body})
 
-    app = Flask("lns-study")
-
-    @app.before_request
-    def _check_host() -> None:
-        if request.host.partition(":")[0] not in (HOST, "localhost"):
-            abort(403)
-
-    @app.before_request
-    def _check_token() -> Any:
-        if hmac.compare_digest(request.args.get("token", "").encode(), token.encode()):
-            answer = redirect("/", 303)
-            answer.set_cookie(cookie, token, httponly=True, samesite="Lax")
-            return answer
-        if not hmac.compare_digest(request.cookies.get(cookie, "").encode(), token.encode()):
-            return Response(
-                "Open the link that `lns-study dashboard` has printed, with its token.\n",
-                401,
-                mimetype="text/plain",
-            )
-        return None
-
-    @app.get("/")
-    def _page() -> Response:
-        return Response(
-            page.text(),
-            mimetype="text/html",
-            headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"},
-        )
-
-    return app
+    return Guard(
+        application,
+        lambda method, path: method in ("GET", "HEAD") and path == "/",
+        with_port((HOST, "localhost"), port),
+        token=token,
+        command="lns-study dashboard",
+    )
 
 
 def serve(folder: Path, port: int, every: float, say: Callable[[str], None]) -> int:
     """Serve the page until Ctrl-C; return the exit code."""
-    from werkzeug.serving import make_server
+    import uvicorn
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     token = secrets.token_urlsafe(24)
-    server = make_server(
-        HOST, port, make_app(Page(folder, every), token, f"lns_study_{port}"), threaded=True
-    )
-    say(
-        f"The report of {folder.name}, renewed every {every:g} s:"
-        f" http://{HOST}:{port}/?token={token} - Ctrl-C ends it."
-    )
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        server.server_close()
+    with listen(port) as listening:
+        say(
+            f"The report of {folder.name}, renewed every {every:g} s:"
+            f" {link(HOST, port, token)} - Ctrl-C ends it."
+        )
+        application = make_app(Page(folder, every), port, token)
+        config = uvicorn.Config(application, log_level="error", lifespan="off")
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
     return 0

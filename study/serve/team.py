@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from study.ledger.storage import check_writable
-from study.serve.ui import ENVIRONMENT, check_port, command, run
+from study.serve.mlflow_server import LOGINS, STORE
+from study.serve.ui import ENVIRONMENT, EVERYWHERE, command, listen, run
+from study.tracking.address import HOST
 from study.tracking_uri import without_password
 
 PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
@@ -95,7 +97,7 @@ def check(team: Team) -> None:
     _check_store(team)
     _check_names(team)
     _check_artifacts(team)
-    check_port(team.port, team.host)
+    listen(team.port, team.host).close()
     _check_password(team)
 
 
@@ -113,17 +115,13 @@ def serve(team: Team, say: Callable[[str], None]) -> int:
         settings = Path(folder) / "basic_auth.ini"
         with open(settings, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             auth_settings(team.uri).write(file)
-        words = command(
-            team.artifacts,
-            team.port,
-            host=team.host,
-            workers=team.workers,
-            names=team.names,
-            team=True,
-        )
-        return run(
-            words, environment(team.uri, settings), team.port, say, host=team.host, folder=folder
-        )
+        with listen(team.port, team.host) as listening:
+            words = command(team.artifacts, listening, workers=team.workers, names=team.names)
+            where = HOST if team.host == EVERYWHERE else team.host
+            address = f"http://{where}:{team.port}"
+            return run(
+                words, environment(team.uri, settings), listening, say, address, folder=folder
+            )
 
 
 def environment(uri: str, settings: Path) -> dict[str, str]:
@@ -133,8 +131,8 @@ def environment(uri: str, settings: Path) -> dict[str, str]:
     """
     return {
         **ENVIRONMENT,
-        "MLFLOW_BACKEND_STORE_URI": uri,
-        "MLFLOW_AUTH_CONFIG_PATH": str(settings),
+        STORE: uri,
+        LOGINS: str(settings),
         "MLFLOW_BASIC_AUTH_FAIL_CLOSED": "true",
         SECRET: os.environ.get(SECRET) or secrets.token_hex(32),
     }

@@ -3,9 +3,10 @@
 
 One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen
 and 2 GB. It listens on 127.0.0.1, answers only to that name and localhost, and admits only those
-with the token in the printed link, since every user of the machine reaches 127.0.0.1. To watch a
-remote machine, forward the port with ssh. The database's address, which may hold a password, and
-the token go through the environment: everybody can read command lines.
+with the token in the printed link, since every user of the machine reaches 127.0.0.1
+(:mod:`study.serve.guard`). To watch a remote machine, forward the port with ssh. The database's
+address, which may hold a password, and the token go through the environment: everybody can read
+command lines.
 
 The server runs in its own process group, so that Ctrl-C ends it and all of its children, and
 nothing else.
@@ -13,13 +14,13 @@ nothing else.
 
 from __future__ import annotations
 
+import http.client
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,14 +28,16 @@ from types import MappingProxyType
 
 from study.config import check_tracking_uri
 from study.program import module_command
-from study.serve.mlflow_server import TOKEN, mlflow_command
+from study.serve.guard import HEALTH, link, with_port
+from study.serve.mlflow_server import STORE, TOKEN
 from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
 from trainers.workers.descendants import end_with_parent
 
 EVERYWHERE = "0.0.0.0"
 MOST_LINKS = 10
-READY_SECONDS = 60.0
+BACKLOG = 2048
+"""Connections that wait while the server starts, as uvicorn has it."""
 STOP_SECONDS = 5.0
 ENVIRONMENT = {
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -63,27 +66,26 @@ def serve(
     Raises:
         ValueError: the port is taken.
     """
-    check_port(port)
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
-    return run(
-        command(str(artifacts), port),
-        environment(uri) | {TOKEN: token},
-        port,
-        say,
-        page=f"?{urllib.parse.urlencode({'token': token})}",
-        pages=pages,
-    )
+    with listen(port) as listening:
+        return run(
+            command(str(artifacts), listening),
+            environment(uri) | {TOKEN: token},
+            listening,
+            say,
+            link(HOST, port, token),
+            pages=pages,
+        )
 
 
 def run(
     words: list[str],
     variables: Mapping[str, str],
-    port: int,
+    listening: socket.socket,
     say: Callable[[str], None],
+    address: str,
     *,
-    host: str = HOST,
     folder: str | None = None,
-    page: str = "",
     pages: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Run a server's command line in the foreground, see :func:`serve`.
@@ -91,27 +93,18 @@ def run(
     Args:
         words: the command line.
         variables: environment variables to add to this process's.
-        port: port on which the server listens.
+        listening: socket on which the server listens; this process closes it.
         say: prints one line.
-        host: host on which the server listens.
+        address: address to open.
         folder: working folder of the server; None for this process's.
-        page: path of the page to open.
-        pages: what goes behind it for the page of each study, by name.
+        pages: what goes behind the address for the page of each study, by name.
     """
     say("Starting MLflow, some seconds ...")
-    server = subprocess.Popen(
-        words,
-        env=os.environ | variables,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=end_with_parent,
-        cwd=folder,
-    )
-    reached = HOST if host == EVERYWHERE else host
+    host, port = listening.getsockname()[:2]
+    server = start(words, variables, listening, folder=folder)
     try:
-        if _wait_until_ready(server, reached, port):
-            address = f"http://{reached}:{port}{f'/{page}' if page else ''}"
-            lets_in = " (this link lets the browser in)" if page else ""
+        if _wait_until_ready(server, HOST if host == EVERYWHERE else host, port):
+            lets_in = " (this link lets the browser in)" if TOKEN in variables else ""
             say(f"MLflow is at {address}{lets_in}. Ctrl-C ends it.")
             for name, where in list(pages.items())[:MOST_LINKS]:
                 say(f"{name}: {address}{where}")
@@ -120,6 +113,26 @@ def run(
         return 0
     finally:
         stop(server)
+
+
+def start(
+    words: list[str],
+    variables: Mapping[str, str],
+    listening: socket.socket,
+    *,
+    folder: str | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a server's command line; it takes over the socket."""
+    with listening:
+        return subprocess.Popen(
+            words,
+            env=os.environ | variables,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+            cwd=folder,
+            pass_fds=(listening.fileno(),),
+        )
 
 
 def check_servable(uri: str) -> None:
@@ -138,66 +151,46 @@ def check_servable(uri: str) -> None:
 
 def environment(uri: str) -> dict[str, str]:
     """Return the server's additional environment variables."""
-    return {**ENVIRONMENT, "MLFLOW_BACKEND_STORE_URI": uri}
+    return {**ENVIRONMENT, STORE: uri}
 
 
 def command(
-    artifacts: str,
-    port: int,
-    *,
-    host: str = HOST,
-    workers: int = 1,
-    names: Sequence[str] = (),
-    team: bool = False,
+    artifacts: str, listening: socket.socket, *, workers: int = 1, names: Sequence[str] = ()
 ) -> list[str]:
     """Return the server's command line.
 
     Args:
         artifacts: folder or address for artifacts of new experiments.
-        port: port to listen on.
-        host: host to listen on.
+        listening: socket to listen on.
         workers: number of processes that answer requests; several need uvloop and httptools.
         names: hosts, beside 127.0.0.1 and localhost, by which the server may be called; their pages
             may change things too.
-        team: whether users must log in.
     """
-    hosts = ",".join(
-        name for host_ in (HOST, "localhost", *names) for name in (host_, f"{host_}:{port}")
-    )
-    origins = ",".join(
-        f"{scheme}://{name}{end}"
-        for name in names
-        for scheme in ("http", "https")
-        for end in ("", f":{port}")
-    )
-    if not team and workers == 1 and not names:
-        arguments = [
-            "--artifacts",
-            artifacts,
-            "--host",
-            host,
-            "--port",
-            str(port),
-            "--allowed-hosts",
-            hosts,
-        ]
-        return [*module_command("study.serve.mlflow_server"), *arguments]
-    more = ["--cors-allowed-origins", origins] if names else []
-    more += ["--app-name", "basic-auth"] if team else []
-    options = "--log-level warning" + " --loop uvloop --http httptools" * (team or workers > 1)
-    return mlflow_command(artifacts, host, port, workers, hosts, more, options)
+    port = listening.getsockname()[1]
+    friends = [
+        f"{scheme}://{name}" for name in with_port(names, port) for scheme in ("http", "https")
+    ]
+    return [
+        *module_command("study.serve.mlflow_server"),
+        f"--fd={listening.fileno()}",
+        f"--artifacts={artifacts}",
+        f"--workers={workers}",
+        f"--allowed-hosts={','.join(with_port((HOST, 'localhost', *names), port))}",
+        f"--allowed-origins={','.join(friends)}",
+    ]
 
 
-def check_port(port: int, host: str = HOST) -> None:
-    """Refuse a port that is not free.
+def listen(port: int, host: str = HOST) -> socket.socket:
+    """Return a socket that listens on a port.
+
+    From then on nobody else can have the port, and who connects waits for the server: on a port
+    without listener a connection that is tried again and again may, rarely, meet itself.
 
     Raises:
         ValueError: something listens there, or there is no such port or address.
     """
     try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        return socket.create_server((host, port), backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"port={port}: cannot listen on {host}:{port} ({error}); choose a free port from 1024"
@@ -230,11 +223,10 @@ def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], host: str, port: int) -> bool:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline and server.poll() is None:
+    while server.poll() is None:
         try:
-            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2):
+            with urllib.request.urlopen(f"http://{host}:{port}{HEALTH}", timeout=2):
                 return True
-        except (urllib.error.URLError, OSError):
+        except (http.client.HTTPException, OSError):
             time.sleep(0.2)
     return False

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from study.serve.mlflow_server import TOKEN
-from study.serve.ui import command, environment, stop
+from study.serve.ui import command, environment, listen, start, stop
 
 
 def free_port() -> int:
@@ -41,14 +41,14 @@ class Server:
 
     def start(self) -> None:
         """Start the server and return when it answers."""
-        self._process = subprocess.Popen(
+        listening = listen(self.port)
+        self._process = start(
             [
-                *command(str(self.folder / "artifacts"), self.port),
+                *command(str(self.folder / "artifacts"), listening),
                 *([] if self._token else ["--open"]),
             ],
-            env=os.environ | environment(self._database) | {TOKEN: self._token},
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+            environment(self._database) | {TOKEN: self._token},
+            listening,
         )
         for _ in range(900):
             assert self._process.poll() is None

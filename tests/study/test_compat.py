@@ -122,6 +122,7 @@ def test_ray_finds_a_head_certificates_and_a_token(
 def test_ray_reads_the_variables_and_writes_the_file_that_studies_name() -> None:
     import ray
     from ray._common.utils import get_ray_address_file
+    from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
     assert RAY_JOB_CONFIG_JSON_ENV_VAR == _compat.RAY_JOB, "Ray: jobs are told by another variable"
@@ -129,6 +130,13 @@ def test_ray_reads_the_variables_and_writes_the_file_that_studies_name() -> None
     assert _compat.RAY_WORKERS_AT_START.removeprefix("RAY_").encode() in library, (
         f"Ray: it reads no {_compat.RAY_WORKERS_AT_START}"
     )
+    assert ENABLE_RAY_CLUSTERS_ENV_VAR in _compat.RAY_FOR_NOBODY_ELSE, (
+        "Ray: another variable has it listen on 127.0.0.1"
+    )
+    raylet = (Path(ray.__file__).parent / "core/src/ray/raylet/raylet").read_bytes()
+    dashboard = (Path(ray.__file__).parent / "dashboard/consts.py").read_bytes()
+    for name in _compat.RAY_FOR_NOBODY_ELSE.keys() - {ENABLE_RAY_CLUSTERS_ENV_VAR}:
+        assert name.encode() in raylet + dashboard, f"Ray: it reads no {name}"
     assert Path(get_ray_address_file(None)).name == _compat.RAY_CURRENT, (
         "Ray: the address is in another file"
     )

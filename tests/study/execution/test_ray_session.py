@@ -4,6 +4,7 @@ whoever started it."""
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import socket
 import stat
@@ -218,6 +219,36 @@ def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_pat
     )
     assert done.stdout == f"asks nobody: False\nFalse {mode}\n", done.stderr
     assert not (tmp_path / ".ray").exists()
+
+
+@pytest.mark.slow
+def test_a_ray_of_our_own_listens_on_loopback_and_answers_nobody_without_the_token() -> None:
+    """Ray serves metrics to everybody, its agents at ports of their own."""
+    ours = OwnRay(1, 0, dashboard=True)
+    try:
+
+        def listening() -> list[tuple[str, int]]:
+            below = psutil.Process(ours._process.pid).children(recursive=True)
+            return sorted(
+                (socket_.laddr.ip.removeprefix("::ffff:"), socket_.laddr.port)
+                for process in below
+                for socket_ in process.net_connections("tcp")
+                if socket_.status == psutil.CONN_LISTEN
+            )
+
+        # the control store, the client's server, the dashboard, the raylet's two, agents'
+        until(lambda: len(listening()) >= 7)
+        ports = listening()
+        assert {host for host, _ in ports} == {"127.0.0.1"}
+        for _, port in ports:
+            for path in ("/metrics", "/api/cluster_status", "/api/jobs/", "/nodes"):
+                there = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                with contextlib.suppress(http.client.HTTPException, OSError):  # gRPC's ports
+                    there.request("GET", path)
+                    assert there.getresponse().status in (401, 404), (port, path)
+                there.close()
+    finally:
+        ours.close()
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Two studies side by side, the other forms of a report, the live page."""
+"""Two studies side by side, and the other forms of a report."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tomllib
@@ -18,7 +17,7 @@ from scipy.stats import ttest_1samp
 
 from study.cli import main
 from study.config import Metric, StudyConfig
-from study.ledger.log import FILE, Ledger
+from study.ledger.log import FILE
 from study.ledger.state import StudyState, fold
 from study.manage.studies import overview
 from study.plan.plan import make_plan
@@ -32,7 +31,6 @@ from study.results.configurations import configurations, table
 from study.results.importance import _all_observed, _optuna_study, importance
 from study.results.statistics import best_of_budget, entries, front, interval, spread_measures
 from study.results.summary import summarise
-from study.serve.dashboard import Page, make_app
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.search.conftest import Pretend, errors_of
 
@@ -397,56 +395,6 @@ def test_what_is_explored_is_plain_numbers(tiny: Tiny) -> None:
     assert (data["x"], data["y"]) == ("optimizer.lr", "validation error, %")
     assert len(data["trials"]) == 40
     assert explore_data(fold(made_up_events(tiny("nothing"))[:1])) is None
-
-
-def test_the_live_page_grows_with_the_ledger(tiny: Tiny) -> None:
-    study = tiny("live")
-    events = made_up_events(study)
-    write_ledger(study, events[:6])
-    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
-    for path in ("/", "/?token=", "/?token=wrong"):
-        assert client.get(path, headers={"Host": "127.0.0.1:5001"}).status_code == 401
-    client.set_cookie("lns_study_dashboard", "wrong")
-    assert client.get("/", headers={"Host": "127.0.0.1:5001"}).status_code == 401
-    let_in = client.get("/?token=secret", headers={"Host": "127.0.0.1:5001"})
-    assert (let_in.status_code, let_in.headers["Location"]) == (303, "/")
-    client.set_cookie("lns_study_dashboard", "secret", domain="127.0.0.1")
-    client.set_cookie("lns_study_dashboard", "secret")
-    assert b"1 of 2 trials have ended" in client.get("/", headers={"Host": "127.0.0.1:5001"}).data
-    write_ledger(study, events)
-    answer = client.get("/", headers={"Host": "localhost:5001"})
-    assert b"2 of 2 trials have ended" in answer.data
-    assert b'http-equiv="refresh"' not in answer.data
-    assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
-
-
-def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text(
-        "def trials(study):\n"
-        "    return {'figure': len(study.state.trials), 'verdict': 'holds', 'unit': 'trials'}\n"
-    )
-    check = {"name": "c", "claim": "It is so.", "source": "a talk", "check": f"{file}:trials"}
-    study = tiny("live claims", f"claims={json.dumps([check])}")
-    write_ledger(study, made_up_events(study))
-    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
-    client.set_cookie("lns_study_dashboard", "secret")
-    text = client.get("/", headers={"Host": "localhost"}).text
-    assert "2.00 trials" in text
-    assert "raised" not in text
-
-
-def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> None:
-    """Its last event is written while it still holds the lock."""
-    study = tiny("live end")
-    write_ledger(study, made_up_events(study))
-    client = make_app(Page(study.folder, every=0.0), "secret").test_client()
-    client.set_cookie("lns_study_dashboard", "secret")
-    with Ledger(study.folder):
-        assert b"running: 2 of 2 trials" in client.get("/", headers={"Host": "localhost"}).data
-    answer = client.get("/", headers={"Host": "localhost"}).data
-    assert b"finished: 2 of 2 trials" in answer
-    assert b'http-equiv="refresh"' not in answer
 
 
 def test_what_diverged_is_left_out_by_name(tiny: Tiny) -> None:

@@ -1,11 +1,15 @@
 """In headless Chromium: the deep link, columns, sort, a run, ten compared; the report light and
-dark, wide and narrow, offline."""
+dark, wide and narrow, offline; and what another user's page, at another port, can get at."""
 
 from __future__ import annotations
 
+import http.server
+import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,11 @@ import pytest
 from study.config import StudyConfig
 from study.ledger.state import fold
 from study.report.write import write_report
+from study.serve.team import PASSWORD
 from study.tracking.address import page as address
 from study.tracking.writer import connect, sync
 from tests.study.conftest import made_up_events, write_ledger
+from tests.study.serve.test_team import ADA, ADMIN, team_server
 from tests.study.servers import Server
 
 Tiny = Callable[..., StudyConfig]
@@ -175,7 +181,6 @@ def test_the_charts_of_the_prepared_view_are_drawn(
 
 
 def test_ten_runs_are_compared(browser: Any, evil: tuple[StudyConfig, str]) -> None:
-    import json
     import urllib.parse
 
     study, _ = evil
@@ -231,3 +236,151 @@ def test_the_report_works_offline_wide_and_narrow_light_and_dark(
         tab.page.wait_for_function(
             "document.querySelector('#explore-scatter').layout.xaxis.title.text === 'bits a value'"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+
+SECRET = "the-token-of-the-link"
+ATTACK = """
+<!doctype html><script>
+const there = "http://127.0.0.1:%d", asked = ["/", "/ajax-api/2.0/mlflow/experiments/search"];
+const get = async (url, options) => { try {
+  const answer = await fetch(url, options);
+  return answer.type === "opaque" ? "nothing" : answer.status + (await answer.text());
+} catch (error) { return "nothing"; } };
+const script = (url) => new Promise((done) => { const element = document.createElement("script");
+  element.onload = () => done("ran"); element.onerror = () => done("nothing"); element.src = url;
+  document.head.append(element); });
+const frame = (url) => new Promise((done) => { const element = document.createElement("iframe");
+  element.onload = () => { try { done(element.contentDocument.body.innerText); }
+    catch (error) { done("nothing"); } };
+  element.src = url; document.body.append(element); });
+addEventListener("load", async () => {
+  const got = {seen: [document.cookie, document.referrer, {...localStorage}]};
+  for (const path of asked) for (const credentials of ["include", "omit"]) {
+    got[`${path} ${credentials}`] = await get(there + path, {credentials});
+    got[`${path} ${credentials} POST`] = await get(there + path, {credentials, method: "POST",
+      body: '{"max_results": 9}', headers: {"Content-Type": "application/json"}});
+    got[`${path} ${credentials} opaque`] = await get(there + path, {credentials, mode: "no-cors"});
+  }
+  got.script = await script(there + "/static-files/manifest.json");
+  got.frame = await frame(there + "/");
+  window.got = got;
+});
+</script><body></body>
+"""
+
+
+class Attacker(http.server.BaseHTTPRequestHandler):
+    """The server of another user of the machine: it notes what browsers show it."""
+
+    page = ""
+    noted: list[str]
+
+    def do_GET(self) -> None:
+        """Answer with the page that attacks."""
+        self.noted.append(f"{self.path} {dict(self.headers)}")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(self.page.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@contextmanager
+def attacker(victim: int) -> Iterator[tuple[str, list[str]]]:
+    """A server at another port with a page that attacks the one at ``victim``."""
+    noted: list[str] = []
+    kind = type("Kind", (Attacker,), {"page": ATTACK % victim, "noted": noted})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/", noted
+        server.shutdown()
+
+
+def attack(tab: Tab, victim: int) -> None:
+    """Go from the victim's page to the attacker's, which gets nothing."""
+    with attacker(victim) as (address, noted):
+        tab.page.evaluate(f"location.href = {address!r}")
+        tab.page.wait_for_function("window.got")
+        got = tab.page.evaluate("window.got")
+    assert SECRET not in json.dumps(got) + "".join(noted)
+    assert "Cookie" not in "".join(noted)
+    answers = {key: value for key, value in got.items() if key[0] == "/"}
+    assert len(answers) == 12
+    assert {*answers.values(), got["script"], got["frame"]} == {"nothing"}
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As ``lns-study ui`` starts it."""
+    server = Server(tmp_path_factory.mktemp("guarded"), token=SECRET)
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_a_page_at_another_port_gets_neither_token_nor_data(browser: Any, guarded: Server) -> None:
+    with Tab(browser) as tab:
+        tab.page.goto(f"{guarded.uri}/{SECRET}")
+        tab.page.get_by_text("Experiments").first.wait_for()
+        attack(tab, guarded.port)
+
+
+def test_a_link_without_the_token_works_in_a_browser_that_has_it(
+    browser: Any, guarded: Server
+) -> None:
+    """As those of a report, which is made before the token is."""
+    with Tab(browser) as tab:
+        tab.page.goto(f"{guarded.uri}/#/experiments/0/runs")
+        tab.page.get_by_text("Open the link that").wait_for()
+        tab.page.goto(f"{guarded.uri}/{SECRET}#/experiments")
+        tab.page.get_by_text("Default").first.wait_for()
+        tab.page.goto("about:blank")
+        tab.page.goto(f"{guarded.uri}/#/experiments/0/runs")
+        tab.page.wait_for_url(f"{guarded.uri}/{SECRET}/#/experiments/0/runs**")
+        tab.page.get_by_text("Default").first.wait_for()
+
+
+def test_a_team_logs_browses_and_makes_users_and_a_page_at_another_port_gets_nothing(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logins, which a browser sends whatever page asks."""
+    from mlflow.server.auth.client import AuthServiceClient
+
+    def log_in(name: str, password: str) -> dict[str, Any]:
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", name)
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", password)
+        return {"http_credentials": {"username": name, "password": password, "origin": address}}
+
+    uri = f"sqlite:///{tmp_path / 'team.db'}"
+    with team_server(uri, tmp_path, "--workers", "1", **{PASSWORD: ADMIN[1]}) as (address, _):
+        with Tab(browser, **log_in(*ADMIN)) as tab:
+            tab.page.goto(f"{address}/signup")
+            tab.page.fill("input[name=username]", "lovelace")  # four letters or more
+            tab.page.fill("input[name=password]", ADA[1])
+            with tab.page.expect_response("**/users/create-ui") as made:
+                tab.page.click("input[type=submit], button[type=submit]")
+            assert made.value.ok
+        credentials = log_in("lovelace", ADA[1])
+        client = connect(address)
+        experiment = client.create_experiment("ada's")
+        run = client.create_run(experiment, run_name="logged by ada")
+        client.log_metric(run.info.run_id, "validation/error", 0.25)
+        client.log_text(run.info.run_id, "an artifact's text", "notes/text.txt")
+        client.set_terminated(run.info.run_id)
+        AuthServiceClient(address).get_user("lovelace")
+        with Tab(browser, **credentials) as tab:
+            tab.page.goto(
+                f"{address}/#/experiments/{experiment}/runs?workflowType=machine_learning"
+            )
+            tab.page.get_by_text("logged by ada").first.click()
+            tab.page.get_by_text("validation/error").first.wait_for()
+            tab.page.goto(
+                f"{address}/#/experiments/{experiment}/runs/{run.info.run_id}"
+                "/artifacts/notes/text.txt"
+            )
+            tab.page.get_by_text("an artifact's text").first.wait_for()
+            attack(tab, int(address.rpartition(":")[2]))

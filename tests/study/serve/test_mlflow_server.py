@@ -22,11 +22,11 @@ from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import Engine
 
 from study.serve.mlflow_server import TOKEN
-from study.serve.ui import command, environment
+from study.serve.ui import command, environment, listen
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
-from tests.study.servers import Server, free_port
+from tests.study.servers import Server
 
 OTHER_MLFLOW = """
 import study.serve.mlflow_server as server
@@ -101,15 +101,17 @@ def test_sorting_runs_does_not_look_at_all_pairs_of_them(
 
 
 def test_another_mlflow_is_refused_and_not_served_without_its_guard(tmp_path: Path) -> None:
-    words = command(str(tmp_path / "artifacts"), free_port())
-    at = words.index("study.serve.mlflow_server")
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_MLFLOW, *words[at + 1 :]],
-        env=os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db") | {TOKEN: "secret"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with listen(0) as listening:
+        words = command(str(tmp_path / "artifacts"), listening)
+        at = words.index("study.serve.mlflow_server")
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_MLFLOW, *words[at + 1 :]],
+            env=os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db") | {TOKEN: "secret"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            pass_fds=(listening.fileno(),),
+        )
     assert done.returncode == 1
     assert (
         "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: this MLflow"
@@ -119,13 +121,15 @@ def test_another_mlflow_is_refused_and_not_served_without_its_guard(tmp_path: Pa
 
 def test_a_server_without_a_token_does_not_start(tmp_path: Path) -> None:
     variables = os.environ | environment(f"sqlite:///{tmp_path}/mlflow.db")
-    done = subprocess.run(
-        command(str(tmp_path / "artifacts"), free_port()),
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with listen(0) as listening:
+        done = subprocess.run(
+            command(str(tmp_path / "artifacts"), listening),
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            pass_fds=(listening.fileno(),),
+        )
     assert (done.returncode, f"{TOKEN} is not set" in done.stderr) == (2, True)
 
 
@@ -174,39 +178,121 @@ SEARCH, CREATE = "/api/2.0/mlflow/experiments/search", "/api/2.0/mlflow/experime
         "/ajax-api/2.0/mlflow/experiments/search",
         "//health",
         "/health/",
+        f"/{SECRET[:-1]}/",
+        f"/{SECRET}x/",
+        f"//{SECRET}/",
+        f"/{SECRET.upper()}/",
+        f"/x/{SECRET}/",
+        "/%E6%97%A5%E6%9C%AC/",
+        "/%FF%00/",
+        "/a%0D%0ASet-Cookie:%20a=b",
+        f"/{SECRET}{SEARCH}",
     ],
 )
 @pytest.mark.parametrize(
     "headers",
     [
         {},
-        {"Cookie": "lns_study_0=the-token-of-the-link"},
+        {"Cookie": f"lns_study_0={SECRET}; lns-study={SECRET}; token={SECRET}"},
         {"Authorization": "Bearer wrong"},
         {"Authorization": "Basic !"},
-        {"Cookie": "\x80=;"},
+        {"Authorization": "Bearer \x80"},
+        {"Referer": f"http://127.0.0.1/{SECRET}/"},
+        {"X-Forwarded-For": "127.0.0.1", "X-HTTP-Method-Override": "GET"},
+        {"X-Original-URL": f"/{SECRET}/", "X-Forwarded-Prefix": f"/{SECRET}"},
     ],
 )
 def test_who_does_not_know_the_token_gets_nothing(
     guarded: Server, path: str, headers: dict[str, str]
 ) -> None:
-    for asked in (path, f"{path}{'&' if '?' in path else '?'}token=wrong", f"{path}?token="):
-        status, _, text = visit(
+    for asked in (path, f"{path}{'&' if '?' in path else '?'}token=wrong", f"{path}?{SECRET}"):
+        status, answered, text = visit(
             guarded, asked, {"name": "x"} if path == CREATE else None, **headers
         )
         assert (status, "Open the link" in text) == (401, True)
-    assert SECRET not in text
+        assert SECRET not in text
+        assert not answered.keys() & {"set-cookie", "location", "access-control-allow-origin"}
     assert visit(guarded, "/health")[0] == 200
 
 
 def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
-    status, headers, _ = visit(guarded, f"/?token={SECRET}&a=b%20c")
-    assert (status, headers["location"]) == (303, "/?a=b+c")
-    assert {"HttpOnly", "SameSite=Lax", "Path=/"} <= set(headers["set-cookie"].split("; "))
-    cookie = {"Cookie": headers["set-cookie"].partition(";")[0]}
-    assert visit(guarded, "/", **cookie)[0] == 200
-    assert visit(guarded, SEARCH, {"max_results": 1}, **cookie)[0] == 200
-    assert visit(guarded, SEARCH, {"max_results": 1}, Host="evil.example", **cookie)[0] == 403
-    assert visit(guarded, f"//evil.example/?token={SECRET}")[1]["location"] == "/evil.example/"
+    """By the path of everything that it asks for, so no other server gets to see the token."""
+    for path in (f"/{SECRET}", f"/{SECRET}/"):
+        status, headers, text = visit(guarded, path)
+        assert (status, headers["referrer-policy"]) == (200, "same-origin")
+        assert headers["x-frame-options"] == "SAMEORIGIN"
+        assert "set-cookie" not in headers
+    assert 'src="static-files/' in text
+    pages = f"/{SECRET}{SEARCH.replace('/api', '/ajax-api')}"
+    own = f"http://127.0.0.1:{guarded.port}"
+    assert visit(guarded, pages, {"max_results": 1}, Origin=own)[0] == 200
+    assert visit(guarded, pages, {"max_results": 1}, Host="evil.example")[0] == 403
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://127.0.0.1:1", "http://localhost:{port}", "https://evil.example", "null"]
+)
+def test_no_page_of_another_origin_is_answered(guarded: Server, origin: str) -> None:
+    """Not even with the token, which a browser may have kept as a password."""
+    headers = {
+        "Origin": origin.format(port=guarded.port),
+        "Authorization": f"Bearer {SECRET}",
+        "Host": f"127.0.0.1:{guarded.port}",
+    }
+    for body in (None, {"max_results": 1}):
+        status, answered, _ = visit(guarded, SEARCH, body, **headers)
+        assert status == 403
+        assert "access-control-allow-origin" not in answered
+
+
+@pytest.mark.parametrize(
+    "more", [("Host", "evil.example"), ("Origin", "http://evil.example"), ("Origin", "null")]
+)
+def test_a_second_host_or_origin_is_refused(guarded: Server, more: tuple[str, str]) -> None:
+    own = f"127.0.0.1:{guarded.port}"
+    fields = [("Authorization", f"Bearer {SECRET}"), ("Host", own), ("Origin", f"http://{own}")]
+    for order in ([*fields, more], [more, *fields]):
+        there = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+        there.putrequest("GET", "/version", skip_host=True)
+        for name, value in order:
+            there.putheader(name, value)
+        there.endheaders()
+        assert there.getresponse().status == 403
+        there.close()
+
+
+ASSISTANT = "/ajax-api/3.0/mlflow/assistant"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", f"{ASSISTANT}/config"),
+        ("GET", f"{ASSISTANT}/config"),
+        ("POST", f"{ASSISTANT}/message"),
+        ("GET", f"{ASSISTANT}/sessions/x/stream"),
+        ("POST", "/ajax-api/3.0/jobs/"),
+        ("GET", "/gateway/mlflow/v1/models"),
+        ("POST", "/api/2.0/mlflow/webhooks"),
+        ("POST", "/ajax-api/3.0/mlflow/scorer/invoke"),
+        ("POST", "/api/2.0/mlflow/model-versions/create"),
+        ("GET", "/model-versions/get-artifact?name=x&version=1&path=x"),
+        ("TRACE", "/"),
+        ("OPTIONS", "/"),
+        ("DELETE", "/version"),
+        ("GET", "//version"),
+        ("GET", "/version/"),
+        ("GET", "/x/../version"),
+        ("GET", "/%2e/version"),
+        ("GET", "/static-files%2fx%0a"),
+    ],
+)
+def test_what_studies_do_not_need_is_not_served(guarded: Server, method: str, path: str) -> None:
+    there = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30)
+    there.request(method, path, "{}", {"Authorization": f"Bearer {SECRET}"})
+    answer = there.getresponse()
+    assert (answer.status, b"and not this" in answer.read()) == (404, True)
+    there.close()
 
 
 def test_a_study_without_the_token_is_told_where_it_is(guarded: Server) -> None:

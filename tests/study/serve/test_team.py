@@ -237,7 +237,7 @@ def test_only_who_knows_a_password_gets_in(team: tuple[str, int]) -> None:
     for path in (
         "/",
         SEARCH,
-        "/ajax-api/2.0/mlflow/runs/search",
+        "/ajax-api/2.0/mlflow/experiments/search",
         "/api/2.0/mlflow-artifacts/artifacts",
     ):
         assert ask(address, "GET", path)[0] == 401, path
@@ -267,7 +267,40 @@ def test_hosts_and_pages_of_strangers_are_refused(team: tuple[str, int]) -> None
         assert ask(address, "POST", SEARCH, ANY, ADA, Host=host)[0] == 403, host
     for origin in (f"https://{NAME}", f"http://{NAME}:{port}"):
         assert ask(address, "POST", SEARCH, ANY, ADA, Host=NAME, Origin=origin)[0] == 200, origin
-    assert ask(address, "POST", SEARCH, ANY, ADA, Origin="https://evil.example")[0] == 403
+    for origin in ("https://evil.example", "http://127.0.0.1:1", "http://localhost:1", "null"):
+        for method in ("POST", "GET"):
+            assert ask(address, method, SEARCH, ANY, ADA, Origin=origin)[0] == 403, origin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("user", [ADMIN, ADA])
+def test_nobody_gets_at_what_runs_things_on_the_server(
+    team: tuple[str, int], user: tuple[str, str], tmp_path: Path
+) -> None:
+    """From 127.0.0.1, as by a tunnel: MLflow's assistant would run a command of the user's."""
+    assistant, left = "/ajax-api/3.0/mlflow/assistant", tmp_path / "left"
+    program = tmp_path / "codex"
+    program.write_text(f"#!/bin/sh\ntouch {left}\n")
+    program.chmod(0o755)
+    config = {"providers": {"codex": {"model": "default", "selected": True}}}
+    requests: list[tuple[str, str, object]] = [
+        ("PUT", f"{assistant}/config", config),
+        ("POST", f"{assistant}/message", {"message": f"touch {left}"}),
+        ("GET", f"{assistant}/sessions/x/stream", None),
+        ("GET", f"{assistant}/providers/codex/health", None),
+        ("POST", f"{assistant}/skills/install", {"type": "custom", "custom_path": str(left)}),
+        ("POST", "/ajax-api/3.0/jobs/", {"job_name": "x", "params": {}}),
+        ("POST", "/ajax-api/3.0/mlflow/scorer/invoke", {"experiment_id": "0"}),
+        ("POST", "/api/2.0/mlflow/webhooks", {"name": "x", "url": "http://127.0.0.1:1"}),
+        ("POST", "/api/2.0/mlflow/registered-models/create", {"name": "x"}),
+        ("POST", "/api/3.0/mlflow/traces", {}),
+        ("POST", "/v1/traces", {}),
+    ]
+    for method, path, body in requests:
+        for spelled in (path, f"/{path}", f"{path}/", path.replace("mlflow", "%6dlflow")):
+            status, text = ask(team[0], method, spelled, body, user)
+            assert (status, "and not this" in text) == (404, True), spelled
+    assert not left.exists()
 
 
 @pytest.mark.slow
@@ -290,7 +323,7 @@ def test_two_workers_answer_and_nothing_secret_is_in_a_command_line(team: tuple[
     lines = [" ".join(process.cmdline()) for process in family]
     assert sum("spawn_main" in line for line in lines) == 2
     assert not [line for line in lines if "postgresql" in line or ADMIN[1] in line]
-    server = next(process for process in family if "uvicorn" in " ".join(process.cmdline()))
+    server = next(process for process in family if "mlflow_server" in " ".join(process.cmdline()))
     variables = server.environ()
     assert (
         variables["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"]

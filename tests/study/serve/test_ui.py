@@ -51,6 +51,34 @@ def test_no_server_outlives_its_command(notice: signal.Signals, tmp_path: Path) 
     assert not alive
 
 
+FROM_ITS_PORT = """
+import socket, sys
+from study.cli.entry import main
+connect = socket.create_connection
+def from_its_port(address, *rest, **options):
+    connection = socket.socket()
+    try:
+        connection.bind(address)  # by chance, where the port is one that the kernel gives out
+        connection.connect(address)
+        return connection
+    except OSError:
+        return connect(address, *rest, **options)
+socket.create_connection = from_its_port
+sys.exit(main(["ui", "--port", sys.argv[1]]))
+"""
+
+
+def test_who_waits_for_the_server_does_not_meet_itself(tmp_path: Path) -> None:
+    """A port without listener answers a connection that comes from the port."""
+    words = [sys.executable, "-c", FROM_ITS_PORT, str(free_port())]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "Starting MLflow" in process.stdout.readline()
+    assert "MLflow is at http://127.0.0.1:" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+
+
 PAGE = "#/experiments/1/runs/2"
 THEN = "   then open its link to this study"
 

@@ -1,0 +1,129 @@
+"""The routes of MLflow that our servers answer: those that browsing and logging need.
+
+MLflow brings routes that do more than a study needs: 3.17's assistant runs shell commands for
+everybody who comes from 127.0.0.1, others start jobs, call addresses that clients name, or read
+files of the server's. A list of what is refused would miss the next one, so this is the list of
+what is allowed. ``tests/study/serve/test_routes.py`` holds the installed MLflow against it, and
+fails for a route about which nobody has decided.
+"""
+
+from __future__ import annotations
+
+import re
+
+ALLOWED = """
+GET     /
+GET     /version
+GET     /static-files/<path:path>
+GET     /get-artifact
+POST    /graphql
+GET     /{api}/3.0/mlflow/server-info
+
+GET     /{api}/2.0/mlflow/experiments/get
+GET     /{api}/2.0/mlflow/experiments/get-by-name
+GET     /{api}/2.0/mlflow/experiments/search
+POST    /{api}/2.0/mlflow/experiments/search
+POST    /{api}/2.0/mlflow/experiments/create
+POST    /{api}/2.0/mlflow/experiments/update
+POST    /{api}/2.0/mlflow/experiments/delete
+POST    /{api}/2.0/mlflow/experiments/restore
+POST    /{api}/2.0/mlflow/experiments/set-experiment-tag
+POST    /{api}/2.0/mlflow/experiments/delete-experiment-tag
+POST    /ajax-api/2.0/mlflow/experiments/search-datasets
+
+GET     /{api}/2.0/mlflow/runs/get
+POST    /{api}/2.0/mlflow/runs/search
+POST    /{api}/2.0/mlflow/runs/create
+POST    /{api}/2.0/mlflow/runs/update
+POST    /{api}/2.0/mlflow/runs/delete
+POST    /{api}/2.0/mlflow/runs/restore
+POST    /{api}/2.0/mlflow/runs/set-tag
+POST    /{api}/2.0/mlflow/runs/delete-tag
+POST    /{api}/2.0/mlflow/runs/log-batch
+POST    /{api}/2.0/mlflow/runs/log-inputs
+POST    /{api}/2.0/mlflow/runs/log-metric
+POST    /{api}/2.0/mlflow/runs/log-model
+POST    /{api}/2.0/mlflow/runs/log-parameter
+POST    /{api}/2.0/mlflow/runs/outputs
+
+GET     /{api}/2.0/mlflow/metrics/get-history
+GET     /{api}/2.0/mlflow/metrics/get-history-bulk-interval
+GET     /ajax-api/2.0/mlflow/metrics/get-history-bulk
+
+GET     /{api}/2.0/mlflow/artifacts/list
+POST    /{api}/2.0/mlflow/artifacts/presigned-download-url
+POST    /{api}/2.0/mlflow/artifacts/presigned-upload-url
+GET     /{api}/2.0/mlflow-artifacts/artifacts
+GET     /{api}/2.0/mlflow-artifacts/artifacts/<path:path>
+PUT     /{api}/2.0/mlflow-artifacts/artifacts/<path:path>
+DELETE  /{api}/2.0/mlflow-artifacts/artifacts/<path:path>
+GET     /{api}/2.0/mlflow-artifacts/presigned/<path:path>
+POST    /{api}/2.0/mlflow-artifacts/mpu/create/<path:path>
+POST    /{api}/2.0/mlflow-artifacts/mpu/complete/<path:path>
+POST    /{api}/2.0/mlflow-artifacts/mpu/abort/<path:path>
+
+POST    /{api}/2.0/mlflow/logged-models
+POST    /{api}/2.0/mlflow/logged-models/search
+GET     /{api}/2.0/mlflow/logged-models/<id>
+PATCH   /{api}/2.0/mlflow/logged-models/<id>
+DELETE  /{api}/2.0/mlflow/logged-models/<id>
+POST    /{api}/2.0/mlflow/logged-models/<id>/params
+PATCH   /{api}/2.0/mlflow/logged-models/<id>/tags
+DELETE  /{api}/2.0/mlflow/logged-models/<id>/tags/<key>
+GET     /{api}/2.0/mlflow/logged-models/<id>/artifacts/directories
+GET     /ajax-api/2.0/mlflow/logged-models/<id>/artifacts/files
+
+GET     /signup
+POST    /api/2.0/mlflow/users/create-ui
+POST    /{api}/2.0/mlflow/users/create
+GET     /{api}/2.0/mlflow/users/get
+GET     /{api}/2.0/mlflow/users/list
+GET     /{api}/2.0/mlflow/users/current
+PATCH   /{api}/2.0/mlflow/users/update-password
+PATCH   /{api}/2.0/mlflow/users/update-admin
+DELETE  /{api}/2.0/mlflow/users/delete
+GET     /{api}/3.0/mlflow/users/current/permissions
+GET     /{api}/3.0/mlflow/users/permissions/get
+GET     /{api}/3.0/mlflow/users/permissions/list
+POST    /{api}/3.0/mlflow/users/permissions/grant
+POST    /{api}/3.0/mlflow/users/permissions/revoke
+GET     /{api}/3.0/mlflow/users/roles/list
+POST    /{api}/3.0/mlflow/roles/create
+GET     /{api}/3.0/mlflow/roles/get
+GET     /{api}/3.0/mlflow/roles/list
+PATCH   /{api}/3.0/mlflow/roles/update
+DELETE  /{api}/3.0/mlflow/roles/delete
+POST    /{api}/3.0/mlflow/roles/permissions/add
+GET     /{api}/3.0/mlflow/roles/permissions/list
+PATCH   /{api}/3.0/mlflow/roles/permissions/update
+DELETE  /{api}/3.0/mlflow/roles/permissions/remove
+POST    /{api}/3.0/mlflow/roles/assign
+DELETE  /{api}/3.0/mlflow/roles/unassign
+GET     /{api}/3.0/mlflow/roles/users/list
+"""
+"""A method and a path a line; ``{api}`` is ``api`` or ``ajax-api``, ``<path:path>`` may hold
+slashes, other names in ``<>`` may not."""
+
+_PARTS = {"{api}": "(?:ajax-)?api", "<path:": ".+", "<": "[^/]+"}
+
+
+def _expression(line: str) -> str:
+    """Return the regular expression of a line of :data:`ALLOWED`."""
+    method, path = line.split()
+    parts = re.split(r"(\{api\}|<path:|<)[^/]*", path)
+    # re.split gives the text between parameters and, at odd places, their kind
+    text = "".join(_PARTS[part] if at % 2 else re.escape(part) for at, part in enumerate(parts))
+    return f"{method} {text}"
+
+
+_ALLOWED = re.compile("|".join(_expression(line) for line in ALLOWED.splitlines() if line))
+
+
+def is_allowed(method: str, path: str) -> bool:
+    """Tell whether our servers answer a request.
+
+    Args:
+        method: HTTP method; HEAD counts as GET.
+        path: decoded path, as MLflow's application gets it.
+    """
+    return bool(_ALLOWED.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}"))
