@@ -31,7 +31,6 @@ from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
 EXECUTORS = ("auto", "packed", "train")
-
 TRACKING_SCHEMES = (
     "sqlite:///",
     "http://",

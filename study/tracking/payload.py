@@ -11,6 +11,7 @@ from study.claims.record import SAME
 from study.config import OUTSIDE
 from study.config.keys import flatten
 from study.config.space import describe
+from study.config.yaml_loader import dump
 from study.ledger.lines import Event
 from study.ledger.state import (
     ENDED,
@@ -244,8 +245,6 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
 
 def documents_of(plan: Event) -> dict[str, str]:
     """Return the parent run's files: config, plan, environment."""
-    from study.config.yaml_loader import dump  # it loads YAML
-
     trials = [
         {key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial}
         for trial in plan["trials"]
