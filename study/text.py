@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-CLOSE = 0.6
-"""Similarity from which a known name is suggested as the one that was meant."""
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
@@ -25,12 +21,6 @@ def layout_of(config: Mapping[str, Any]) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 trial``, ``3 trials``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def percent(fraction: float) -> str:

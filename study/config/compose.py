@@ -20,10 +20,11 @@ values of the wrong type, and they refuse values outside their range, with value
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,17 +43,19 @@ from study.config.explain import (
 )
 from study.config.keys import leaves, locate, spell_out
 from study.config.new import check_new
-from study.config.script import as_json, is_script, read_script
+from study.config.script import is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, parse, read_mapping
 from study.program import lns_study
-from study.text import nearest
 from study.tracking_uri import refuse_passwords
 from trainers.config import TrialConfig
+from trainers.config.validation import plain
 from trainers.data import resolve
+from trainers.text import nearest
 
 SELF = "_self_"
+_json = partial(json.dumps, ensure_ascii=False)
 SMALL = "-small"
 """End of the name of a study's small form."""
 
@@ -286,9 +289,10 @@ def _roots() -> list[Path]:
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
     """Return changes as the command line has them; refuse a value that has no form in YAML."""
+    values = {key: plain(key, value) for key, value in changes.items()}
     return [
-        f"{key}={value if isinstance(value, str) and group_options(key) else as_json(key, value)}"
-        for key, value in changes.items()
+        f"{key}={value if isinstance(value, str) and group_options(key) else _json(value)}"
+        for key, value in values.items()
     ]
 
 

@@ -16,8 +16,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
-from study.text import CLOSE
 from trainers.config.validation import field_types
+from trainers.text import CLOSE
 
 _ABSENT = object()
 EXAMPLES = {

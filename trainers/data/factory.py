@@ -29,7 +29,8 @@ from torch import Tensor
 from trainers.config import DataConfig
 from trainers.data.split import Examples, Split
 from trainers.data.stream import Stream
-from trainers.user_code import call, describe_error, find_source, load_code, named
+from trainers.text import describe_error
+from trainers.user_code import call, find_source, load_code, named
 
 KEY = "data.name"
 TOKENS = (torch.int32, torch.int64)

@@ -172,7 +172,7 @@ REFUSED = [
         ["table", "seeds=[0,a]"],
         ["seeds[1]: 'a'", "every entry must be a whole number", "seeds=[0,1]"],
     ),
-    (["table", "seeds=[[1]]"], ["seeds=[1]", "whole number", "seeds=[0,1,2]"]),
+    (["table", "seeds=[[1]]"], ["seeds=[[1]]", "whole number", "seeds=[0]"]),
     (["table", "seeds[0]=1"], ["seeds[0]=1", "cannot be set one by one", "seeds=[0,1]"]),
     (["table", "seeds=[1,1]"], ["seeds", "more than once"]),
     (["table", "seeds=[]"], ["seeds", "at least one"]),
