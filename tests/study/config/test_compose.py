@@ -212,7 +212,7 @@ REFUSED = [
     (["table", "digits={epoch: 3}"], ["digits: epoch: unknown key", "'epochs'"]),
     (["table", "digits={epochs: many}"], ["digits: epochs: 'many'", "whole number", "epochs=20"]),
     (["table", "name=[a"], ["name=[a", "YAML"]),
-    (["table", "trial.model.args=abc"], ["'abc'", "must be a mapping", "args={name: 2}"]),
+    (["table", "trial.model.args=abc"], ["'abc'", "must be a mapping", "args={activation: relu}"]),
     (["table", "name=///"], ["name='///'", "letter of A to Z or a digit"]),
     (["table", "name=αβ"], ["name='αβ'", "letter of A to Z or a digit", "name=table"]),
     (["table", "name=a: b"], ["name: {'a': 'b'}", "must be text", "stands in quotes"]),
