@@ -254,14 +254,12 @@ class StudyConfig:
                 )
 
     def _check_alerts(self) -> None:
+        example = "use for example alerts={finished: 'echo $LNS_STUDY_OUTCOME'}"
         for event, command in self.alerts.items():
-            one_of("alerts", event, ALERTS)
-            require(
-                f"alerts.{event}={command!r}",
-                isinstance(command, str) and bool(command.strip()),
-                "must be a shell command",
-                "use for example alerts: {finished: 'echo $LNS_STUDY_OUTCOME'}",
-            )
+            known = f"must be one of {', '.join(ALERTS)}"
+            require(f"alerts={event!r}", event in ALERTS, known, example)
+            runs = isinstance(command, str) and bool(command.strip())
+            require(f"alerts.{event}={command!r}", runs, "must be a shell command", example)
 
     def _check_metric(self) -> None:
         """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""

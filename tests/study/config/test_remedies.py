@@ -12,7 +12,12 @@ from study.config.explain import known_keys
 from tests.study.config.test_compose import REFUSED
 
 SHOWN = re.compile(r"(?<![\w`.])[a-z_.]+=(?:\[[^]]*\]|\{[^}]*\}+|'[^']*'|[^\s,;\"]+)")
-TOGETHER = {"precision.gradient_format", "precision.master_format", "layout.virtual_stages"}
+TOGETHER = {
+    "claims", "layout.virtual_stages", "limits.joules", "precision.gradient_format",
+    "precision.master_format", "search.confirm_seeds", "search.constraints", "search.per_seed",
+    "trainable.args",
+    "trainable.name",
+}  # fmt: skip
 """Keys of which a value asks for that of another key, which the next error names."""
 
 
