@@ -42,6 +42,7 @@ from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
 from study.text import printable
 from study.tracking.sqlite import where_damaged
+from trainers.config.validation import plain
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -283,25 +284,24 @@ def create(
     return Study(create_study(_compose(config, overrides, keys), _print))
 
 
-def load(name: str | Path, storage: str = STORAGE) -> Study:
+def load(name: str | Path, storage: str | Path = STORAGE) -> Study:
     """Return a study that exists, by its name or its folder.
 
     Raises:
         UserError: there is none in ``storage``; the message lists those there are.
     """
     with refusals():
-        return Study(find(str(name), storage))
+        return Study(find(str(name), str(storage)))
 
 
 def _compose(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None, keys: dict[str, Any]
 ) -> StudyConfig:
     source = config if isinstance(config, StudyConfig) else str(config)
-    small = keys.get("small") is True
     changes = {**(overrides or {}), **keys}
-    if small:
-        del changes["small"]
     with refusals():
+        if small := plain("small", keys.get("small")) is True:
+            del changes["small"]
         return load_config(source, as_overrides(changes), _print, small=small)
 
 

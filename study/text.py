@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TextIO
 
-CLOSE = 0.6
-"""Similarity from which a known name is suggested as the one that was meant."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Characters that steer terminals or turn the order of others."""
 
@@ -58,12 +55,6 @@ def layout_of(config: Mapping[str, Any]) -> str:
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 trial``, ``3 trials``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def percent(fraction: float) -> str:

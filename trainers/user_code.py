@@ -24,7 +24,6 @@ import inspect
 import os
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,10 +34,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainers.text import describe_error, nearest
+
 DIGEST_LENGTH = 12
 """Hex digits kept of a file's sha256."""
-LENGTH = 300
-"""Characters kept of what the user's code says in an error."""
+LISTED = 20
+"""Most names of a module that an error lists."""
 PRIVATE = "_lns_study_user_"
 """Prefix of the names of modules that are loaded from files."""
 SENT = "lns_study_user_files"
@@ -306,10 +307,11 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
         _refuse_mixed(key, name, path)
     found: Any = getattr(module, attribute, None)
     if not callable(found):
-        listed = ", ".join(sorted(name for name, value in vars(module).items() if _own(value)))
+        known = [name for name, value in vars(module).items() if _offers(module, name, value)]
+        listed = ", ".join(sorted(known)) if len(known) <= LISTED else f"{len(known)} others"
         raise ValueError(
-            f"{key}={name!r}: {path} has no function or class {attribute}; it has"
-            f" {listed or 'none'}"
+            f"{key}={name!r}: {path} has no function or class"
+            f" {attribute}{nearest(attribute, known)}; it has {listed or 'none'}"
         )
     function: Callable[..., Any] = found
     return function
@@ -395,9 +397,8 @@ def call(
         with seeded(seed):
             return function(**arguments)
     except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"{key}={name!r} raised {describe_error(error, path)}; mend it there"
-        ) from error
+        mend = "change its args" if INSTALLED & set(path.parts) else "mend it there"
+        raise ValueError(f"{key}={name!r} raised {describe_error(error, path)}; {mend}") from error
 
 
 def forget() -> None:
@@ -474,27 +475,10 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def describe_error(error: BaseException, *places: Path) -> str:
-    """Describe what was raised, with the last line of the user's files that led to it.
-
-    Args:
-        error: what was raised.
-        places: the user's files, and folders of them.
-    """
-    place = str(places[0]) if places else ""
-    if isinstance(error, SyntaxError):
-        known = error.filename is not None and Path(error.filename).is_file()
-        place = f"{error.filename if known else place}, line {error.lineno}"
-    for frame in traceback.extract_tb(error.__traceback__):
-        path = Path(frame.filename)
-        if any(path == known or known in path.parents for known in places):
-            place = f"{frame.filename}, line {frame.lineno}"
-    text = " ".join(str(error).split())[:LENGTH]
-    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
-
-
-def _own(value: object) -> bool:
-    """Tell whether a module's attribute is a function or class that it defines itself."""
+def _offers(module: ModuleType, name: str, value: object) -> bool:
+    """Tell whether an attribute is a function or class that the user wrote, or a package shows."""
     return (inspect.isfunction(value) or inspect.isclass(value)) and (
-        value.__module__.startswith(PRIVATE)
+        value.__module__ == module.__name__
+        if module.__name__.startswith(PRIVATE)
+        else not name.startswith("_")
     )

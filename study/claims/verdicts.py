@@ -50,7 +50,8 @@ from study.ledger.state import ENDED, FAILED, FINISHED, StudyState
 from study.results.answer import Comparison, compare
 from study.results.summary import Row, Summary, figures_by_seed, summarise
 from study.tracking_uri import without_password
-from trainers.user_code import LENGTH, describe_error, find_source, load_code
+from trainers.text import LENGTH, describe_error
+from trainers.user_code import find_source, load_code
 
 SEARCHING = "the search has not come to its end"
 LIKE = 1e-9

@@ -25,7 +25,8 @@ from study.cli.serve import add_ui
 from study.cli.tracking import add_tracking_commands
 from study.errors import StorageError, UserError
 from study.program import NAME, own_version, process_began
-from study.text import PrintableStream, nearest
+from study.text import PrintableStream
+from trainers.text import nearest
 
 DESCRIPTION = """\
 Run a study: train the same network in several number formats, several seeds

@@ -381,12 +381,7 @@ def _dry_run(study: StudyConfig) -> int:
         epochs = counted(trial.config.epochs, "epoch")
         size = f"{precision.format}, {epochs}, {counted(trial.config.workers, 'worker')}"
         print(f"#   {trial.id}  {trial.row}, seed {trial.seed}: {size}")
-    if any(
-        trial.config.data.name == "mnist"
-        and trial.config.data.root is None
-        and not trial.config.own_loop
-        for trial in plan.trials
-    ):
+    if plan.downloads:
         _print_download()
     return 0
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from study.config.keys import OUTSIDE, is_number, sha256_of, without
-from trainers.config.validation import finite, require
+from trainers.config.validation import finite, plain_values, require
 from trainers.user_code import split_name, without_folder
 
 BOUNDS = ("at_most", "at_least", "within")
@@ -75,6 +75,7 @@ PICTURES = (
 """Pictures of a report that a page of claims can have for a study."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class AmendmentConfig:
     """A change of a study's design or claims after results were seen, as pre-registrations have it.
@@ -105,6 +106,7 @@ class AmendmentConfig:
         return f"{self.date}: {self.change} Reason: {self.reason}"
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class ClaimConfig:
     """One claim of a study.

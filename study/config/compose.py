@@ -21,10 +21,11 @@ values of the wrong type, and they refuse values outside their range, with value
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,18 +44,20 @@ from study.config.explain import (
 from study.config.keys import leaves, locate, spell_out
 from study.config.new import check_new
 from study.config.overrides import is_trial_key, parse_override, refuse_numbers, undotted
-from study.config.script import as_json, is_script, read_script
+from study.config.script import is_script, read_script
 from study.config.space import flatten_space
 from study.config.study import StudyConfig
 from study.config.yaml_loader import as_text, check_references, read_mapping
 from study.program import lns_study
-from study.text import nearest
 from study.tracking_uri import refuse_passwords
+from trainers.config.validation import plain
 from trainers.data import resolve
+from trainers.text import nearest
 
 SELF = "_self_"
 GROUP = re.compile(r"\w[\w-]*")
 """Form of a group's name, that of a folder of `conf`."""
+_json = partial(json.dumps, ensure_ascii=False)
 SMALL = "-small"
 """End of the name of a study's small form."""
 
@@ -296,11 +299,12 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
         ValueError: a value has no form in YAML, or is a number where the schema has a text: 1.10 is
             1.1 in Python, and either may be meant.
     """
-    for key, value in changes.items():
+    values = {key: plain(key, value) for key, value in changes.items()}
+    for key, value in values.items():
         refuse_numbers(f"trial.{key}" if is_trial_key(key) else key, value)
     return [
-        f"{key}={value if isinstance(value, str) and group_options(key) else as_json(key, value)}"
-        for key, value in changes.items()
+        f"{key}={value if isinstance(value, str) and group_options(key) else _json(value)}"
+        for key, value in values.items()
     ]
 
 

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.kinds import kind_at, split
 from study.config.study import RowConfig, StudyConfig
 from study.program import lns_study
-from study.text import CLOSE
+from trainers.config.validation import show
+from trainers.text import CLOSE
 
 _ABSENT = object()
 EXAMPLES = {
@@ -30,6 +31,30 @@ EXAMPLES = {
     "trial": "{epochs: 3}",
     "trial.model.hidden": "[512]",
     "trial.trainable": "{name: 'loop.py:train'}",
+    "trial.model.args": "{activation: relu}",
+    "trial.model.channels": "null",
+    "trial.metrics": "{r2: {name: 'torchmetrics:R2Score'}}",
+    "trial.data.args": "{}",
+    "trial.data.num_workers": "null",
+    "trial.loss.args": "{label_smoothing: 0.1}",
+    "trial.precision.gradient_format": "null",
+    "trial.precision.master_format": "null",
+    "trial.precision.loss_scale": "null",
+    "trial.layout.dp": "1",
+    "trial.memory.segments": "null",
+    "trial.profile.steps": "[10, 14]",
+    "trial.profile.ranks": "[0]",
+    "trial.trainable.name": "'loop.py:train'",
+    "trial.min_workers": "1",
+    "trial.gpus": "1",
+    "trial.changes": "[{epoch: 2, optimizer.lr: 0.01}]",
+    "space": "{optimizer.lr: {loguniform: [0.001, 1.0]}}",
+    "search.objectives": "{validation/error: min}",
+    "search.constraints": "{bits: '<= 12'}",
+    "baseline": "null",
+    "picture": "test_error",
+    "tracking_uri": "none",
+    "alerts": "{finished: 'echo $LNS_STUDY_OUTCOME'}",
     "digits": "{epochs: 3}",
     "comparable": "{epochs: 3}",
     "rows[].comparable": "{epochs: 3}",
@@ -176,15 +201,20 @@ def _example(key: str) -> str:
         return EXAMPLES[key]
     kind = kind_at(split(key))
     if dataclasses.is_dataclass(kind):
-        name, value = next((entry.name, entry.default) for entry in dataclasses.fields(kind))
-        return f"{{{name}: {value}}}"
+        parts = {entry.name: entry.default for entry in dataclasses.fields(kind)}
+        set_ = (name for name, value in parts.items() if type(value) in (bool, int, float, str))
+        name = next(set_, "")
+        return f"{{{name}: {show(parts[name])}}}" if name else "{}"
     if typing.get_origin(kind) is dict:
         return "{name: 2}"
     default = OmegaConf.select(schema(), key) if "[" not in key else None
-    if isinstance(default, int | float | str) and default != "":
-        return str(default).lower() if isinstance(default, bool) else str(default)
-    kind = next(iter(typing.get_args(kind)), kind)
-    return {int: "2", float: "2.5", bool: "true"}.get(kind, "abc")
+    if default not in (None, "") and default != []:
+        return show(OmegaConf.to_container(default) if isinstance(default, ListConfig) else default)
+    kinds = typing.get_args(kind)
+    inner = kinds[0] if type(None) in kinds else kind
+    if typing.get_origin(inner) is list:
+        return "[2]"
+    return {int: "2", float: "2.5", bool: "true"}.get(inner, "abc")
 
 
 @cache

@@ -13,14 +13,12 @@ Trials are processes of their own: they load the file only where a config names 
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 from study.config.study import StudyConfig
-from trainers.user_code import describe_error, load_file
+from trainers.text import describe_error
+from trainers.user_code import load_file
 
 _SCRIPT = re.compile(r"(?P<file>.+\.py)(:(?P<name>[A-Za-z_]\w*))?")
 
@@ -69,27 +67,3 @@ def read_script(path: Path) -> StudyConfig:
         f"config {str(path)!r}: {file} has {len(studies)} studies"
         f"{f', none of them {name}' if name else ''}; choose one: {listed}"
     )
-
-
-def as_json(key: str, value: Any) -> str:
-    """Return a value as JSON, which YAML contains; paths and NumPy's numbers are written, too.
-
-    Raises:
-        ValueError: a value is of another type; the message names ``key``.
-    """
-
-    def convert(entry: Any) -> Any:
-        if isinstance(entry, os.PathLike):
-            return os.fspath(entry)
-        if hasattr(entry, "item"):
-            return entry.item()
-        raise TypeError(type(entry).__name__)
-
-    try:
-        return json.dumps(value, default=convert, ensure_ascii=False)
-    except TypeError as error:
-        raise ValueError(
-            f"{key}={value!r}: must be numbers, texts, None, lists and dicts of these, not {error};"
-            " take a config's values with dataclasses.asdict, or change it with"
-            " dataclasses.replace"
-        ) from None

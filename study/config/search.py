@@ -11,7 +11,7 @@ import numpy as np
 
 from study.config.metric import MODES, Metric
 from study.config.space import Space
-from trainers.config.validation import at_least, one_of, require
+from trainers.config.validation import at_least, one_of, plain_values, require
 
 ALGORITHMS = ("random", "sobol", "grid", "tpe", "gp", "cmaes", "nsga2", "auto")
 ADAPTIVE = ("tpe", "gp", "cmaes", "nsga2", "auto")
@@ -39,6 +39,7 @@ def unique(name: str, values: Sequence[object], remedy: str) -> None:
         raise ValueError(f"{name}: {', '.join(repeated)} appears more than once; {remedy}")
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
     """How the search space is searched, alike for every row.

@@ -106,10 +106,14 @@ class Domain:
             return math.floor(low + unit * (high - low))
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
+    def index(self, value: Any) -> int:
+        """Return the place of a value in a list of values; true and 1 are two values."""
+        return list(map(canonical, self.values)).index(canonical(value))
+
     def unit(self, value: Any) -> float:
         """Return a unit number that :meth:`at` maps to ``value``, or near it for reals."""
         if self.categorical:
-            return (self.values.index(value) + 0.5) / len(self.values)
+            return (self.index(value) + 0.5) / len(self.values)
         low, high, *step = map(float, self.values)
         if self.kind == "quniform":
             return (round((float(value) - low) / step[0]) + 0.5) / (
@@ -149,7 +153,7 @@ class Domain:
 
     def applies(self, params: Mapping[str, Any]) -> bool:
         """Tell whether the key varies, given the values of the keys before it."""
-        return all(_value_of(key, params) in allowed for key, allowed in self.when)
+        return all(_among(_value_of(key, params), allowed) for key, allowed in self.when)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +318,10 @@ def _parse_domain(key: str, spec: Any) -> Domain:
             f" {', '.join((*CATEGORICAL, *RANGES))}, and may have when; {EXAMPLE}"
         )
     kind, values = kinds[0], spec[kinds[0]]
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+    if not isinstance(values, Sequence) or isinstance(values, str):
         raise ValueError(f"space.{key}.{kind}: {show(values)} must be a list; {EXAMPLE}")
+    if not values:
+        raise ValueError(f"space.{key}.{kind}: [] must have at least one value; {EXAMPLE}")
     if kind in RANGES:
         _check_range(key, kind, values)
     elif len({canonical(value) for value in values}) < len(values):
@@ -331,23 +337,39 @@ def _check_range(key: str, kind: str, values: Sequence[Any]) -> None:
         raise ValueError(
             f"space.{key}.{kind}: {show(list(values))} must be {wanted}, finite numbers; {EXAMPLE}"
         )
-    low, high = values[:2]
-    if not low < high:
-        raise ValueError(f"space.{key}.{kind}: low={low} must be below high={high}; swap them")
+    rule = _broken_rule(kind, *values)
+    if rule:
+        given = f"space.{key}.{kind}: {show(list(values))}"
+        raise ValueError(f"{given}: {rule}; use for example {_mended(kind, *values)}")
+
+
+def _broken_rule(kind: str, low: float, high: float, step: float = 1.0) -> str:
+    """Return the rule that the numbers of a range break; "" if none."""
+    whole = kind.endswith("randint")
+    if whole and not (isinstance(low, int) and isinstance(high, int)):
+        return "must be whole numbers"
     if kind.startswith("log") and low <= 0:
-        raise ValueError(
-            f"space.{key}.{kind}: low={low} must be positive, its logarithm is taken; use for"
-            " example 0.001"
-        )
-    if kind.endswith("randint") and not all(isinstance(value, int) for value in values):
-        raise ValueError(
-            f"space.{key}.{kind}: {show(list(values))} must be whole numbers; use uniform for"
-            " others"
-        )
-    if kind == "quniform" and values[2] <= 0:
-        raise ValueError(
-            f"space.{key}.{kind}: step={values[2]} must be positive; use for example 0.1"
-        )
+        return f"low={low} must be positive, its logarithm is taken"
+    if not low < high:
+        without = " (which is left out)" if whole else ""
+        return f"low={low} must be below high={high}{without}"
+    return "" if step > 0 else f"step={step} must be positive"
+
+
+def _mended(kind: str, low: float, high: float, *step: float) -> str:
+    """Return a domain near to a range that breaks a rule."""
+    low, high = min(low, high), max(low, high)
+    if kind.endswith("randint"):
+        low, high = math.floor(low), math.ceil(high)
+    if kind.startswith("log"):
+        most = high if high > 0 else 1
+        low = low if low > 0 else 1 if kind == "lograndint" else most / 1000
+        high = max(most, 2 * low) if most <= low and high != low else most
+    if low == high:
+        return show({"choice": [low]})
+    if step and step[0] <= 0:
+        step = ((high - low) / 10,)
+    return show({kind: [low, high, *step]})
 
 
 def _parse_when(key: str, when: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
@@ -383,6 +405,12 @@ def _sets(domain: Domain, key: str) -> bool:
     return inner != key and any(
         isinstance(value, Mapping) and lookup(value, inner) is not None for value in domain.values
     )
+
+
+def _among(value: Any, allowed: Iterable[Any]) -> bool:
+    """Tell whether a value is one of ``allowed``; true and 1 are two values, 1 and 1.0 one."""
+    kind = isinstance(value, bool)
+    return any(value == other and isinstance(other, bool) is kind for other in allowed)
 
 
 def _value_of(key: str, params: Mapping[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from study.config.space import Space, parse_space
 from study.tracking_uri import hide, without_password
 from trainers.config import TrialConfig
 from trainers.config.schedule_changes import CHANGEABLE
-from trainers.config.validation import as_dict, at_least, finite, one_of, require
+from trainers.config.validation import as_dict, at_least, finite, one_of, plain_values, require
 from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
@@ -41,6 +41,7 @@ TRACKING_SCHEMES = (
 )
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class RowConfig:
     """One row of the study's table: the base trial with ``overrides``.
@@ -74,6 +75,7 @@ class RowConfig:
         finite(f"{row}: published", self.published, float("-inf"), "leave it out for none")
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
     """Limits at which a study stops by itself, as with ``lns-study stop``; None is no limit.
@@ -103,6 +105,7 @@ class LimitsConfig:
         at_least("limits.failures", self.failures, 1, "leave it out for no limit")
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
     """The complete config of a study.
@@ -229,11 +232,8 @@ class StudyConfig:
         self._check_metric()
         self._check_space()
         check_tracking_uri(self.tracking_uri)
-        object.__setattr__(
-            self,
-            "tracking_uri",
-            hide(self.tracking_uri) if self.tracking_uri else self.tracking_uri,
-        )
+        shown = self.tracking_uri and hide(self.tracking_uri)
+        object.__setattr__(self, "tracking_uri", shown)
         if self.search.objectives == OBJECTIVES:
             object.__setattr__(self, "search", replace(self.search, objectives=self._objectives))
         self._check_objectives()
@@ -253,14 +253,12 @@ class StudyConfig:
                 )
 
     def _check_alerts(self) -> None:
+        example = "use for example alerts={finished: 'echo $LNS_STUDY_OUTCOME'}"
         for event, command in self.alerts.items():
-            one_of("alerts", event, ALERTS)
-            require(
-                f"alerts.{event}={command!r}",
-                isinstance(command, str) and bool(command.strip()),
-                "must be a shell command",
-                "use for example alerts: {finished: 'echo $LNS_STUDY_OUTCOME'}",
-            )
+            known = f"must be one of {', '.join(ALERTS)}"
+            require(f"alerts={event!r}", event in ALERTS, known, example)
+            runs = isinstance(command, str) and bool(command.strip())
+            require(f"alerts.{event}={command!r}", runs, "must be a shell command", example)
 
     def _check_metric(self) -> None:
         """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""

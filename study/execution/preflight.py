@@ -27,7 +27,7 @@ from study.tracking.address import OFF
 from study.tracking.names import check_loggable
 from study.tracking.sinks import check_sinks
 from study.tracking.supervisor import check_tracking
-from trainers.data import DatasetInfo
+from trainers.data import DatasetInfo, describe_download
 from trainers.training.device import gpu_models
 from trainers.workers.messages import DIED
 from trainers.workers.node import Node
@@ -73,7 +73,8 @@ def preflight(
 
 
 def check_here(plan: Plan) -> tuple[Plan, str]:
-    """Check a plan's trials as far as this machine can, without running the user's code.
+    """Check a plan's trials as far as this machine can, without running the user's code or
+    downloading data.
 
     Returns:
         The plan without the sampled configurations that their data or format forbid, and what was
@@ -85,6 +86,8 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
     checked = plan.trials or plan.first
     if any(trial.config.user_code for trial in checked):
         return plan, "your own code, which a plan does not run"
+    if plan.downloads:
+        return plan, f"what the data allow: a run downloads MNIST first, {describe_download()}"
     try:
         reasons = _examine(plan, None, lambda line: None, "cpu")[1]
     except ValueError as error:

@@ -96,6 +96,16 @@ class Plan:
         each = len(self.study.seeds) * _configurations_proposed(self.study)
         return self.points(row) * each
 
+    @property
+    def downloads(self) -> bool:
+        """Whether a run would download MNIST first: a trial takes it, and it is not here."""
+        return any(
+            trial.config.data.name == "mnist"
+            and trial.config.data.root is None
+            and not trial.config.own_loop
+            for trial in self.trials or self.first
+        )
+
     def points(self, row: RowConfig) -> int:
         """Return at how many points of the grids an adaptive search searches a row."""
         left_out = sum(entry.row == row.label for entry in self.excluded)

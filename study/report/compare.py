@@ -3,7 +3,8 @@ test of the difference.
 
 The figures are those of the metric that both studies are about. Trials are matched by their whole
 config, without what changes no result; if no trial is the same in both studies, by row, number and
-seed. A configuration counts with the seeds that finished in both.
+seed, and the keys in which matched trials differ are named. Trials of other data are refused, as
+their figures cannot be subtracted. A configuration counts with the seeds that finished in both.
 The test of a row, and of all together, is Student's t over the seeds
 (:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so
 that these do not count as if they were seeds. With one seed the test is over the configurations,
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from study.config import Metric
+from study.config.keys import flatten
+from study.ledger.provenance import different_data
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.plan.identity import results_key
 from study.program import lns_study
@@ -40,6 +43,13 @@ from study.results.contrasts import POWER, Contrast, paired
 from study.results.objectives import diverged, last_value, test_value
 from study.results.statistics import seed_means
 from study.text import counted
+from trainers.config.validation import show
+from trainers.user_code import without_folder
+
+OF_TRAINING = ("augment", "stride")
+"""Arguments of our data sets that change the training examples alone."""
+MOST_KEYS = 8
+"""Most keys that a sentence names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,8 @@ class StudyComparison:
         rows: contrast of each row, or None.
         diverged: rows of matched trials of which one diverged or has no finite figure, an entry for
             each pair.
+        differing: trial keys in which matched trials differ, each with both values in words, "" if
+            those are not the same in all pairs.
     """
 
     names: tuple[str, str]
@@ -83,17 +95,19 @@ class StudyComparison:
     contrast: Contrast | None
     rows: dict[str, Contrast | None]
     diverged: list[str]
+    differing: dict[str, str]
 
 
 def compare(first: StudyState, second: StudyState) -> StudyComparison:
     """Match the finished trials of two studies.
 
     Raises:
-        ValueError: no trials match, or the studies are about different metrics.
+        ValueError: no trials match, or the studies are about different metrics or data.
     """
     metric = _shared_metric(first, second)
     ours, theirs, matched_by = _matched(first, second)
     shared = [name for name in ours if name in theirs]
+    _refuse_other_data(first, second, [(ours[name], theirs[name]) for name in shared])
     tested = all(
         test_value(trial, metric) is not None
         for name in shared
@@ -132,6 +146,7 @@ def compare(first: StudyState, second: StudyState) -> StudyComparison:
         contrast=contrast and dataclasses.replace(contrast, tests=tests),
         rows={row: each and dataclasses.replace(each, tests=tests) for row, each in rows.items()},
         diverged=[place[0] for place in places if place not in kept],
+        differing=_differing([(ours[name], theirs[name]) for name in shared]),
     )
 
 
@@ -156,6 +171,50 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
             f" the other's metric, for example with `{extend}`"
         )
     return ours
+
+
+def _refuse_other_data(
+    first: StudyState, second: StudyState, matched: list[tuple[TrialState, TrialState]]
+) -> None:
+    """Refuse matched trials that were tested on other examples.
+
+    Raises:
+        ValueError: with both data sets.
+    """
+    names = f"{first.config.name} and {second.config.name}"
+    remedy = "; compare studies of the same data"
+    for pair in matched:
+        one, other = (_data_of(trial) for trial in pair)
+        if one != other and not any(trial.own_loop for trial in pair):
+            raise ValueError(
+                f"{names}: matched trials have other data, {one} and {other}, and figures of other"
+                f" data cannot be subtracted{remedy}"
+            )
+    if found := different_data(first.plan.get("data", []), second.plan.get("data", [])):
+        raise ValueError(
+            f"{names}: their files of data {found[0]['name']!r} are not the same (sha256"
+            f" {found[0]['digest'][:12]} and {found[1]['digest'][:12]}), and figures of other data"
+            f" cannot be subtracted{remedy}"
+        )
+
+
+def _data_of(trial: TrialState) -> str:
+    """Return the data set of a trial in words: its name, and the arguments that change its test."""
+    data = trial.config["data"]
+    args = {key: value for key, value in data.get("args", {}).items() if key not in OF_TRAINING}
+    return f"{without_folder(data['name'])}{f' {show(args)}' if args else ''}"
+
+
+def _differing(matched: list[tuple[TrialState, TrialState]]) -> dict[str, str]:
+    """Return :attr:`StudyComparison.differing`."""
+    found: dict[str, set[str]] = {}
+    for pair in matched:
+        one, other = (flatten(json.loads(results_key(trial.config))) for trial in pair)
+        for key in dict.fromkeys([*one, *other]):
+            values = one.get(key), other.get(key)
+            if values[0] != values[1]:
+                found.setdefault(key, set()).add(" and ".join(map(show, values)))
+    return {key: min(values) if len(values) == 1 else "" for key, values in found.items()}
 
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
@@ -255,6 +314,13 @@ def verdict(found: StudyComparison) -> str:
             f"; {counted(lost, 'pair')} {'is' if lost == 1 else 'are'} left out, in which a trial"
             f" diverged ({named})"
         )
+    if found.differing:
+        named_keys = [
+            f"{key} ({values})" if values else key for key, values in found.differing.items()
+        ]
+        more = len(named_keys) - MOST_KEYS
+        rest = f" and {counted(more, 'more key')}" if more > 0 else ""
+        same += f"; matched trials differ in {', '.join(named_keys[:MOST_KEYS])}{rest}"
     gap = f"{metric.difference(difference, decimals=3)}{half}{metric.points}"
     return (
         f"{found.names[1]} minus {found.names[0]}: {gap} of {found.measured} over"

@@ -221,7 +221,7 @@ class Proposer:
     def _places(self, params: Params) -> Params:
         """Return sampled values as Optuna has them: choices by their index."""
         return {
-            domain.key: _place(domain, params[domain.key])
+            domain.key: domain.index(params[domain.key])
             if domain.categorical
             else params[domain.key]
             for domain in self._space.sampled
@@ -297,7 +297,3 @@ def suggest(asked: Any, domain: Domain) -> Any:
         value = asked.suggest_int(domain.key, shape.low, shape.high, log=shape.log)
         return float(value) if domain.real else value
     return asked.suggest_float(domain.key, shape.low, shape.high, step=shape.step, log=shape.log)
-
-
-def _place(domain: Domain, value: Any) -> int:
-    return [canonical(entry) for entry in domain.values].index(canonical(value))

@@ -60,7 +60,7 @@ def explored(
         return domain.at(generator.random())
     up = bool(generator.integers(2))
     if domain.categorical:
-        place = domain.values.index(value) + (1 if up else -1)
+        place = domain.index(value) + (1 if up else -1)
         return domain.values[min(max(place, 0), len(domain.values) - 1)]
     return domain.nearest(value * FACTORS[up])
 

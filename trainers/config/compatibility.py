@@ -13,7 +13,7 @@ from trainers.config.layout import DEFERRING
 from trainers.config.optimizer import SLICEABLE, WHOLE_TENSORS
 from trainers.config.schedule_changes import check_changes
 from trainers.config.trial import TrialKeys
-from trainers.config.validation import Rule, common_multiple
+from trainers.config.validation import Rule, common_multiple, plain_values
 
 
 def _alone(config: TrialKeys) -> bool:
@@ -469,6 +469,7 @@ RULES_BEFORE_TRAINING: tuple[Rule, ...] = (
 added when trials without them had been recorded, whose studies must stay readable."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig(TrialKeys):
     """One training run, complete: the same config gives the same bits on the same machine.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least, one_of
+from trainers.config.validation import at_least, one_of, plain_values
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 DEFERRING = ("zero_bubble", "zbv", "dualpipev")
@@ -25,6 +25,7 @@ V_SHAPED = ("zbv", "dualpipev")
 """The schedules under which a worker holds the ``i``-th stage and the ``i``-th from the end."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """The degrees of a trial's parallelism.

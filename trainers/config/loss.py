@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.config.validation import check_named, require
+from trainers.config.validation import check_named, plain_values, require
 from trainers.user_code import names_code
 
 LOSSES: dict[str, tuple[str, ...]] = {
@@ -23,6 +23,7 @@ MEASURED = ("loss", "error")
 """Names of what a trial reports anyway."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """The loss, averaged over all answers of a batch; an example has one answer or several.
@@ -81,6 +82,7 @@ class LossConfig:
         return self.name in OF_CLASSES
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class MetricConfig:
     """A metric of all answers of a split, reported as ``validation/NAME`` and ``test/NAME``.

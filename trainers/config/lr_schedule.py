@@ -22,11 +22,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least, finite, one_of, require
+from trainers.config.validation import at_least, finite, one_of, plain_values, require
 
 DECAYS = ("constant", "polynomial", "cosine")
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
     """The course of the learning rate, ``optimizer.lr`` at its full value, during a trial.

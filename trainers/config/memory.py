@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least
+from trainers.config.validation import at_least, plain_values
 
 AUTOCASTS = ("none", "bfloat16", "float16")
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
     """The ways to save memory, each at the price of more computation or transfer.

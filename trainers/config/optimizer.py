@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trainers.config.validation import finite, one_of, positive, require
+from trainers.config.validation import finite, one_of, plain_values, positive, require
 
 _ADAM = frozenset({"betas", "eps", "weight_decay"})
 OPTIMIZERS: dict[str, frozenset[str]] = {
@@ -43,6 +43,7 @@ SLICEABLE = ("sgd", "adam", "adamw")
 tensors, is the slice of the step."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer of a trial and its options, for the mean loss of a batch.

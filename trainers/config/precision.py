@@ -9,7 +9,7 @@ from lns_ops.format import LNSFormat
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.spec.reference import ACCUMULATIONS
 from lns_ops.spec.reference_updates import ARITHMETICS
-from trainers.config.validation import one_of, require
+from trainers.config.validation import one_of, plain_values, require
 
 SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
@@ -17,6 +17,7 @@ MOST_OCTAVES = 24
 """The largest loss scale, as a power of two: the loss and its gradient are float32."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """The arithmetic in which a trial trains.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from trainers.config.validation import at_least, finite, one_of, require
+from trainers.config.validation import at_least, finite, one_of, plain_values, require
 
 USES: dict[str, tuple[str, ...]] = {
     "synchronous": (),
@@ -18,6 +18,7 @@ USES: dict[str, tuple[str, ...]] = {
 """Every method with its keys, besides ``straggler_seconds``, which delays any of them."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """The method by which the replicas of a trial stay together, and its options.

@@ -30,6 +30,7 @@ from trainers.config.validation import (
     finite,
     make_arguments,
     one_of,
+    plain_values,
     require,
 )
 from trainers.config.wire import WireConfig
@@ -40,6 +41,7 @@ EPOCHS = 1 << 20
 """The distance between the data orders of two seeds (:func:`trainers.data.epoch_order`)."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The examples that a trial sees.
@@ -109,6 +111,7 @@ class DataConfig:
         return self.name in DATA and DATA[self.name].own_file
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The network of a trial; the data decide the number of inputs and classes.
@@ -226,6 +229,7 @@ def _checked(
     return args
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class TrainableConfig:
     """A training loop of the user's own, which takes the place of ours.
@@ -254,6 +258,7 @@ class TrainableConfig:
             )
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """The steps and ranks that torch's profiler records.

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache, wraps
 from operator import attrgetter
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from trainers.user_code import names_code, split_name
 
 Arguments = TypeVar("Arguments")
+Config = TypeVar("Config")
 
 
 def require(given: str, holds: bool, rule: str, remedy: str) -> None:
@@ -170,8 +173,9 @@ KINDS: dict[Any, tuple[Any, str]] = {
     int: (int, "a whole number"),
     float: (int | float, "a number"),
     str: (str, "a text"),
+    bool: (bool, "True or False"),
 }
-"""Types of arguments, each with what a value may be."""
+"""Types of arguments and fields, each with what a value may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +228,155 @@ def make_arguments(
                 f"{said}: must be {words}; use for example {part}.args.{key}={getattr(kind, key)}"
             )
     return kind(**args)
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def plain_values(kind: type[Config]) -> type[Config]:
+    """Let a config's dataclass take the values that Python programs have (:func:`plain`).
+
+    Its fields then hold what a YAML file would have given. A value of another type than the
+    field's is refused before the rules of the class see it.
+    """
+    made = kind.__init__
+
+    @wraps(made)
+    def convert(self: Any, **values: Any) -> None:
+        hints = field_types(kind)  # type: ignore[arg-type]
+        made(
+            self,
+            **{
+                name: value if name not in hints else _typed(kind, name, hints[name], value)
+                for name, value in values.items()
+            },
+        )
+
+    kind.__init__ = convert  # type: ignore[method-assign]
+    return kind
+
+
+def plain(key: str, value: Any) -> Any:
+    """Return a value from Python as YAML has it: numbers, texts, true and false, lists, mappings.
+
+    Scalars and arrays of NumPy, torch and pandas become numbers and lists; so do tuples and ranges.
+    Paths become texts.
+
+    Args:
+        key: name of the value, for errors.
+        value: the value.
+
+    Raises:
+        ValueError: it is, or holds, anything else; the message says what to write instead.
+    """
+    if type(value) in _CONSTANT:
+        return value
+    if isinstance(value, Mapping):
+        names = ((plain(key, name), entry) for name, entry in value.items())
+        return {name: plain(f"{key}.{name}", entry) for name, entry in names}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(key, entry) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if hasattr(value, "tolist") and type(listed := value.tolist()) is not type(value):
+        return plain(key, listed)
+    for base, made in ((int, int), (float, float), (str, str.__str__)):  # members of an IntEnum ...
+        if isinstance(value, base):
+            return made(value)
+    raise ValueError(
+        f"{key}: {reprlib.repr(value)} is of type {type(value).__name__}; a config holds numbers,"
+        f" texts, paths, True, False, None, lists, arrays and dicts; {_instead(value)}"
+    )
+
+
+def _instead(value: Any) -> str:
+    """Return what to write instead of a value that :func:`plain` does not take."""
+    if isinstance(value, Set):
+        return "a set has no order: use sorted(...)"
+    if isinstance(value, Enum):
+        return "use its .value"
+    if is_dataclass(value):
+        return "use dataclasses.asdict(...) of it"
+    if hasattr(value, "__float__"):
+        return "use float(...) of it"
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return "use list(...) of it"
+    return "use one of these"
+
+
+def _typed(config: type, name: str, hint: Any, value: Any) -> Any:
+    """Return a field's value, made plain.
+
+    Raises:
+        ValueError: it is of another type than the field.
+    """
+    if type(value) is hint and hint in _CONSTANT:
+        return value
+    try:
+        return _converted(name, hint, value)
+    except TypeError:
+        raise ValueError(
+            f"{name}={reprlib.repr(value)}: must be {_words(hint)}; use for example"
+            f" {name}={_example(config, name, hint)}"
+        ) from None
+
+
+def _converted(key: str, hint: Any, value: Any) -> Any:
+    """Return a value of the type ``hint``, made plain.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: it holds what no config holds.
+    """
+    if is_dataclass(hint):
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            raise TypeError
+        return value
+    kinds = get_args(hint)
+    if NoneType in kinds:
+        return None if value is None else _converted(key, kinds[0], value)
+    origin = get_origin(hint)
+    if origin is dict and isinstance(value, Mapping):
+        entries = ((plain(key, name), entry) for name, entry in value.items())
+        return {name: _converted(f"{key}.{name}", kinds[1], entry) for name, entry in entries}
+    if origin is list and isinstance(value, list | tuple):
+        return [_converted(key, kinds[0], entry) for entry in value]
+    if origin and is_dataclass(value):
+        raise TypeError
+    found = plain(key, value)
+    if origin is list and isinstance(found, list):
+        return [_converted(key, kinds[0], entry) for entry in found]
+    if hint is not Any:
+        types, _ = KINDS.get(hint, (NoneType, ""))
+        if not isinstance(found, types) or isinstance(found, bool) is not (hint is bool):
+            raise TypeError
+    return found
+
+
+def _words(hint: Any) -> str:
+    """Return what a value of a type is, in words."""
+    kinds, origin = get_args(hint), get_origin(hint)
+    if NoneType in kinds:
+        return f"{_words(kinds[0])}, or None"
+    if origin is list:
+        return "a list" if kinds[0] is Any else f"a list, each entry {_words(kinds[0])}"
+    if origin is dict:
+        return "a dict" if kinds[1] is Any else f"a dict, each value {_words(kinds[1])}"
+    return KINDS[hint][1] if hint in KINDS else f"of type {hint.__name__}"
+
+
+def _example(config: Any, name: str, hint: Any) -> str:
+    """Return an example of a field's value: its default, unless that is empty."""
+    (entry,) = (entry for entry in fields(config) if entry.name == name)
+    default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+    if is_dataclass(default):
+        return f"{hint.__name__}()"
+    if default not in (None, MISSING, "") and default != [] and default != {}:
+        return repr(default)
+    inner: Any = next(iter(get_args(hint)), hint)
+    if get_origin(hint) is list:
+        return "[1, 2]" if inner in KINDS else f"[{inner.__name__}(...)]"
+    return {int: "2", float: "2.5", bool: "True", str: "'abc'"}.get(inner, "{}")
 
 
 def share_of_one(name: str, value: float) -> None:

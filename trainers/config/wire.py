@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainers.config.validation import at_least, finite, one_of, require
+from trainers.config.validation import at_least, finite, one_of, plain_values, require
 
 FORMATS = ("native", "float32", "bfloat16", "float16", "lns16", "lns8", "int8", "topk", "powersgd")
 SUMS = ("auto", "float32", "lns")
@@ -14,6 +14,7 @@ JOINT = ("lns8", "int8", "topk")
 """The formats in which a value's code depends on other tensors that travel with it."""
 
 
+@plain_values
 @dataclass(frozen=True, kw_only=True)
 class WireConfig:
     """The format in which gradients, or differences of weights, travel between replicas.

@@ -104,6 +104,21 @@ def _identity(config: DataConfig) -> str:
     return json.dumps(placeless(asdict(config)), sort_keys=True, default=repr)
 
 
+def _note(data: Dataset) -> str:
+    """Return what is odd about targets of the user's, for the line about the data; "" if nothing
+    is."""
+    held = [split.y for split in data if isinstance(split, Split)]
+    if any(y.is_floating_point() or y.dim() > 1 for y in held) or not held:
+        return ""
+    least, most = min(int(y.min()) for y in held), max(int(y.max()) for y in held)
+    if least < 1:
+        return ""
+    return (
+        f"; its targets are {least} to {most}: as classes, which count from 0, no example has those"
+        f" below {least}"
+    )
+
+
 def describe(config: DataConfig) -> DatasetInfo:
     """Read the data of ``config`` and describe them, with digests and sizes."""
     own = names_code(config.name)
@@ -131,7 +146,7 @@ def describe(config: DataConfig) -> DatasetInfo:
                 files.update(tensor.numpy().tobytes())
     ours = DATA.get(config.name)
     where = f" in {config.root}" if config.root else ""
-    source = f"{config.name} {config.args or ''} (code {config.code})"
+    source = f"{config.name} {config.args or ''} (code {config.code}){_note(data)}"
     if config.name == "mnist":
         source = f"MNIST, IDX files in {config.root}"
     elif config.name == "digits":

@@ -3,10 +3,15 @@
 The factory is called once for each part: as ``factory(split="train" | "validation" | "test",
 **data.args)`` where it has a parameter ``split``, else as ``factory(train=True | False,
 **data.args)``; then the last ``data.validation_size`` training examples validate, a tenth where
-that is not set. It returns a pair ``(x, y)`` of tensors or arrays, or a map-style
-``torch.utils.data.Dataset`` of such pairs. Examples ``x`` [N, ...] of 32 or 64 bit whole numbers
-stay whole (tokens), all others become float32. Targets ``y`` [N, ...] are whole numbers (classes)
-or become float32, whichever the loss takes (:mod:`trainers.models.loss`). All examples are kept in
+that is not set. It returns a pair ``(x, y)`` of tensors or arrays, or a map-style data set
+(``__len__`` and ``__getitem__``) of such pairs. In place of a pair there may be a mapping with one
+target and one input, as Hugging Face's data sets have them: the target is under one of
+:data:`TARGETS`, the input under one of :data:`INPUTS`, or the only other key.
+
+Examples ``x`` [N, ...] of 32 or 64 bit whole numbers stay whole (tokens), all others become
+float32. Targets ``y`` [N, ...] are whole numbers (classes)
+or become float32, whichever the loss takes (:mod:`trainers.models.loss`); texts become classes,
+numbered in the sorted order of the training set's. All examples are kept in
 memory, unless ``data.num_workers`` says how many processes load those of a ``Dataset`` when they
 are needed (:mod:`trainers.data.stream`).
 
@@ -18,7 +23,7 @@ these loaders are taken, not their batches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from typing import Any
 
@@ -29,11 +34,16 @@ from torch import Tensor
 from trainers.config import DataConfig
 from trainers.data.split import Examples, Split
 from trainers.data.stream import Stream
-from trainers.user_code import call, describe_error, find_source, load_code, named
+from trainers.text import describe_error
+from trainers.user_code import call, find_source, load_code, named
 
 KEY = "data.name"
 TOKENS = (torch.int32, torch.int64)
 """Types of examples that stay whole numbers."""
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""Keys under which a mapping has its target."""
+INPUTS = ("image", "img", "pixel_values", "input", "inputs", "features", "x")
+"""Keys under which a mapping has its input; if none of them is there, the only other key has it."""
 VALIDATION_SHARE = 10
 """One part in so many validates, where nothing is said."""
 
@@ -46,7 +56,9 @@ def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     """
     factory = load_code(KEY, config.name, config.code)
     try:
-        return _loaded(config, factory)
+        splits = _loaded(config, factory)
+        _check_alike(config, [split for split in splits if split is not None])
+        return splits
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if str(error).startswith(f"{KEY}="):
             raise
@@ -61,12 +73,12 @@ def _loaded(
     config: DataConfig, factory: Callable[..., Any]
 ) -> tuple[Examples, Examples | None, Examples]:
     """Return the splits of :func:`load_own`."""
-    parameters = inspect.signature(factory).parameters
+    parameters, names = inspect.signature(factory).parameters, list[str]()
     if not {"split", "train"} & parameters.keys():
         return _of_module(config, call(KEY, config.name, factory, config.args))
     if "split" not in parameters:
         train, test = (
-            _examples(config, call(KEY, config.name, factory, config.args, train=train))
+            _examples(config, call(KEY, config.name, factory, config.args, train=train), names)
             for train in (True, False)
         )
         return train, None, test
@@ -76,7 +88,7 @@ def _loaded(
             " has a parameter split, and gives the validation examples; leave it out"
         )
     train, validation, test = (
-        _examples(config, call(KEY, config.name, factory, config.args, split=split))
+        _examples(config, call(KEY, config.name, factory, config.args, split=split), names)
         for split in ("train", "validation", "test")
     )
     return train, validation, test
@@ -103,7 +115,8 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
     for name, arguments in (("prepare_data", ()), ("setup", (None,))):
         getattr(module, name, lambda *_: None)(*arguments)
     loaders = [_only(config, name, getattr(module, name)()) for name in names]
-    train, validation, test = (_examples(config, loader.dataset) for loader in loaders)
+    names: list[str] = []
+    train, validation, test = (_examples(config, loader.dataset, names) for loader in loaders)
     return train, validation, test
 
 
@@ -118,20 +131,107 @@ def _only(config: DataConfig, name: str, loader: Any) -> Any:
     return found[0]
 
 
-def _examples(config: DataConfig, made: Any) -> Examples:
-    """Return what a factory made as tensors, or as a stream where it is not to be in memory."""
-    if isinstance(made, torch.utils.data.Dataset):
+def _check_alike(config: DataConfig, splits: list[Examples]) -> None:
+    """Refuse examples without values, and splits of different shapes.
+
+    Raises:
+        ValueError: with the shapes.
+    """
+    shapes = [tuple(split.head(1).x.shape[1:]) for split in splits]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{named(KEY, config.name)}: its training examples have the shape {shapes[0]}, others"
+            f" {next(shape for shape in shapes if shape != shapes[0])}; return examples of one"
+            " shape in all splits"
+        )
+    if 0 in shapes[0]:
+        raise ValueError(
+            f"{named(KEY, config.name)}: its examples have the shape {shapes[0]}, so they hold no"
+            " value; return at least one feature an example"
+        )
+
+
+def _examples(config: DataConfig, made: Any, names: list[str]) -> Examples:
+    """Return what a factory made as tensors, or as a stream where it is not to be in memory.
+
+    Args:
+        config: names the factory.
+        made: what it made.
+        names: names of the classes, which the training set fills in if its targets are texts.
+    """
+    if _is_dataset(made):
         _check_map_style(config, made)
         if config.num_workers is not None:
             return _streamed(config, made)
-        made = _collected(made)
+        pairs = [_pair(config, made[index]) for index in range(len(made))]
+        made = _collected([x for x, _ in pairs]), _collected([y for _, y in pairs])
+    made = _pair(config, made)
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ValueError(
             f"{named(KEY, config.name)}: returned a {type(made).__name__}; return a pair (x, y) of"
             " tensors or arrays, or a torch.utils.data.Dataset of such pairs"
         )
-    x, y = (_tensor(part) for part in made)
-    return _checked(config, Split(x, y))
+    x, y = made[0], _numbered(config, made[1], names)
+    return _checked(config, Split(_tensor(x), _tensor(y)))
+
+
+def _is_dataset(made: Any) -> bool:
+    """Tell whether a factory made a map-style data set, also Hugging Face's or a list of dicts."""
+    if isinstance(made, list):
+        return bool(made) and all(isinstance(example, Mapping) for example in made)
+    if isinstance(made, torch.utils.data.Dataset):
+        return True
+    is_array = isinstance(made, tuple | Mapping | str | np.ndarray | Tensor)
+    return not is_array and hasattr(made, "__getitem__") and hasattr(made, "__len__")
+
+
+def _pair(config: DataConfig, example: Any) -> Any:
+    """Return the input and the target of a mapping; anything else as it is.
+
+    Raises:
+        ValueError: it has none or several of either.
+    """
+    if not isinstance(example, Mapping):
+        return example
+    targets = [key for key in TARGETS if key in example]
+    inputs = [key for key in INPUTS if key in example]
+    inputs = inputs or [key for key in example if key not in targets]
+    if len(targets) != 1 or len(inputs) != 1:
+        raise ValueError(
+            f"{named(KEY, config.name)}: its examples are dicts of"
+            f" {', '.join(map(str, example)) or 'nothing'}; one must be the target"
+            f" ({', '.join(TARGETS)}) and one the input ({', '.join(INPUTS)}, or the only other"
+            " key); rename them, or return pairs (x, y)"
+        )
+    return example[inputs[0]], example[targets[0]]
+
+
+def _numbered(config: DataConfig, y: Any, names: list[str]) -> Any:
+    """Return classes that are texts as numbers, other targets as they are.
+
+    Raises:
+        ValueError: a text is none of the training set's.
+    """
+    texts = None if isinstance(y, Tensor) else np.asarray(y)
+    if texts is None or not _are_texts(texts):
+        return y
+    if not names:
+        names += sorted(set(texts.ravel().tolist()))
+    if unknown := sorted(set(texts.ravel().tolist()) - set(names)):
+        raise ValueError(
+            f"{named(KEY, config.name)}: has the class {unknown[0]!r}, which no training example"
+            f" has ({', '.join(names[:10])}{' ...' if len(names) > 10 else ''}); leave it out, or"
+            " number the classes from 0"
+        )
+    return np.searchsorted(np.array(names), texts.astype(str)).astype(np.int64)
+
+
+def _are_texts(values: np.ndarray[Any, Any]) -> bool:
+    """Tell whether values are texts, also in an array of objects as pandas has them."""
+    objects = values.dtype == object and values.size
+    return values.dtype.kind == "U" or bool(
+        objects and all(isinstance(value, str) for value in values.ravel())
+    )
 
 
 def _checked(config: DataConfig, split: Split) -> Split:
@@ -191,8 +291,16 @@ def _streamed(config: DataConfig, dataset: Any) -> Stream:
         ValueError: it does not say how many classes there are.
     """
     assert config.num_workers is not None
-    check = partial(_checked, config)
-    first = Stream(dataset, config.num_workers, 0, (check,)).head(1)
+    check, pairs = partial(_checked, config), dataset
+    if isinstance(dataset[0], Mapping):
+        pairs = _Pairs(config, dataset)
+    if isinstance(_pair(config, dataset[0])[1], str):
+        raise ValueError(
+            f"{named(KEY, config.name)} with data.num_workers={config.num_workers}: its classes are"
+            " texts, which are numbered once all are known; number them from 0, or leave"
+            " data.num_workers out"
+        )
+    first = Stream(pairs, config.num_workers, 0, (check,)).head(1)
     outputs = first.outputs
     if not first.y.is_floating_point():
         classes = getattr(dataset, "classes", None)
@@ -203,14 +311,38 @@ def _streamed(config: DataConfig, dataset: Any) -> Stream:
                 " give it an attribute classes, their number or a list of their names"
             )
         outputs = classes if isinstance(classes, int) else len(classes)
-    return Stream(dataset, config.num_workers, outputs, (check,))
+    return Stream(pairs, config.num_workers, outputs, (check,))
 
 
-def _collected(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Return all of a map-style data set's pairs."""
-    pairs = [dataset[index] for index in range(len(dataset))]
-    return torch.stack([_tensor(x) for x, _ in pairs]), torch.stack([_tensor(y) for _, y in pairs])
+class _Pairs(torch.utils.data.Dataset[Any]):
+    """A data set of mappings as one of pairs."""
+
+    def __init__(self, config: DataConfig, dataset: Any) -> None:
+        self._config, self._dataset = config, dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, place: int) -> Any:
+        return _pair(self._config, self._dataset[place])
+
+
+def _collected(parts: list[Any]) -> Any:
+    """Return the inputs or the targets of a data set's pairs as one array; texts as they are."""
+    if all(isinstance(part, str) for part in parts):
+        return np.array(parts)
+    return torch.stack([_tensor(part) for part in parts])
 
 
 def _tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))
+    """Return a tensor of numbers.
+
+    Raises:
+        ValueError: they are texts.
+    """
+    if isinstance(values, Tensor):
+        return values
+    array = np.asarray(values)
+    if _are_texts(array):
+        raise ValueError("its examples are texts; return numbers, for example tokens")
+    return torch.from_numpy(array)

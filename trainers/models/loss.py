@@ -201,13 +201,19 @@ class Loss:
                     f"{found} {kind}, and classes are whole numbers from 0; return such classes, or"
                     " use another loss.name, for example mse"
                 )
-            return split
+            return Split(split.x, y[:, 0]) if _is_column(split) else split
         if self.config.name == "binary_cross_entropy" and not bool(((y == 0) | (y == 1)).all()):
             raise ValueError(
                 f"{found} not all 0 or 1; return such labels, or use loss.name=cross_entropy for"
                 " classes, loss.name=mse for numbers"
             )
         return Split(split.x, y.float())
+
+
+def _is_column(split: Split) -> bool:
+    """Tell whether classes are one an example in a column ``[B, 1]``, and of no sequence's step."""
+    x, y = split
+    return y.shape[1:] == (1,) and not (x.dim() > 1 and x.shape[1] == 1)
 
 
 def by_answer(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from trainers.config.validation import fits
 from trainers.data import Dataset, DatasetInfo, Split
 from trainers.models.loss import Loss, plain
 from trainers.models.precision import apply_precision
+from trainers.text import describe_error
 from trainers.training.build import (
     CHECKED,
     check_batch,
@@ -34,7 +35,7 @@ from trainers.training.build import (
 )
 from trainers.training.evaluate import Metrics, evaluate
 from trainers.training.step import train_step
-from trainers.user_code import describe_error, find_source, forget, load_code, names_code, seeded
+from trainers.user_code import find_source, forget, load_code, names_code, seeded
 
 SUM_TOLERANCE = 1e-3
 """Relative error with which a loss of twice as many examples is twice as large: float32 sums of a
@@ -134,7 +135,6 @@ def _check_task(config: TrialConfig) -> int:
     _check_range(config, data)
     model = make_whole_model(config, data)
     forward = type(model).forward
-    metrics = Metrics(config.metrics, data.outputs)
     with _explained(config):
         outputs = apply_precision(model, config.precision)(some.x)
     _check_outputs(config, outputs, some, data.outputs, forward)
@@ -145,13 +145,52 @@ def _check_task(config: TrialConfig) -> int:
         summed = loss(outputs, some.y)
     _check_gradients(config, model, summed)
     with _explained(config):
-        evaluate(model, data.validation.head(CHECKED), loss, metrics)
+        evaluate(model, data.validation.head(CHECKED), loss)
         outputs = model.eval()(data.test.head(2).x)
     _check_outputs(config, outputs, data.test.head(2), data.outputs, forward)
-    metrics.compute("validation")
+    for name in config.metrics:
+        _check_metric(config, name, model, data, loss)
     if config.model.own:
         _check_resumes(config, data, loss)
     return each
+
+
+def _check_metric(
+    config: TrialConfig, name: str, model: nn.Module, data: Dataset, loss: Loss
+) -> None:
+    """Refuse a metric that is none of answers and targets like those of the trial.
+
+    Raises:
+        ValueError: with the shapes, what the metric says of them, and one that takes them.
+    """
+    from torchmetrics.aggregation import BaseAggregator
+
+    metrics, some = Metrics({name: config.metrics[name]}, data.outputs), data.validation.head(2)
+    reason = "it summarises one series of values, and compares nothing with targets"
+    if not isinstance(metrics.of(name), BaseAggregator):
+        try:
+            evaluate(model, data.validation.head(CHECKED), loss, metrics)
+            metrics.compute("validation")
+            return
+        except Exception as error:
+            if str(error).startswith(f"metrics.{name}: "):
+                raise
+            name_of = config.metrics[name].name
+            own = [find_source("name", name_of)] if ".py:" in name_of else []
+            reason = describe_error(error, *own)
+    classes = config.loss.chooses
+    kind, instead = "numbers", "MeanAbsoluteError'"
+    if classes or config.loss.counts_errors:
+        kind = "classes" if classes else "labels"
+        instead = f"Accuracy', args: {{task: {'multiclass' if classes else 'binary'}}}"
+    outputs, targets = (
+        str(("batch", *part.shape[1:])).replace("'", "") for part in (model(some.x), some.y)
+    )
+    raise ValueError(
+        f"metrics.{name}.name={config.metrics[name].name!r}: does not take outputs of shape"
+        f" {outputs} with targets of shape {targets}, which are {kind}: {reason}; use a metric of"
+        f" {kind}, for example {{name: 'torchmetrics:{instead}}}, or other args"
+    )
 
 
 def _check_range(config: TrialConfig, data: Dataset) -> None:

@@ -44,6 +44,10 @@ class Metrics:
         for name, config in configs.items():
             self._metrics[name] = _make_metric(f"metrics.{name}.name", config, classes).to(device)
 
+    def of(self, name: str) -> Any:
+        """Return a metric."""
+        return self._metrics[name]
+
     def reset(self, alone: bool) -> None:
         """Forget all answers; ``alone`` says that every replica now sees all examples."""
         shared = not alone and self._place is not None and self._place.dp > 1

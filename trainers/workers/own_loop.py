@@ -33,9 +33,10 @@ from trainers.comm.process_group import is_of_peers
 from trainers.config import TrialConfig
 from trainers.files import check_there
 from trainers.object_store import local_folder
+from trainers.text import describe_error
 from trainers.training.build import set_threads
 from trainers.training.device import check_device, resolve_device
-from trainers.user_code import describe_error, find_source, forget, seeded, where, without_folder
+from trainers.user_code import find_source, forget, seeded, where, without_folder
 from trainers.user_loop import (
     KEY,
     Checkpoint,

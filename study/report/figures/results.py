@@ -259,7 +259,7 @@ def _slice(
 def _place(domain: Domain, value: Any, row: int, rows: int) -> float:
     if not domain.categorical:
         return float(value)
-    return list(domain.values).index(value) + 0.5 * (row - (rows - 1) / 2) / max(rows, 1)
+    return domain.index(value) + 0.5 * (row - (rows - 1) / 2) / max(rows, 1)
 
 
 def _slice_legend(figure: Figure, rows: list[str], theme: Theme) -> None:

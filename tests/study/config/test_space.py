@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from study.config.keys import apply
-from study.config.space import describe, parse_space, unit_points
+from study.config.space import RANGES, describe, parse_space, unit_points
 
 MIXED: dict[str, Any] = {
     "precision": {"choice": [{"format": "float32"}, {"format": "lns12", "kahan_sum": True}]},
@@ -115,9 +116,17 @@ def test_a_configuration_in_words() -> None:
     [
         ({"x": 3}, "space.x: 3 is no domain"),
         ({"x": {"choise": [1]}}, "exactly one of choice, grid, uniform"),
-        ({"x": {"choice": []}}, "space.x.choice: [] must be a list"),
+        ({"x": {"choice": []}}, "space.x.choice: [] must have at least one value"),
         ({"x": {"choice": [1, 2, 1]}}, "has a value twice"),
-        ({"x": {"uniform": [2, 1]}}, "low=2 must be below high=1"),
+        (
+            {"x": {"uniform": [2, 1]}},
+            "low=2 must be below high=1; use for example {uniform: [1, 2]}",
+        ),
+        ({"x": {"randint": [8, 8]}}, "below high=8 (which is left out); use for example {choice"),
+        (
+            {"x": {"lograndint": [0, 10]}},
+            "must be positive, its logarithm is taken; use for exampl",
+        ),
         ({"x": {"uniform": [1]}}, "must be [low, high], finite numbers"),
         ({"x": {"loguniform": [0, 1]}}, "low=0 must be positive"),
         ({"x": {"randint": [0.5, 2]}}, "must be whole numbers"),
@@ -129,3 +138,34 @@ def test_a_configuration_in_words() -> None:
 def test_what_is_no_space_is_refused(space: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_space(space)
+
+
+NUMBERS = st.sampled_from([-3, -1.5, 0, 0.0, 0.25, 1, 1.0, 2, 8, 8.5])
+
+
+@given(kind=st.sampled_from(list(RANGES)), numbers=st.lists(NUMBERS, min_size=3, max_size=3))
+def test_what_the_error_of_a_range_shows_is_taken(kind: str, numbers: list[float]) -> None:
+    try:
+        parse_space({"x": {kind: numbers[: RANGES[kind]]}})
+    except ValueError as error:
+        shown = str(error).partition("; use for example ")[2]
+        assert parse_space({"x": yaml.safe_load(shown)})
+
+
+def test_what_other_errors_show_is_taken() -> None:
+    for spec in (3, {"choise": [1]}, {"choice": []}, {"choice": 1}, {"uniform": [1]}, {}):
+        with pytest.raises(ValueError, match="use for example") as refusal:
+            parse_space({"x": spec})
+        shown = str(refusal.value).partition("; use for example ")[2]
+        for example in shown.split(" or "):
+            assert parse_space(yaml.safe_load(example))
+
+
+def test_true_and_1_are_two_choices() -> None:
+    """Python says that they are equal."""
+    space = parse_space({"x": {"choice": [1, True]}, "y": {"choice": [2, 3], "when": {"x": True}}})
+    first, _ = space.domains
+    assert [first.index(value) for value in (1, True)] == [0, 1]
+    assert [first.at(first.unit(value)) is value for value in (1, True)] == [True, True]
+    assert space.pruned({"x": 1, "y": 2}) == {"x": 1}
+    assert space.pruned({"x": True, "y": 2}) == {"x": True, "y": 2}

@@ -47,7 +47,7 @@ def test_plain_values_are_copies_of_all_fields() -> None:
     values = config.to_dict()
     assert values == asdict(config)
     values["model"]["args"]["sizes"][1]["deep"] = values["changes"][0]["epoch"] = None
-    assert config.model.args["sizes"][1] == {"deep": (2, 3)}
+    assert config.model.args["sizes"][1] == {"deep": [2, 3]}
     assert config.changes[0]["epoch"] == 1
 
 
@@ -59,7 +59,11 @@ def test_plain_values_are_copies_of_all_fields() -> None:
         (DataConfig, {"validation_size": -5}, r"data.validation_size=-5"),
         (ModelConfig, {"name": "rnn"}, r"model.name='rnn'"),
         (ModelConfig, {"hidden": [3, 0]}, r"model.hidden=0"),
-        (ModelConfig, {"hidden": [[3]]}, r"model.hidden=\[3\]: must be a whole number"),
+        (
+            ModelConfig,
+            {"hidden": [[3]]},
+            r"hidden=\[\[3\]\]: must be a list, each entry a whole number",
+        ),
         (
             PrecisionConfig,
             {"scope": "all"},

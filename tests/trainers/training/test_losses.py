@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torchmetrics.functional import accuracy, r2_score
 
@@ -29,6 +30,12 @@ from trainers.training.trainer import Training, check
 TASKS = """
 import torch
 from torch import nn
+
+
+def two(train):
+    x, y = line(train)
+    return x, (y > 0).long()
+
 
 
 def line(train, wide=1):
@@ -260,6 +267,51 @@ def test_what_does_not_go_together_is_refused_before_it_starts(
     config = trial(file, **({"data": "line"} | changes))
     with pytest.raises(ValueError, match=message):
         check(config, prepare(config.data))
+
+
+MISFITS = [
+    ("mse", "torchmetrics:MeanMetric", {}, "it summarises one series of values"),
+    ("mse", "torchmetrics.text:BLEUScore", {}, "does not take outputs of shape (batch, 1)"),
+    ("cross_entropy", "torchmetrics:R2Score", {}, "with targets of shape (batch,), which are cl"),
+    ("cross_entropy", "torchmetrics:MeanMetric", {}, "it summarises one series of values"),
+    ("cross_entropy", "torchmetrics.text:BLEUScore", {}, "TypeError"),
+    ("cross_entropy", "torchmetrics:AUROC", {"task": "binary"}, "IndexError"),
+    ("cross_entropy", "torchmetrics.clustering:MutualInfoScore", {}, "same shape"),
+    ("binary_cross_entropy", "torchmetrics:Perplexity", {}, "which are labels"),
+]
+
+
+@pytest.mark.parametrize(("loss", "name", "args", "message"), MISFITS)
+def test_a_metric_that_does_not_fit_is_refused_by_its_own_name_and_the_one_shown_is_taken(
+    loss: str, name: str, args: dict[str, Any], message: str, file: Path
+) -> None:
+    """Not the network, the loss or the format is blamed."""
+    data = {"mse": "line", "cross_entropy": "two", "binary_cross_entropy": "labels"}[loss]
+    metrics = {"m": MetricConfig(name=name, args=args)}
+    config = trial(file, data, loss, metrics=metrics)
+    with pytest.raises(ValueError, match=r"use a metric of \w+, for example ") as refusal:
+        check(config, prepare(config.data))
+    text = str(refusal.value)
+    assert text.startswith(f"metrics.m.name={name!r}: ")
+    assert message in text
+    assert "precision" not in text
+    assert "model.name" not in text
+    shown = yaml.safe_load(text.partition("for example ")[2].rpartition(", or other args")[0])
+    config = trial(file, data, loss, metrics={"m": MetricConfig(**shown)})
+    check(config, prepare(config.data))
+
+
+def test_errors_of_metrics_name_near_names_and_args(file: Path) -> None:
+    for name, args, message in (
+        ("torchmetrics:Acuracy", {}, r"no function or class Acuracy \(did you mean 'Accuracy'\?\)"),
+        (f"{file}:vecto", {}, r"no function or class vecto \(did you mean 'vector'\?\)"),
+        ("torchmetrics:Accuracy", {"task": "multilabel"}, "num_labels.*; change its args"),
+    ):
+        config = trial(
+            file, "two", "cross_entropy", metrics={"m": MetricConfig(name=name, args=args)}
+        )
+        with pytest.raises(ValueError, match=message):
+            check(config, prepare(config.data))
 
 
 def test_a_metric_must_be_one_number(file: Path) -> None:

@@ -1,0 +1,38 @@
+"""Words of errors: names that were meant, and what code of the user's raised."""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+CLOSE = 0.6
+"""Similarity from which a known name is suggested as the one that was meant."""
+LENGTH = 300
+"""Characters kept of what the user's code says in an error."""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def describe_error(error: BaseException, *places: Path) -> str:
+    """Describe what was raised, with the last line of the user's files that led to it.
+
+    Args:
+        error: what was raised.
+        places: the user's files, and folders of them.
+    """
+    place = str(places[0]) if places else ""
+    if isinstance(error, SyntaxError):
+        known = error.filename is not None and Path(error.filename).is_file()
+        place = f"{error.filename if known else place}, line {error.lineno}"
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if any(path == known or known in path.parents for known in places):
+            place = f"{frame.filename}, line {frame.lineno}"
+    text = " ".join(str(error).split())[:LENGTH]
+    return f"{type(error).__name__}{f' in {place}' if place else ''}: {text}"
