@@ -64,7 +64,8 @@ class Counters:
     def __init__(self, device: int) -> None:
         self._device = device
         self._pinned = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.seen = memoryview(self._pinned.numpy())  # read in a tenth of the time of a tensor's
+        # read in a tenth of the time that a tensor's element takes
+        self.seen = memoryview(self._pinned.numpy().data)
         rows = np.zeros((_ROWS, _ROW), np.int32)
         rows.view(np.int64)[:, len(_ERRORS) // 2] = self._pinned.data_ptr()
         self._rows = runtime.uploaded(rows, device)

@@ -115,8 +115,8 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
     for name, arguments in (("prepare_data", ()), ("setup", (None,))):
         getattr(module, name, lambda *_: None)(*arguments)
     loaders = [_only(config, name, getattr(module, name)()) for name in names]
-    names: list[str] = []
-    train, validation, test = (_examples(config, loader.dataset, names) for loader in loaders)
+    classes: list[str] = []
+    train, validation, test = (_examples(config, loader.dataset, classes) for loader in loaders)
     return train, validation, test
 
 
