@@ -139,7 +139,7 @@ def test_a_scheduler_ends_no_sound_trial_for_a_diverged_one(scheduler: str) -> N
             assert found == [False, False], (number, epoch)
 
 
-def test_a_continued_scheduler_is_not_told_of_diverged_trials(tiny: Tiny) -> None:
+def test_a_continued_scheduler_ranks_diverged_trials_last(tiny: Tiny) -> None:
     study = tiny(
         "told again", GRID, "search={algorithm: grid, scheduler: asha, reduction_factor: 2}",
         *ONE_ROW,
