@@ -289,7 +289,7 @@ SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
     ),
     "nn.functional.scaled_dot_product_attention": (
         F.scaled_dot_product_attention,
-        (normal(1, 2, 4), normal(1, 20_000, 4), normal(1, 20_000, 4)),
+        (normal(1, 2, 4), normal(1, 20_000, 4), positive(1, 20_000, 4)),
     ),
     "sum_to_size": (lambda x: x.sum_to_size(1, 3), (_COLUMN,)),
     "broadcast_to": (lambda x: x.broadcast_to(LONG, 3), (positive(3),)),
