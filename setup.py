@@ -10,8 +10,10 @@ import sys
 from setuptools import find_packages, setup
 
 PACKAGES = find_packages(include=["study*", "trainers*", "lns_ops*"])
+MODULES = ["lns_study"]
 
 if "editable_wheel" in sys.argv:
-    setup(packages=PACKAGES, package_dir={"": "."})
+    setup(packages=PACKAGES, py_modules=MODULES, package_dir={"": "."})
 else:
-    setup(packages=[*PACKAGES, "study.conf"], package_dir={"study.conf": "conf"})
+    packages = [*PACKAGES, "study.conf"]
+    setup(packages=packages, py_modules=MODULES, package_dir={"study.conf": "conf"})

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = (
     "conf",
     "lns_ops",
+    "lns_study.py",
     "study",
     "trainers",
     "pyproject.toml",
@@ -93,6 +94,7 @@ def test_a_wheel_installs_no_conf_of_its_own_and_finds_its_studies(
         "study",
         "trainers",
         "lns_ops",
+        "lns_study.py",
     }
     assert (
         sorted(name.removeprefix("study/conf/") for name in names if name.startswith("study/conf/"))
@@ -110,6 +112,48 @@ def test_a_wheel_installs_no_conf_of_its_own_and_finds_its_studies(
     } <= set(names)
     wheel.extractall(tmp_path / "site")
     assert "# 12 trials:" in plan(tmp_path / "site", tmp_path / "work")
+
+
+SCRIPT = """
+import lns_study as study
+from lns_study import StudyConfig
+
+assert study.__name__ == "study"
+assert study.StudyConfig is StudyConfig
+config = StudyConfig(name="mine", tracking_uri="none")
+print("made", config.name)
+"""
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_script_names_the_file_beside_it_that_has_our_name(
+    checkout: Path, tmp_path: Path, editable: bool
+) -> None:
+    what = "build_editable" if editable else "build_wheel"
+    zipfile.ZipFile(build(checkout, what, tmp_path)).extractall(tmp_path / "site")
+    (folder := tmp_path / "work").mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    packages = sysconfig.get_paths()["purelib"]
+    start = (
+        f"import sys, site; sys.path[1:1] = [{packages!r}];"
+        f" site.addsitedir({str(tmp_path / 'site')!r});"
+        " sys.path.insert(0, '.'); import runpy; runpy.run_path('script.py', run_name='__main__')"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-S", "-c", start]
+        return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+
+    assert run().stdout == "made mine\n"
+    for name in ("study.py", "trainers.py", "lns_ops/__init__.py"):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        done = run()
+        path.unlink()
+        said = f"ImportError: {path.parent if '/' in name else path}: has the name of a package of"
+        assert said in done.stderr, done.stderr
 
 
 def test_an_editable_installation_finds_the_studies_of_its_checkout(

@@ -56,7 +56,9 @@ DATABASE = "mlflow.db"
 CACHES = {"__pycache__", "mlruns", "node_modules"}
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
-OURS = ("study", "trainers", "lns_ops")
+SCRIPTS = "lns_study"
+"""Module that scripts import."""
+OURS = ("study", "trainers", "lns_ops", SCRIPTS)
 LONGEST_SLUG = 100
 """Most characters of a study's name in that of its package, of which a file system takes 255."""
 WHEEL = "Wheel-Version: 1.0\nGenerator: lns-study\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -321,11 +323,13 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
 
 
 def _modules() -> list[tuple[str, Path]]:
-    """Return name and path of every file of the three packages, ``conf`` as the wheel has it.
+    """Return name and path of every file of the three packages, ``conf`` as the wheel has it, and
+    of the module for scripts.
 
     Pages for readers are left out, as in the wheel that is installed.
     """
-    found: dict[str, Path] = {}
+    name = f"{SCRIPTS}.py"
+    found = {name: Path(__file__).resolve().parents[2] / name}
     for top in _packages():
         found |= {
             f"{top.name}/{path.relative_to(top).as_posix()}": path

@@ -134,6 +134,16 @@ def test_a_file_without_one_study_is_refused(
         load(f"{script}{name}")
 
 
+def test_files_of_our_names_beside_a_study_change_nothing(script: Path) -> None:
+    script.write_text(SCRIPT.replace("import study\nfrom study", "from lns_study"))
+    for name in ("study", "trainers", "lns_ops"):
+        (script.parent / f"{name}.py").write_text("raise RuntimeError('imported')")
+    words = [sys.executable, "-P", "-m", "study", "run", script.name, "--dry-run"]  # as lns-study
+    env = {**os.environ, "PYTHONPATH": str(Path(study.__file__).parents[1])}
+    done = subprocess.run(words, cwd=script.parent, env=env, capture_output=True, text=True)
+    assert "# 1 trial:" in done.stdout, done.stderr
+
+
 def test_one_of_several_studies_is_chosen(script: Path) -> None:
     script.write_text("from study import *\na = StudyConfig(name='a')\nb = StudyConfig(name='b')")
     assert load(f"{script}:b", ["data=digits"]).name == "b"

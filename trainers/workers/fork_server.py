@@ -55,6 +55,17 @@ from trainers.workers.descendants import (
 from trainers.workers.output import Output
 
 MESSAGE_BYTES = 1 << 16
+SERVER = "import sys; from trainers.workers.fork_server import main; main(int(sys.argv[1]))"
+GUARD = """
+import os, sys
+server = os.fork()
+if not server:
+    os.execv(sys.executable, [sys.executable, "-P", "-c", sys.argv[2], sys.argv[1]])
+os.close(int(sys.argv[1]))
+from trainers.workers.fork_server import guard
+guard(server)
+"""
+"""Programs of the server and of its guard, which starts it before it loads anything itself."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
 compute elsewhere."""
@@ -80,11 +91,9 @@ class ForkServer:
                     sys.executable,
                     "-P",  # the current folder, in which others may have left a module, first
                     "-c",
-                    (
-                        "import sys; from trainers.workers.fork_server import main;"
-                        " main(int(sys.argv[1]))"
-                    ),
+                    GUARD,
                     str(theirs.fileno()),
+                    SERVER,
                 ],
                 env=ENVIRONMENT | os.environ | {"PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
@@ -143,14 +152,8 @@ class ForkServer:
 
 
 def main(descriptor: int) -> None:
-    """Serve ``descriptor``, in a child of this process, until whoever started this closes the other
-    end."""
+    """Serve ``descriptor`` until whoever started this closes the other end."""
     began = time.monotonic()
-    adopt_orphans()
-    server = os.fork()
-    if server:
-        os.close(descriptor)
-        _guard(server)
     end_with_parent(signal.SIGTERM)
     adopt_orphans()
     control = socket.socket(fileno=descriptor)
@@ -161,8 +164,9 @@ def main(descriptor: int) -> None:
     os._exit(0)
 
 
-def _guard(server: int) -> NoReturn:
+def guard(server: int) -> NoReturn:
     """Wait for the server's end, and end what it has left; a signal to end is passed on to it."""
+    adopt_orphans()
     set_name(b"lns-study-guard")
 
     def end(*_: object) -> None:
