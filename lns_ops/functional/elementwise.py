@@ -75,9 +75,12 @@ def _binary(name: str) -> None:
         name,
         f"(Tensor x, Tensor y, {FORMAT}) -> Tensor",
         on_cpu,
-        # a number's code is on the CPU, whatever the other operand is on
-        lambda x, y, bits, fraction_bits: (y if x.device.type == "cpu" else x).new_empty(
-            broadcast_shape(x.shape, y.shape)
+        # A number's code is on the CPU, whatever the other operand is on; and as a constant, whose
+        # new_empty would be a constant as well.
+        lambda x, y, bits, fraction_bits: torch.empty(
+            broadcast_shape(x.shape, y.shape),
+            dtype=x.dtype,
+            device=y.device if x.device.type == "cpu" else x.device,
         ),
     )
 
