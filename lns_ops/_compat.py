@@ -105,6 +105,9 @@ engine_code = torch.autograd.graph._engine_run_backward.__code__
 calls on the same thread (torch 2.13)."""
 dispatching = {"__torch_dispatch__", "__torch_function__", "__call__", "_fn", "inner"}
 """The functions between it and us, where modes such as FlopCounterMode are on (torch 2.13)."""
+version_of = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""The getter of the number of times that a tensor was written to, which autograd compares (torch
+2.13)."""
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that this thread works on, or -1; nothing public tells (torch
 2.13)."""

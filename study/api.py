@@ -22,7 +22,7 @@ from study.config import StudyConfig
 from study.errors import StorageError, refusals
 from study.execution.control import Control, Decision, clear, storage_refused
 from study.execution.launched import continued, launch_of_job
-from study.execution.preflight import check_same_data, check_same_name, preflight
+from study.execution.preflight import check_same_data, check_same_name, preflight, say_changed_code
 from study.execution.runner import run_plan
 from study.ledger.lines import Event
 from study.ledger.lock import is_locked
@@ -34,7 +34,6 @@ from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import placed, read
 from study.plan.candidates import by_rule
-from study.plan.identity import code_digests
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.idle_time import remark
@@ -124,7 +123,7 @@ def run_study(
     with _opened(study, say, node, job) as (plan, data, ledger, before, node, spent):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
-        _say_changed_code(plan, before, say)
+        say_changed_code(plan, before, say)
         rules = by_rule(plan.excluded)
         for count, entry in rules[:EXCLUDED_SHOWN]:
             more = f" (and {count - 1} more)" if count > 1 else ""
@@ -407,11 +406,12 @@ def report_study(
     with refusals():
         state = _reportable(folder)
         study = placed(state.config, folder)
-        unnamed = ""
+        uri, unnamed = tracking_uri, ""
         try:
-            study = dataclasses.replace(study, tracking_uri=store_of(study, tracking_uri))
+            uri = store_of(study, tracking_uri)
         except ValueError as refused:
             unnamed = str(refused)
+        study = dataclasses.replace(study, tracking_uri=uri or study.tracking_uri)
         check_writable(
             folder / "report", "report", "mend its permissions, or move what is in its place"
         )
@@ -470,19 +470,6 @@ def _reportable(folder: Path) -> StudyState:
 
 def _artifacts(study: StudyConfig) -> Path:
     return local_folder(study.storage) / "artifacts"
-
-
-def _say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
-    """Say whose code is no longer that of the last run: its trials are others."""
-    now = code_digests(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
-    for name, then in code_digests(trial.config for trial in before.trials).items():
-        gone, new = then - now.get(name, set()), now.get(name, set()) - then
-        if gone and new:
-            say(
-                f"The code of {name} has changed since the last run ({', '.join(sorted(gone))} to"
-                f" {', '.join(sorted(new))}): its trials are trained anew, those of the code before"
-                " stay in the ledger."
-            )
 
 
 def _say_what_is_left(state: StudyState, say: Callable[[str], None]) -> None:

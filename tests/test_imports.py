@@ -29,7 +29,7 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "text", "user_code", "files", "object_store", "config", "user_loop", "data",
+        "_compat", "text", "user_code", "object_store", "files", "config", "user_loop", "data",
         "models", "optim", "checkpoint", "telemetry", "comm", "sync", "parallel", "training",
         "workers",
     ],
@@ -64,6 +64,7 @@ LAZY = {
         "study.execution.preflight",
         "trainers.workers.worker_process",
     ): "2.5 s, of torch, and a node mostly checks",
+    ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",
     ("study.handle", "study.views.notebook"): "shows what is drawn",
     ("study.handle", "study.report.figures.style"): "draws with what takes 1.6 s",
     ("study.handle", "study.report.interactive"): "draws with what takes 1.6 s",

@@ -21,6 +21,7 @@ from lns_ops._compat import (
     tensor_text,
     tree_leaves,
     tree_map,
+    version_of,
     written_arguments,
 )
 from lns_ops.functional.library import cached_format
@@ -37,7 +38,7 @@ _READS = {
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim")
     ),
-    Tensor._version.__get__,  # type: ignore[attr-defined]
+    version_of,
 }
 """The torch functions that only look at a tensor, the most frequent ones of a training step."""
 

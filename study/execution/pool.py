@@ -382,13 +382,9 @@ class Pool:
         backend = "nccl" if group.shape.device == "cuda" else "gloo"
         for rank in ranks:
             values = {
-                "rank": rank,
-                "workers": group.shape.processes,
-                "address": address,
-                "store": store,
-                "secret": group.secret,
-                "backend": backend,
-            }
+                "rank": rank, "workers": group.shape.processes, "address": address, "store": store,
+                "secret": group.secret, "backend": backend,
+            }  # fmt: skip
             self._calls[group.spots[rank][0]].append(
                 ("send", (group.keys[rank], pickle.dumps(Message(JOIN, payload=values))))
             )

@@ -20,6 +20,7 @@ from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
+from study.plan.identity import code_digests
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
 from study.plan.trials import Excluded, PlannedTrial
@@ -323,3 +324,16 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
             f" {then['digest'][:12]}, on which this study began; restore the files, or start a new"
             " study with name=..."
         )
+
+
+def say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
+    """Say whose code is no longer that of the last run: its trials are others."""
+    now = code_digests(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
+    for name, then in code_digests(trial.config for trial in before.trials).items():
+        gone, new = then - now.get(name, set()), now.get(name, set()) - then
+        if gone and new:
+            say(
+                f"The code of {name} has changed since the last run ({', '.join(sorted(gone))} to"
+                f" {', '.join(sorted(new))}): its trials are trained anew, those of the code before"
+                " stay in the ledger."
+            )

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -91,3 +92,28 @@ def _describe_owner(path: Path) -> str:
 def closed_at(path: Path) -> int:
     """Return how many lines the last writer left if it closed in order; 0 if that is unknown."""
     return int(_read_lock(path).get("lines", 0))
+
+
+def last_copy(path: Path, descriptor: int) -> str:
+    """Say where the last complete copy is of an open ledger that is gone from ``path``.
+
+    Makes one if no name leads to it.
+    """
+    opened = f"/proc/self/fd/{descriptor}"
+    with suppress(OSError):
+        if os.path.samestat(os.stat(moved := os.readlink(opened)), os.stat(opened)):
+            return (
+                f"the ledger is {moved} now, complete; move its folder back to {path.parent},"
+                " then the same command goes on"
+            )
+    lost = f"checkpoints, report and all else in {path.parent} are gone with it"
+    try:
+        copy = Path(tempfile.mkdtemp(prefix=f"{path.parent.name}-")) / path.name
+        copy.write_bytes(Path(opened).read_bytes())
+    except OSError as error:
+        return f"{lost}, and no copy of the ledger could be made ({error})"
+    return (
+        f"{lost}, unless they can be mounted or restored; the last complete copy of the ledger"
+        f" is {copy}: put it into {path.parent}, and the same command goes on without what has"
+        " finished"
+    )

@@ -52,7 +52,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +63,7 @@ from typing import Any, TypeAlias
 
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
-from study.ledger.lock import LOCK, closed_at, take_lock, this_process
+from study.ledger.lock import LOCK, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
 from trainers.object_store import is_url, place_of
@@ -338,24 +337,7 @@ class Ledger:
                 f"{place_of(self.folder)} has every line; the same command goes on from there, with"
                 " a new cache"
             )
-        opened = f"/proc/self/fd/{self._file.fileno()}"
-        with suppress(OSError):
-            if os.path.samestat(os.stat(moved := os.readlink(opened)), os.stat(opened)):
-                return (
-                    f"the ledger is {moved} now, complete; move its folder back to {self.folder},"
-                    " then the same command goes on"
-                )
-        lost = f"checkpoints, report and all else in {self.folder} are gone with it"
-        try:
-            copy = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}-")) / FILE
-            copy.write_bytes(Path(opened).read_bytes())
-        except OSError as error:
-            return f"{lost}, and no copy of the ledger could be made ({error})"
-        return (
-            f"{lost}, unless they can be mounted or restored; the last complete copy of the ledger"
-            f" is {copy}: put it into {self.folder}, and the same command goes on without what has"
-            " finished"
-        )
+        return last_copy(self.folder / FILE, self._file.fileno())
 
     def _write(self, lines: bytes) -> None:
         """Write all of the lines to disk, or none of them, under the ledger's name."""

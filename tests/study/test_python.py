@@ -223,7 +223,7 @@ def test_polars_is_asked_for_where_it_is_missing(
         ({"trial": {"epochs": -1}}, "epochs"),
         ({"seeds": [0, 0]}, "seeds"),
         ({"model": "mlp_0"}, "model=mlp_0: no such config"),
-        ({"question": object()}, "must be numbers, texts"),
+        ({"question": object()}, "a config holds numbers, texts"),
     ],
 )
 def test_overrides_are_checked_as_on_the_command_line(

@@ -213,8 +213,9 @@ __device__ __forceinline__ void follow(float* average, float value, float keep, 
 // absent. Codes of the variance and of its factor are those of the format of squares.
 extern "C" __global__ void __launch_bounds__(512)
     lns_track(const short* __restrict__ mean, const short* __restrict__ rest,
-              const short* __restrict__ variance, float* __restrict__ mean_average, float* __restrict__ variance_average, i64 n,
-              int unbiased, float keep, float take, const float* __restrict__ significands) {
+              const short* __restrict__ variance, float* __restrict__ mean_average,
+              float* __restrict__ variance_average, i64 n, int unbiased, float keep, float take,
+              const float* __restrict__ significands) {
     typedef DecoderOf<SQUARE_BITS> Decoder;
     __shared__ float near[Decoder::ROOM];
     const Decoder significand_of(significands, near);

@@ -20,7 +20,8 @@ def lns(*values: float, fmt: LNSFormat = lns16) -> LNSTensor:
 
 
 def gradient_of_acos() -> None:
-    lns(0.5, 1.0).requires_grad_().acos().to_float().sum().backward()  # type: ignore[no-untyped-call]
+    angles = lns(0.5, 1.0).requires_grad_().acos().to_float()
+    angles.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def layer(scope: str) -> object:

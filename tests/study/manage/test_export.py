@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 import pandas
 import pytest
 
+from study.cli import main
 from study.config import StudyConfig
 from study.handle import Study
 from study.ledger.lines import Event
@@ -99,3 +102,22 @@ def test_json_is_an_array_and_jsonl_has_a_line_each(
 
 def _refuse(constant: str) -> Any:
     raise AssertionError(f"{constant} is not JSON")
+
+
+def test_export_to_a_dash_writes_to_standard_output(
+    tiny: Callable[..., StudyConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = tiny("exported to a dash")
+    write_ledger(study, made_up_events(study))
+    words = ["export", study.slug, "--storage", study.storage, "-o", "-"]
+    assert main(words) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
+    assert [row["status"] for row in rows] == ["finished"] * len(rows) != []
+    assert main([*words, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [trial["id"] for trial in found] == [row["id"] for row in rows]
+    assert not (tmp_path / "-").exists()

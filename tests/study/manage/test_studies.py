@@ -481,25 +481,6 @@ def test_a_storage_that_can_be_no_folder_is_named(
     assert repr(place) in capsys.readouterr().err
 
 
-def test_export_to_a_dash_writes_to_standard_output(
-    tiny: Callable[..., StudyConfig],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    study = tiny("exported to a dash")
-    write_ledger(study, made_up_events(study))
-    words = ["export", study.slug, "--storage", study.storage, "-o", "-"]
-    assert main(words) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
-    assert [row["status"] for row in rows] == ["finished"] * len(rows) != []
-    assert main([*words, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [trial["id"] for trial in found] == [row["id"] for row in rows]
-    assert not (tmp_path / "-").exists()
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of pictures, whose axes end before
 def test_a_finite_figure_is_not_called_diverged_however_large(
     tiny: Callable[..., StudyConfig], capsys: pytest.CaptureFixture[str]

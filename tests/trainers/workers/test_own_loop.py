@@ -303,7 +303,7 @@ def test_what_another_try_may_not_meet_is_no_mistake_of_the_loop(
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("absent", "has no function or class absent; it has .*by_context"),
+        ("absent", "has no function or class absent.*; it has .*by_context"),
         ("two", r"missing a required argument: 'other' in two\(config, other\).*line \d+"),
         ("nothing", r"too many positional arguments in nothing\(\)"),
         ("stream", "is a generator .* calls trainers.report"),
