@@ -264,21 +264,15 @@ def _run(
         view.stop()
         # a report would make the folder anew
         report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"
-        sent = ", and to MLflow what it lacks" if plan.study.tracking != OFF else ""
-        if report is not None:
-            say(f"Writing the report{sent} ...")
         error = ""
         with control.watch_storage():
-            error = _close(state, report, tracker, sinks)
-            if report is not None:
-                _share(report, say)
-    if isinstance(ledger.broken, LedgerGoneError):
+            error = _close(state, report, tracker, sinks, say)
+    if report is None:
         raise StorageError(f"storage: {ledger.broken}")
     if control.storage_error:
         raise storage_refused(control.storage_error, folder, StorageError)
     if idle := remark(state.runs[-1]):
         say(idle)
-    assert report is not None
     return _outcome(state, report, plan.study, error, tracker.where())
 
 
@@ -378,17 +372,22 @@ def _load_report() -> None:
 
 
 def _close(
-    state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks
-) -> str:
+    state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks,
+    say: Callable[[str], None],
+) -> str:  # fmt: skip
     """Write the report into a folder, if there is one, and close MLflow's runs and the sinks, these
     even if the report fails; return why MLflow lacks something, or ""."""
     report = None
     try:
         if folder is not None:
+            sent = "" if isinstance(tracker, NoTracker) else ", and to MLflow what it lacks"
+            say(f"Writing the report{sent} ...")
             report = write_report(state, folder)
     finally:
         error = tracker.close(report)
         sinks.close()
+    if report is not None:
+        _share(report, say)
     return error
 
 

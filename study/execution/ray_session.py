@@ -45,7 +45,7 @@ from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_toke
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
 from study.program import module_command
-from trainers.workers.descendants import end_with_parent
+from trainers.descendants import end_with_parent
 from trainers.workers.node import Node
 
 ENVIRONMENT = {

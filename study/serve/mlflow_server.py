@@ -93,8 +93,7 @@ def _make_database(uri: str) -> None:
     write_statistics(uri)
 
 
-def main() -> None:
-    """Run the process; see the head of this file."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m study.serve.mlflow_server")
     parser.add_argument("--fd", type=int, required=True, help="a socket that listens")
     parser.add_argument("--artifacts", required=True)
@@ -111,6 +110,12 @@ def main() -> None:
         os.environ.pop(TOKEN, None)
     elif not os.environ.get(TOKEN):
         parser.error(f"{TOKEN} is not set; start it with `lns-study ui`, which makes one")
+    return options
+
+
+def main() -> None:
+    """Run the process; see the head of this file."""
+    options = _options()
     uri = os.environ[STORE]
     os.environ |= {
         HOSTS: options.allowed_hosts,

@@ -32,7 +32,7 @@ from study.serve.guard import HEALTH, link, with_port
 from study.serve.mlflow_server import STORE, TOKEN
 from study.tracking.address import HOST, is_server
 from study.tracking_uri import without_login, without_password
-from trainers.workers.descendants import end_with_parent
+from trainers.descendants import end_with_parent
 
 EVERYWHERE = "0.0.0.0"
 MOST_LINKS = 10

@@ -139,7 +139,7 @@ LNS kernel raises with its name, or is computed in float32 and counted under
 `lns_ops.allow_float_fallback()`. The bounds are of results; gradients are made of several
 operations and are rounded at each of them. Results and gradients of 100,000 terms, values of 1,000
 and values with a mean of 100 are compared with float64 in
-`tests/lns_ops/tensor/test_at_length.py`."""
+`tests/lns_ops/at_length/test_operations.py`."""
     lines = ["# Operations of LNSTensor", *head.splitlines()]
     for title, (names, meaning) in GROUPS.items():
         shown = ", ".join(f"`{name.removeprefix('nn.functional.')}`" for name in names)

@@ -11,7 +11,7 @@ which signals its process group reaches no other child.
 
 The server runs in a session of its own, out of reach of Ctrl-C. It ends when the process that
 started it does, and ends its children and all that they have started
-(:mod:`trainers.workers.descendants`); where a child ends, it ends what that one has started. Should
+(:mod:`trainers.descendants`); where a child ends, it ends what that one has started. Should
 the server itself be killed, its parent does so: a process that does nothing else, its *guard*.
 
 The method is that of ``multiprocessing``'s forkserver. That one, however, imports the main module
@@ -43,8 +43,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainers.user_code import names_code, python_path
-from trainers.workers.descendants import (
+from trainers.descendants import (
     END_SECONDS,
     adopt_orphans,
     end_descendants,
@@ -52,7 +51,8 @@ from trainers.workers.descendants import (
     kill_children,
     set_name,
 )
-from trainers.workers.output import Output
+from trainers.output import Output
+from trainers.user_code import names_code, python_path
 
 MESSAGE_BYTES = 1 << 16
 SERVER = "import sys; from trainers.workers.fork_server import main; main(int(sys.argv[1]))"
