@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.trainers.nodes import MADE_UP, SMALL, Driver, alone, plan, reports
+from trainers import output
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
-from trainers.workers import output
 from trainers.workers.messages import (
     BEGAN,
     DIED,
