@@ -7,6 +7,8 @@ version has changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 MLFLOW_SERVER_VARIABLES = {
@@ -42,6 +44,22 @@ has no clusters, and its agents and dashboard serve no metrics, for which they a
 ``--node-ip-address=127.0.0.1`` is replaced by the machine's address, and the dashboard has no other
 setting than a port that cannot be (Ray 2.60).
 """
+
+
+@contextmanager
+def joined_on_loopback() -> Iterator[None]:
+    """Have this process find a Ray at 127.0.0.1 that was started with
+    :data:`RAY_FOR_NOBODY_ELSE`, though it imported Ray without that (Ray 2.60)."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
 RAY_CURRENT = "ray_current_cluster"
 """File in Ray's temporary folder with the address of its control store, which ``ray start``
 tells otherwise only in text for people (Ray 2.60)."""
@@ -137,3 +155,50 @@ def ray_token_loader() -> Any:
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     return AuthenticationTokenLoader.instance()
+
+
+def evict_cached_actors(controller: Any) -> None:
+    """Have a Tune controller end the actors that it keeps for a next trial.
+
+    It keeps one when no trial waits, behind whose resources whoever else asks Ray waits for ever
+    (Ray 2.60).
+    """
+    for actor in controller._actor_cache.flush_cached_objects(force_all=True):
+        actor.set_on_stop(None)
+        actor.set_on_error(None)
+        controller._remove_actor(tracked_actor=actor)
+
+
+def held_by_actors(controller: Any) -> dict[str, float]:
+    """Return the resources of a Tune controller's actors, those that it keeps for a next trial
+    among them; Ray tells resources in use of everybody together (Ray 2.60)."""
+    held: dict[str, float] = controller._actor_manager.get_live_actors_resources()
+    return held
+
+
+def foreign_demand(ours: int) -> list[tuple[float, float]]:
+    """Return the CPUs and GPUs of each request that waits in Ray and is not ours.
+
+    Tune's trials and Ray Train's workers wait as placement groups alone. ``ray status`` prints the
+    same for people (Ray 2.60).
+
+    Args:
+        ours: number of our placement groups that may wait.
+    """
+    from ray._private.worker import global_worker
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+
+    state = get_cluster_resource_state(global_worker.gcs_client)
+    found = [
+        (each.resources_bundle.get("CPU", 0.0), each.resources_bundle.get("GPU", 0.0))
+        for each in state.pending_resource_requests
+        if not any("_group_" in name for name in each.resources_bundle)
+    ]
+    groups = [
+        (
+            sum(each.resources_bundle.get("CPU", 0.0) for each in group.requests),
+            sum(each.resources_bundle.get("GPU", 0.0) for each in group.requests),
+        )
+        for group in state.pending_gang_resource_requests
+    ]
+    return [each for each in [*found, *groups[ours:]] if any(each)]

@@ -31,6 +31,7 @@ from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
 EXECUTORS = ("auto", "packed", "train")
+ENGINES = ("auto", "local", "ray")
 TRACKING_SCHEMES = (
     "sqlite:///",
     "http://",
@@ -152,6 +153,9 @@ class StudyConfig:
             (:mod:`study.execution.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: largest number of trials at a time; None for as many as fit.
+        engine: what runs the trials. ``local``: processes on this machine, without Ray. ``ray``:
+            Ray Tune, on the cluster at ``address``, or on a Ray that is started here. ``auto``:
+            ``ray`` where there is an ``address``, else ``local``.
         executor: processes that trials train in. ``auto``: a reused process for a trial of one
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
@@ -193,6 +197,7 @@ class StudyConfig:
     insecure: bool = False
     cpus: int | None = None
     max_concurrent: int | None = None
+    engine: str = "auto"
     executor: str = "auto"
     checkpoint_every: int = 1
     max_failures: int = 3
@@ -218,6 +223,13 @@ class StudyConfig:
             "Ray Client has no part in a cluster's nodes",
             "use `ray job submit --address http://HEAD:8265 --working-dir . -- lns-study run CONFIG"
             " address=auto`, or address=auto on a node of the cluster",
+        )
+        one_of("engine", self.engine, ENGINES)
+        require(
+            f"engine=local with address={self.address!r}",
+            self.engine != "local" or self.address is None,
+            "the local engine runs trials on this machine alone",
+            "use engine=ray, or leave out address",
         )
         one_of("executor", self.executor, EXECUTORS)
         one_of("picture", self.picture or PICTURES[0], PICTURES)

@@ -7,16 +7,14 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from study.config import StudyConfig
 from study.config.metric import DERIVED
-from study.errors import UserError
 from study.execution.control import Control, Wish, grace_seconds, is_full
-from study.execution.leases import EPSILON
-from study.execution.pool import Machines, Pool
-from study.execution.ray_session import Session
+from study.execution.engine import Engine
+from study.execution.local.leases import EPSILON
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
@@ -40,6 +38,7 @@ from trainers.workers.messages import (
     DONE,
     LEFT,
     OUT_OF_MEMORY,
+    PLACED,
     REFUSED,
     REPORT,
     STOPPED,
@@ -61,10 +60,9 @@ class Loop:
         study: the config.
         agenda: source of the next trial.
         ledger, state, control: those of the study.
-        pool: processes that train the trials.
-        ray: Ray of the study, if it needs one.
-        find: finds machines anew after Ray was lost; None if they stay.
+        pool: engine that runs the trials.
         say: prints a line for the user.
+        address: returns the address of the study's Ray, for trials whose processes join it.
     """
 
     def __init__(
@@ -74,13 +72,13 @@ class Loop:
         ledger: Ledger,
         state: StudyState,
         control: Control,
-        pool: Pool,
-        ray: Session | None = None,
-        find: Callable[[], Machines] | None = None,
+        pool: Engine,
         say: Callable[[str], None] = lambda line: None,
+        address: Callable[[], str] = lambda: "",
     ) -> None:
         self._study, self._agenda, self._ledger, self._state = study, agenda, ledger, state
-        self._control, self._pool, self._ray, self._find, self._say = control, pool, ray, find, say
+        self._control, self._pool, self._say = control, pool, say
+        self._address = address
         self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
         self._watch, self._looked, self._use = Watch(), 0.0, UseWatch()
@@ -93,57 +91,86 @@ class Loop:
         self._no_room_since: float | None = None
         self._reported_waiting: set[str] = set()
         self._moving: set[str] = set()
-        self._ray_problem = ""
+        self._unplaced: dict[str, Event] = {}
+        """Starts of trials of which nobody knows yet on which machines they are."""
+        self._waiting = False
+        self._left = set[str]()
+        self._leaves_until: float | None = None
+        """When the grace of the trials that leave ends; None while the study is not cancelled."""
 
-    def run(self) -> None:
-        """Run until no trial is left, or the control ends the study."""
-        while True:
-            self._note_capacity()
-            decision = self._control.decide()
-            if decision.wish == Wish.CANCEL:
-                if not self._control.storage_error:
-                    self._leave()
-                return
-            over = decision.wish >= Wish.STOP or self._control.full
-            has_ray, fresh = self._has_ray()
-            on_hold = over or decision.wish == Wish.PAUSE
-            waiting = not on_hold and (
-                self._hand_out() if has_ray else self._agenda.peek() is not None
-            )
-            if (
-                not self._pool.running
-                and not waiting
-                and (over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None))
-            ):
-                return
-            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=waiting, poll=has_ray and fresh))
-            self._leave_machines_that_end()
-            self._look_after_silent()
-            if not on_hold:
-                self._look_at_use(waiting)
+    def begin_round(self) -> bool:
+        """Do what is due, and hand out the trials that there is room for.
 
-    def _leave(self) -> None:
-        """Have running trials write a checkpoint after the epoch under way, and wait for them.
+        After it comes :meth:`take_in` with what processes have said meanwhile, and so on.
+
+        Returns:
+            Whether the study goes on; False once no trial is left, or the control ends it.
+        """
+        self._note_capacity()
+        decision = self._control.decide()
+        if self._leaves_until is not None:
+            return self._still_leaves()
+        if decision.wish == Wish.CANCEL:
+            return not self._control.storage_error and self._leave()
+        over = decision.wish >= Wish.STOP or self._control.full
+        there = self._is_there()
+        on_hold = over or decision.wish == Wish.PAUSE
+        self._waiting = not on_hold and (
+            self._hand_out() if there else self._agenda.peek() is not None
+        )
+        self._leave_machines_that_end()
+        self._look_after_silent()
+        if not on_hold:
+            self._look_at_use(self._waiting)
+        idle = not self._pool.running and not self._waiting
+        done = over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)
+        return not (idle and done)
+
+    def _is_there(self) -> bool:
+        """Tell whether trials can be started now."""
+        return True
+
+    @property
+    def waits_for(self) -> WorkerResources | None:
+        """Resources of the trial that waits for room; None if none does."""
+        head = self._agenda.peek() if self._waiting else None
+        return None if head is None else self._shape(head.config)
+
+    def describe(self, trial: str) -> dict[str, Any]:
+        """Return what a trial is known by: its id, row, seed and sampled values."""
+        known = self._state.known[trial]
+        return {"trial": trial, "row": known.row, "seed": known.seed, **known.params}
+
+    def use(self, pool: Engine) -> None:
+        """Run trials by another engine from now on; those that ran have ended."""
+        self._pool = pool
+
+    def _leave(self) -> bool:
+        """Have running trials write a checkpoint after the epoch under way; tell whether any does.
 
         Trials that cannot write one are ended as they are.
         """
-        left = set(filter(self._can_leave, self._pool.running))
+        self._left = set(filter(self._can_leave, self._pool.running))
         seconds = grace_seconds()
-        if not left or not seconds or self._ray_problem:
-            return
+        if not self._left or not seconds or not self._is_there():
+            return False
         self._control.leaving = True
         self._say(
-            f"Ending: {counted(len(left), 'trial')} may finish the epoch under way and write a"
-            f" checkpoint, for {seconds:g} s at most; interrupt once more to end at once"
+            f"Ending: {counted(len(self._left), 'trial')} may finish the epoch under way and write"
+            f" a checkpoint, for {seconds:g} s at most; interrupt once more to end at once"
         )
-        self._pool.leave_after_epoch(left)
-        until = time.monotonic() + seconds
-        while (
-            left.intersection(self._pool.running)
-            and time.monotonic() < until
+        self._pool.leave_after_epoch(self._left)
+        self._leaves_until, self._waiting = time.monotonic() + seconds, False
+        return True
+
+    def _still_leaves(self) -> bool:
+        """Tell whether trials that were told to leave may go on doing so."""
+        assert self._leaves_until is not None
+        return (
+            bool(self._left.intersection(self._pool.running))
+            and time.monotonic() < self._leaves_until
             and not self._control.hurried
-        ):
-            self._take_in(self._pool.wait(ROUND_SECONDS, waiting=False, poll=False))
+        )
 
     def _can_leave(self, trial: str) -> bool:
         """Tell whether a running trial can write a checkpoint and end after an epoch.
@@ -159,37 +186,6 @@ class Loop:
         news = set(self._pool.moving) - self._moving
         self._moving |= news
         self._pool.leave_after_epoch(filter(self._can_leave, news))
-
-    def _has_ray(self) -> tuple[bool, bool]:
-        """Tell whether the study's Ray is there, and whether it may be asked for more resources.
-
-        Both are true if the study needs no Ray. A Ray that was lost is started or joined again, and
-        its trials begin again.
-        """
-        ray = self._ray
-        if ray is None:
-            return True, True
-        try:
-            fresh = ray.look()
-        except UserError:
-            self._pool.leave()
-            raise
-        problem = ray.lost or ray.silent
-        if problem and not self._ray_problem:
-            self._say(f"Ray: {problem}; waiting for it")
-        had_problem = bool(problem or self._ray_problem)
-        if ray.lost:
-            self._pool.end_all(f"Ray: {ray.lost}")
-            if self._find is not None:
-                self._pool.use(None)
-            if ray.renew():
-                problem = ""
-                if self._find is not None:
-                    self._pool.use(self._find())
-        if had_problem and not problem:
-            self._say("Ray is back.")
-        self._ray_problem = problem
-        return not problem, fresh
 
     def _hand_out(self) -> bool:
         """Start the trials that there is room for; tell whether more wait.
@@ -208,7 +204,7 @@ class Loop:
                     started += self._backfill(trial)
                 break
             started.append(event)
-        self._append(started)
+        self._append(filter(None, started))
         return waiting
 
     def _give_up(self, trial: PlannedTrial) -> Event | None:
@@ -227,7 +223,7 @@ class Loop:
             f"needs {counted(shape.workers, 'worker')} of {each} each{on_gpu}, and this study has"
             f" {cpus:g} CPUs and {gpus} GPUs on {counted(nodes, 'machine')}"
         )
-        if self._study.address is None:
+        if self._study.address is None and nodes:
             self._agenda.take(trial)
             return {
                 "event": "failed",
@@ -249,7 +245,10 @@ class Loop:
         return None
 
     def _start(self, trial: PlannedTrial) -> Event | None:
-        """Start a trial and return its event for the ledger; None if there is no room."""
+        """Start a trial and return its event for the ledger; None if there is no room.
+
+        The event is empty where the engine does not yet know on which machines the trial starts.
+        """
         if not self._has_room():
             return None
         shape = self._shape(trial.config)
@@ -261,15 +260,18 @@ class Loop:
         self._watch.hear(trial.id)
         self._shapes[trial.id] = shape
         self._moving.discard(trial.id)
-        hosts = [lease.host for lease, _ in running.spots]
-        resources = {"cpus": shape.cpus, "gpus": shape.gpus_in_all}
-        return {
+        event = {
             "event": "started",
             "trial": trial.id,
             "slots": running.slots,
-            "hosts": hosts,
-            **resources,
+            "hosts": running.hosts,
+            "cpus": shape.cpus,
+            "gpus": shape.gpus_in_all,
         }
+        if running.hosts:
+            return event
+        self._unplaced[trial.id] = event
+        return {}
 
     def _has_room(self) -> bool:
         """Tell whether ``max_concurrent`` allows one more trial."""
@@ -294,7 +296,7 @@ class Loop:
         """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
         GPU. On several machines nobody knows which of them will have both."""
         shape, left = self._shape(trial.config), self._pool.idle_resources[0] + EPSILON
-        on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and len(self._pool.leases) == 1
+        on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and self._pool.capacity()[2] == 1
         return on_cpus and left - shape.cpus >= needed.cpus
 
     def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
@@ -311,14 +313,16 @@ class Loop:
                 return until
         return 0.0
 
-    def _take_in(self, messages: list[Message]) -> None:
+    def take_in(self, messages: list[Message]) -> None:
         """Write the messages of trials to the ledger, then act on them."""
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
-            if message.kind in (BEGAN, REPORT):
+            if message.kind == PLACED:
+                events += self._note_place(message.trial, message.payload["hosts"])
+            elif message.kind in (BEGAN, REPORT):
                 take = began if message.kind == BEGAN else self._reports.take
                 news = take(message.trial, message.payload)
                 if self._failures[message.trial] and any(map(self._is_new, news)):
@@ -326,6 +330,7 @@ class Loop:
                 events += news
             else:
                 self._watch.forget(message.trial)
+                events += self._note_place(message.trial, [])
                 how, text = (
                     (DIED, message.payload)
                     if message.kind == DIED
@@ -345,6 +350,11 @@ class Loop:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
         self._pool.flush()
+
+    def _note_place(self, trial: str, hosts: list[str]) -> list[Event]:
+        """Return the event of a trial's start, if it has none yet."""
+        event = self._unplaced.pop(trial, None)
+        return [] if event is None else [event | {"hosts": hosts}]
 
     def _is_new(self, event: Event) -> bool:
         """Tell whether an event reports a later epoch of its trial than all before."""
@@ -478,17 +488,15 @@ class Loop:
             "storage": str(study.folder / "train") if by_train else "",
             "max_failures": study.max_failures,
             "ray": (
-                self._ray.address
-                if self._ray and (by_train or trial.config.sync.name == "asynchronous")
-                else ""
+                self._address() if by_train or trial.config.sync.name == "asynchronous" else ""
             ),
         }
 
-    def _append(self, events: list[Event]) -> bool:
+    def _append(self, events: Iterable[Event]) -> bool:
         """Write events to the ledger; return False if the storage refuses them."""
         began = time.monotonic()
         try:
-            self._ledger.append_all(events)
+            self._ledger.append_all(list(events))
         except OSError as error:
             self._control.fail_storage(f"ledger: {error}")
             return False

@@ -37,10 +37,16 @@ from typing import Any
 
 import psutil
 
-from study._compat import RAY_CURRENT, RAY_FOR_NOBODY_ELSE, RAY_WORKERS_AT_START, draining_nodes
+from study._compat import (
+    RAY_CURRENT,
+    RAY_FOR_NOBODY_ELSE,
+    RAY_WORKERS_AT_START,
+    draining_nodes,
+    joined_on_loopback,
+)
 from study.config import StudyConfig
 from study.errors import UserError
-from study.execution.leases import EPSILON, POLL_SECONDS, Local, OnEvents
+from study.execution.local.leases import EPSILON, POLL_SECONDS, Local, OnEvents
 from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_token
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
@@ -362,7 +368,9 @@ class Joined(Session):
 
 
 @contextmanager
-def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
+def ray_session(
+    study: StudyConfig, *, gpus: int = 0, dashboard: bool = False, joins: bool = False
+) -> Iterator[Session]:
     """Provide Ray for the time of a study.
 
     It is the session that exists, the cluster at ``address``, or a Ray of this machine's own.
@@ -370,6 +378,7 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
     Args:
         study: the config.
         gpus, dashboard: see :class:`OwnRay`.
+        joins: whether this process joins a Ray of its own, too.
 
     Raises:
         UserError: nothing answers at ``address``, or Ray does not start.
@@ -390,7 +399,14 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
             else Joined(study.address, study.insecure, files)
         )
         try:
-            yield session
+            if joins and study.address is None:
+                with (
+                    joined_on_loopback(),
+                    contextlib.closing(Joined(session.address, insecure=False)) as joined,
+                ):
+                    yield joined
+            else:
+                yield session
         finally:
             session.close()
 
@@ -433,8 +449,8 @@ def _text(path: Path) -> str:
 
 
 class OfRay(Local):
-    """All resources of a Ray as one lease (:mod:`study.execution.leases`), whose processes run
-    here; Ray Train places the trials.
+    """All resources of a Ray as one lease (:mod:`study.execution.local.leases`), whose processes
+    run here; Ray Train places the trials.
 
     While a trial waits, an autoscaler is asked for what those that run have, and one trial more:
     Ray Train is given trials that fit only, so that Ray itself never hears of those that wait.

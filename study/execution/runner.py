@@ -5,7 +5,7 @@ Everything happens in one place, the loop (:class:`~study.execution.loop.Loop`):
 out, reads what processes report, writes that into the ledger, and only then acts on it. The ledger
 decides what is left to do, the :class:`~study.search.agenda.Agenda` what comes next, the
 :class:`~study.execution.schedulers.Scheduler` (Ray Tune's) which trials end early, the
-:class:`~study.execution.pool.Pool` where a trial fits, and the
+:class:`~study.execution.local.pool.Pool` where a trial fits, and the
 :class:`~study.execution.control.Control` when to hold or end the study. Trials that the ledger
 calls finished are left out; interrupted ones begin at the last whole checkpoint that is still on
 disk.
@@ -29,9 +29,10 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.leases import Cluster, Local
+from study.execution.local.leases import Cluster, Local
+from study.execution.local.loop import LocalLoop
+from study.execution.local.pool import Machines, Pool
 from study.execution.loop import Loop
-from study.execution.pool import Machines, Pool
 from study.execution.ray_session import OfRay, Session, ray_session
 from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
@@ -85,12 +86,15 @@ def run_plan(
 
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
-        with (
-            _interrupts(control),
-            control.watch_storage(),
-            _pool(plan, state, agenda, node, say) as (pool, ray, find),
-        ):
-            Loop(plan.study, agenda, ledger, state, control, pool, ray, find, say).run()
+        with _interrupts(control), control.watch_storage():
+            if plan.study.engine == "ray":
+                node.close()  # those of the cluster's nodes train
+                _run_on_ray(plan, agenda, ledger, state, control, say)
+            else:
+                with _pool(plan, state, agenda, node, say) as (pool, ray, find):
+                    LocalLoop(
+                        plan.study, agenda, ledger, state, control, pool, ray, find, say
+                    ).run()
     if control.interrupted:
         raise KeyboardInterrupt
 
@@ -143,6 +147,36 @@ def _pool(
         find = on_cluster if study.address is not None and study.executor != "train" else here
         pool.use(find())
         yield pool, session, on_cluster if find is on_cluster else None
+
+
+def _run_on_ray(
+    plan: Plan,
+    agenda: Agenda,
+    ledger: Ledger,
+    state: StudyState,
+    control: Control,
+    say: Callable[[str], None],
+) -> None:
+    """Run a study by Ray Tune, on its cluster or on a Ray of this machine's own."""
+    study = plan.study
+    gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
+    with ray_session(study, gpus=gpus, joins=True) as session:
+        # loads Ray, which reads then whether it asks for a token
+        from study.execution.tune.run import Needs, run_on_ray
+
+        needs = Needs(
+            make=(study.folder / LOG, _data_of(agenda, study)),
+            modules=user_modules(study),
+            data=_data_of_nodes(plan, state),
+        )
+        run_on_ray(
+            session,
+            needs,
+            lambda trials: Loop(
+                study, agenda, ledger, state, control, trials, say, lambda: session.address
+            ),
+            say,
+        )
 
 
 def _values_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:

@@ -49,6 +49,9 @@ ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial fin
 (metrics); a trial ended (``how``, ``text``, and ``retire``: why the process ends with it). Its node
 sends that it died (why). The last carries :class:`Examined`, or a text: why the data cannot be
 had."""
+PLACED = "placed"
+"""Kind of message that a trial's supervisor sends first (:mod:`trainers.tune.supervisor`), with
+where its ranks are: ``hosts``, ``node`` and ``actor`` of the supervisor."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",

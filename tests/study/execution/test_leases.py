@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from study.execution.leases import IDLE_SECONDS, NODE_LABEL, Cluster, Lease, _Request
-from study.execution.pool import Pool
+from study.execution.local.leases import IDLE_SECONDS, NODE_LABEL, Cluster, Lease, _Request
+from study.execution.local.pool import Pool
 from study.execution.ray_session import AGAIN_SECONDS, OfRay
 from trainers.workers.messages import DONE, ENDED, Message
 from trainers.workers.resources import WorkerResources
@@ -123,7 +123,7 @@ def test_refused_nodes_are_not_asked_again_and_those_that_join_put_the_demand_of
     actors, now = Actors(), [1000.0]
     monkeypatch.setattr("ray.remote", lambda **options: actors)
     monkeypatch.setattr("ray.kill", lambda actor: None)  # it would start a Ray
-    monkeypatch.setattr("study.execution.leases.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("study.execution.local.leases.time.monotonic", lambda: now[0])
     monkeypatch.setattr(Cluster, "_follow", lambda self, request: None)
     monkeypatch.setattr(Cluster, "_answer", lambda self, reference: {"torch": "1"})
     old, *wrong = (f"{number:056x}" for number in range(1, 5))

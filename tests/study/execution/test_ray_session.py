@@ -419,7 +419,7 @@ def test_a_cluster_of_other_versions_is_refused_in_words(monkeypatch: pytest.Mon
 
 UNSTARTED = """
 import sys, time, types, ray
-from study.execution.leases import Cluster
+from study.execution.local.leases import Cluster
 only = types.ModuleType("only_here")
 exec("class Data(list): pass", only.__dict__)
 only.Data.__module__, sys.modules["only_here"] = "only_here", only
@@ -453,7 +453,7 @@ def test_a_node_on_which_our_code_does_not_start_says_why_once(tmp_path: Path) -
 
 OVERTAKEN = """
 import time, ray
-from study.execution import leases
+from study.execution.local import leases
 leases.PATIENCE_SECONDS = 1e9  # nothing is halved
 ray.init("local", num_cpus=8, include_dashboard=False)
 

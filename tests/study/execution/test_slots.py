@@ -253,8 +253,8 @@ def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(
     trial = state.trials[0].id
     began = Beginning(damaged="one was", history=[metrics(1), metrics(2)])
     last = {**metrics(3), "test/loss": 0.1, "done": True}
-    run._take_in([Message(REPORT, trial, metrics(1))])
-    run._take_in(
+    run.take_in([Message(REPORT, trial, metrics(1))])
+    run.take_in(
         [
             Message(BEGAN, trial, began),
             Message(REPORT, trial, last),
@@ -276,8 +276,8 @@ def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
     """They would have had those from the trial's new start to the reading of its checkpoint."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
-    run._take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(1), metrics(2)]))])
-    run._take_in([Message(REPORT, trial.id, metrics(3))])
+    run.take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(1), metrics(2)]))])
+    run.take_in([Message(REPORT, trial.id, metrics(3))])
     assert sorted(trial.reports) == [1, 2, 3]
     assert list(trial.took) == [3]
     assert objective(trial, "seconds") is None
@@ -289,7 +289,7 @@ def test_an_epochs_seconds_are_its_processs_whenever_the_driver_hears_of_it(
     """A driver that waited for its storage takes several reports at once."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
-    run._take_in([Message(REPORT, trial.id, metrics(n, seconds=float(n))) for n in (1, 2, 3)])
+    run.take_in([Message(REPORT, trial.id, metrics(n, seconds=float(n))) for n in (1, 2, 3)])
     assert trial.took == {1: 1.0, 2: 2.0, 3: 3.0}
     assert objective(trial, "seconds") == 6.0
     assert "seconds" not in trial.reports[1]["metrics"]
@@ -298,12 +298,12 @@ def test_an_epochs_seconds_are_its_processs_whenever_the_driver_hears_of_it(
 def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[Loop, StudyState, Ledger]) -> None:
     run, state, _ = course
     trial = state.trials[0].id
-    run._take_in([Message(DIED, trial, "SIGKILL")])
+    run.take_in([Message(DIED, trial, "SIGKILL")])
     assert state.known[trial].restarts == 1
     again = run._agenda.next()
     assert again is not None
     assert again.id == trial
-    run._take_in(
+    run.take_in(
         [Message(ENDED, trial, {"how": "failed", "text": "the network is away", "retire": "so"})]
     )
     assert (state.known[trial].status, state.known[trial].error) == (FAILED, "the network is away")
@@ -319,11 +319,11 @@ def test_losses_of_machines_count_since_a_trials_last_new_epoch(
     gone = Message(DIED, trial.id, "the node spot-7 is gone")
     for epoch in range(1, 5):  # in one round, and in two
         progress = [Message(REPORT, trial.id, metrics(epoch))]
-        run._take_in([*progress, gone] if epoch % 2 else progress)
-        run._take_in([] if epoch % 2 else [gone])
-    run._take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(5)])), gone])
+        run.take_in([*progress, gone] if epoch % 2 else progress)
+        run.take_in([] if epoch % 2 else [gone])
+    run.take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(5)])), gone])
     assert (trial.restarts, trial.error) == (5, "the node spot-7 is gone")
-    run._take_in([Message(REPORT, trial.id, metrics(5)), gone])  # no epoch that was not there
+    run.take_in([Message(REPORT, trial.id, metrics(5)), gone])  # no epoch that was not there
     assert (trial.status, trial.restarts) == (FAILED, 5)
 
 
@@ -331,7 +331,7 @@ def test_a_full_storage_ends_the_study_and_fails_no_trial(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:
     run, state, _ = course
-    run._take_in(
+    run.take_in(
         [
             Message(
                 ENDED,

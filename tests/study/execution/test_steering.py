@@ -22,7 +22,7 @@ from study.errors import StorageError, UserError
 from study.execution import silence
 from study.execution.control import FILE as CONTROL
 from study.execution.control import POLL_SECONDS, Control, Wish, ask
-from study.execution.pool import Pool
+from study.execution.local.pool import Pool
 from study.ledger import log
 from study.ledger.lines import Event
 from study.ledger.log import FILE, read_ledger

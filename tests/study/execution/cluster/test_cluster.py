@@ -52,7 +52,7 @@ import sys
 from study.config.compose import load
 from study.api import run_study
 from tests.study.conftest import SilentView
-from study.execution import leases
+from study.execution.local import leases
 from tests.study.sleeping import executor
 leases.IDLE_SECONDS = 2.0
 with executor():

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from study.execution.leases import EPSILON, Call, Lease
+from study.execution.local.leases import EPSILON, Call, Lease
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -53,7 +53,7 @@ Spot = tuple[Lease, int | None]
 
 
 class Machines(Protocol):
-    """A source of leases (:mod:`study.execution.leases`)."""
+    """A source of leases (:mod:`study.execution.local.leases`)."""
 
     @property
     def leases(self) -> list[Lease]:
@@ -87,6 +87,11 @@ class Running:
     ended: set[int] = field(default_factory=set)
     result: dict[str, Any] = field(default_factory=dict)
     retire: str = ""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Machine of each rank."""
+        return [lease.host for lease, _ in self.spots]
 
 
 @dataclass(eq=False, kw_only=True)

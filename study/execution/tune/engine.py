@@ -1,0 +1,326 @@
+"""The ray engine: a study is a ``ray.tune.Tuner``.
+
+Tune makes an actor for each trial, Ray places it, and Ray's tools show it. The study's loop
+(:mod:`study.execution.loop`) decides what runs next and writes the ledger, as on one machine; here
+it is called by what Tune calls: a searcher hands trials to Tune, a scheduler passes on what they
+report and answers, a callback does what is due. All of it runs in the thread of ``Tuner.fit``.
+
+A trial that died is a trial of Tune's that has ended: the loop starts it again as a new one, from
+its last checkpoint. So Tune retries nothing, and the ledger says what is left to do; the same
+command goes on from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher
+
+from study._compat import evict_cached_actors, foreign_demand, held_by_actors
+from study.execution.tune.hosts import Hosts
+from study.execution.tune.trials import Handed, TuneTrials
+from trainers.tune.supervisor import JOB, MESSAGES, TrialSupervisor
+from trainers.workers.messages import DIED, Message, last_line
+from trainers.workers.resources import RAY_TRAIN
+
+ENVIRONMENT = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_GLOBAL_CHECKPOINT_S": "1e9",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_MAX_PENDING_TRIALS_PG": "100000",
+    "TUNE_RESULT_BUFFER_LENGTH": "1",
+}
+"""Variables of Tune's while it runs: the ledger keeps what it would write, the terminal is ours,
+Ctrl-C cancels the study, and trials are held back by the study's loop."""
+ROUND_SECONDS = 0.05
+"""Seconds between rounds of the loop, unless a trial has ended."""
+LOOK_SECONDS = 1.0
+"""Seconds between looks at what others use of the cluster."""
+END_SECONDS = 10.0
+"""Seconds that trials have to end before Tune stops them."""
+
+
+class TuneEngine:
+    """Runs one study's trials as those of a ``Tuner``.
+
+    Args:
+        trials: the trials; the loop's pool.
+        hosts: process hosts of the nodes.
+        loop: the study's loop.
+        look: looks after the cluster; raises to end the run.
+    """
+
+    def __init__(
+        self, trials: TuneTrials, hosts: Hosts, loop: Any, look: Callable[[], object]
+    ) -> None:
+        self._trials, self._hosts, self._loop, self._look = trials, hosts, loop, look
+        self._handed: dict[str, Handed] = {}
+        """Trials by Tune's id of them."""
+        self._controller: Any = None
+        self._error: BaseException | None = None
+        self._next_round = self._next_look = 0.0
+        self._seen: list[tuple[float, float]] = []
+        self._others_wait = False
+        self._goes_on, self._ends_at = True, float("inf")
+
+    def run(self) -> None:
+        """Run the study to its end.
+
+        Raises:
+            UserError, KeyboardInterrupt: as the loop and the control do.
+        """
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
+        try:
+            with tempfile.TemporaryDirectory(
+                prefix="lns-study-tune-", ignore_cleanup_errors=True
+            ) as folder:
+                self.tuner(folder).fit()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+        if self._error is not None:
+            raise self._error
+
+    def tuner(self, folder: str) -> tune.Tuner:
+        """Return the Tuner, which keeps what it must in a folder."""
+        return tune.Tuner(
+            TrialSupervisor,
+            tune_config=tune.TuneConfig(
+                search_alg=StudySearcher(self),
+                scheduler=StudyScheduler(self),
+                num_samples=-1,
+                reuse_actors=True,
+                trial_name_creator=lambda trial: trial.config["trial"],
+                trial_dirname_creator=lambda trial: trial.config[JOB].run,
+            ),
+            run_config=tune.RunConfig(
+                name="study",
+                storage_path=folder,
+                verbose=0,
+                callbacks=[StudyCallback(self)],
+                failure_config=tune.FailureConfig(max_failures=0),
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+            ),
+        )
+
+    def suggest(self, tune_id: str) -> dict[str, Any] | str | None:
+        """Return the config of the next trial; None while there is none, or that no more come."""
+        with self._guard():
+            self.round()
+            while self._goes_on and not self._trials.running:  # Tune would ask once a second
+                time.sleep(ROUND_SECONDS)
+                self.round()
+            handed = self._trials.next()
+            if handed is not None:
+                self._handed[tune_id] = handed
+                described: dict[str, Any] = self._loop.describe(handed.job.trial)
+                return described | {JOB: handed.job}
+        return None if self._goes_on or self._trials.running else Searcher.FINISHED
+
+    def hear(self, tune_id: str, messages: list[Message]) -> bool:
+        """Pass on what a trial has said; tell whether it goes on."""
+        with self._guard():
+            handed = self._handed[tune_id]
+            handed.goes_on = True
+            if found := self._trials.hear(handed, messages):
+                self._take_in(found)
+            if not handed.goes_on:
+                self._take_in(self._trials.note_stop(handed))
+            return handed.goes_on
+        return False
+
+    def note_error(self, tune_id: str, error: str) -> None:
+        """Pass on that the actor of a trial has died."""
+        with self._guard():
+            handed = self._handed[tune_id]
+            for rank, node in enumerate(handed.nodes):
+                self._hosts.call(node, "end", [f"{handed.job.run}/{rank}"], error)
+            self._take_in(self._trials.hear(handed, [Message(DIED, handed.job.trial, error)]))
+
+    def forget(self, tune_id: str) -> None:
+        """Note that Tune is done with a trial."""
+        self._handed.pop(tune_id, None)
+
+    def round(self) -> None:
+        """Have the loop do what is due."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look()
+            self._hosts.poll()
+            self._trials.room.nodes = self._hosts.rooms
+            self._look_at_others()
+            self._end_deaf()
+        if now < self._next_round:
+            return
+        self._next_round = now + ROUND_SECONDS
+        if self._goes_on:
+            self._goes_on = self._loop.begin_round()
+            self._trials.ask_for(self._loop.waits_for if self._goes_on else None)
+            if not self._goes_on:
+                self._trials.end_all("the study ends")
+                self._ends_at = now + END_SECONDS
+        elif self._trials.running and now > self._ends_at and self._controller is not None:
+            self._controller.request_stop_experiment()
+
+    def use(self, controller: Any) -> None:
+        """Look after Tune's actors: none is kept that keeps resources from whoever waits."""
+        self._controller = controller
+        with self._guard():
+            self.round()
+            if self._others_wait or self._gang_waits:
+                evict_cached_actors(controller)
+
+    @property
+    def _gang_waits(self) -> bool:
+        """Whether Ray Train may wait for CPUs that an idle actor of Tune's holds."""
+        return any(
+            handed.job.shape.executor == RAY_TRAIN and not handed.over
+            for handed in self._handed.values()
+        )
+
+    def _take_in(self, messages: list[Message]) -> None:
+        if self._goes_on and messages:
+            self._loop.take_in(messages)
+            self._next_round = 0.0
+
+    def _look_at_others(self) -> None:
+        """Note what others hold of the cluster: what is neither free nor any actor's of ours.
+
+        It is the least of the last looks, since what has just begun or ended is in one figure
+        before it is in the other.
+        """
+        if self._controller is None:
+            return
+        free, total = ray.available_resources(), self._trials.room.total
+        mine = held_by_actors(self._controller)
+        used = [
+            max(0.0, have - free.get(name, 0.0) - mine.get(name, 0.0))
+            for name, have in zip(("CPU", "GPU"), total, strict=True)
+        ]
+        self._seen = [*self._seen, (used[0], used[1])][-3:]
+        kept = self._look_at_demand()
+        self._trials.room.others = (
+            min(each[0] for each in self._seen) + kept[0],
+            min(each[1] for each in self._seen) + kept[1],
+        )
+
+    def _look_at_demand(self) -> tuple[float, float]:
+        """Note whether anybody else waits for the cluster, and return what one of them asks for.
+
+        Where others hold half of it already, nothing more is kept free for them.
+        """
+        ours = sum(not handed.nodes for handed in self._handed.values())
+        asked = foreign_demand(ours)
+        self._others_wait = bool(asked)
+        if not asked or self._trials.room.others[0] >= self._trials.room.total[0] / 2:
+            return 0.0, 0.0
+        return max(asked)
+
+    def _end_deaf(self) -> None:
+        """Kill the supervisors that do not tell of the end of their processes."""
+        deaf = set(self._trials.deaf())
+        for trial in self._controller.get_live_trials() if deaf else ():
+            handed = self._handed.get(trial.trial_id)
+            if handed is not None and handed.job.trial in deaf and not handed.over:
+                with contextlib.suppress(Exception):  # it may have died meanwhile
+                    ray.kill(trial.temporary_state.ray_actor)
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Keep the first error, and end Tune's run: Tune would make another of it, or go on."""
+        if self._error is not None:
+            self._goes_on = False
+        try:
+            yield
+        except BaseException as error:
+            self._error = self._error or error
+            self._goes_on = False
+            self._trials.forget_all()
+            if self._controller is not None:
+                self._controller.request_stop_experiment()
+
+
+class _OfEngine:
+    """What calls an engine. Tune writes such objects to its folder, to restore a run from there; a
+    study goes on from its ledger, so the engine is left out."""
+
+    _engine: TuneEngine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+class StudySearcher(_OfEngine, Searcher):  # type: ignore[misc]
+    """Hands a study's trials to Tune, in the order of the study."""
+
+    def __init__(self, engine: TuneEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+        """Return the next trial's config, see :meth:`TuneEngine.suggest`."""
+        return self._engine.suggest(trial_id)
+
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
+        """Do nothing: the scheduler and the callback tell the study."""
+
+    def set_search_properties(self, *_: Any, **__: Any) -> bool:
+        """Refuse nothing: a study has its own objectives."""
+        return True
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing: the ledger has it."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restore nothing: the ledger has it."""
+
+
+class StudyScheduler(_OfEngine, FIFOScheduler):  # type: ignore[misc]
+    """Passes on what trials report, and ends those early that the study's scheduler ends."""
+
+    def __init__(self, engine: TuneEngine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def choose_trial_to_run(self, tune_controller: Any) -> None:
+        """Choose none: pending trials start in their order anyway."""
+        self._engine.use(tune_controller)
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Return Tune's decision after a result that is not the last one."""
+        goes_on = self._engine.hear(trial.trial_id, result[MESSAGES])
+        return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        """Pass on the last result; one after which the trial was ended is known."""
+        self._engine.hear(trial.trial_id, result.get(MESSAGES, []))
+        self._engine.forget(trial.trial_id)
+
+
+class StudyCallback(_OfEngine, tune.Callback):  # type: ignore[misc]
+    """Tells a study of trials whose actors died."""
+
+    def __init__(self, engine: TuneEngine) -> None:
+        self._engine = engine
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Pass on that the actor of a trial has died."""
+        error = trial.get_error() or "its supervisor died"
+        self._engine.note_error(trial.trial_id, last_line(str(error)))
+        self._engine.forget(trial.trial_id)

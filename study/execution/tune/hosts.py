@@ -1,0 +1,229 @@
+"""The process hosts of a study, one on each node of its Ray cluster that may be used.
+
+A node that joins is checked once, before a trial runs there: its Python, torch, the code of this
+package, the user's packages and the data must be the driver's. One with other versions is refused
+for good; one on which our code does not start, or whose data are not the study's, is asked again
+after ever longer waits. Either is said once, with the remedy. A node that Ray drains gets no more
+trials.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from study.execution.local.leases import LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
+from trainers.config import TrialConfig
+from trainers.tune.process_host import NodeCheck, ProcessHost
+from trainers.tune.supervisor import host_name
+from trainers.workers.messages import NAMESPACE, last_line
+from trainers.workers.node import differing, versions
+
+CALLS = 10_000
+"""Most calls that a host answers at once: two for each of its runs."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Host:
+    """The host of a node.
+
+    Attributes:
+        node, name: Ray's id of the node, and the machine's name as Ray has it.
+        actor: handle of the actor.
+        checked: the check, while nobody knows its answer.
+        lives: call that ends with the actor.
+        ready: whether trials may run there.
+    """
+
+    node: str
+    name: str
+    actor: Any
+    checked: Any
+    lives: Any = None
+    ready: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRoom:
+    """A node that may be used: its id, its machine's name, and what Ray says that it has."""
+
+    node: str
+    host: str
+    cpus: float
+    gpus: float
+
+
+class Hosts:
+    """The hosts of one run of a study.
+
+    Args:
+        make: arguments of :class:`~trainers.tune.process_host.ProcessHost`.
+        nodes: returns the nodes as :meth:`~study.execution.ray_session.Session.nodes` does.
+        say: prints a line for the user.
+        modules: code of the user's that a node must have, as ``package.module:name``.
+        data: a trial for each data set that a node must have, and the SHA-256 of the examples of
+            all (:attr:`trainers.data.DatasetInfo.files`).
+    """
+
+    def __init__(
+        self,
+        make: tuple[Any, ...],
+        nodes: Callable[[], list[dict[str, Any]]],
+        say: Callable[[str], None] = lambda line: None,
+        modules: Sequence[str] = (),
+        data: tuple[Sequence[TrialConfig], Collection[str]] = ((), ()),
+    ) -> None:
+        self.engine = uuid.uuid4().hex[:12]
+        self._make, self._nodes, self._say = make, nodes, say
+        self._modules, self._versions, self._data = modules, versions(modules), data
+        self._hosts: dict[str, _Host] = {}
+        self._refused: set[str] = set()
+        self._told: set[str] = set()
+        self._waits: dict[str, tuple[float, float]] = {}
+        """Wait after the last failure of a node, and the time when it ends."""
+        self._looked = -float("inf")
+        self.rooms: list[NodeRoom] = []
+        """The nodes that may be used now."""
+        self.draining: set[str] = set()
+        """Nodes that are about to end."""
+
+    def poll(self) -> None:
+        """Look for nodes that joined, left, drain or have answered; once a second at most."""
+        if time.monotonic() - self._looked < POLL_SECONDS:
+            return
+        self._looked = time.monotonic()
+        nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
+        self.draining = {name for name, node in nodes.items() if node.get("Draining")}
+        for name, node in nodes.items():
+            if self._may_ask(name):
+                self._ask(name, str(node["NodeManagerHostname"]))
+        for host in list(self._hosts.values()):
+            if host.node not in nodes:
+                del self._hosts[host.node]
+            elif host.checked is not None or host.lives is not None:
+                self._hear(host)
+        self.rooms = [
+            NodeRoom(
+                node=host.node,
+                host=host.name,
+                cpus=nodes[host.node]["Resources"].get("CPU", 0.0),
+                gpus=nodes[host.node]["Resources"].get("GPU", 0.0),
+            )
+            for host in self._hosts.values()
+            if host.ready and host.node not in self.draining
+        ]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels that a trial's nodes must have: nodes that cannot be used are left out."""
+        known = {node for node, host in self._hosts.items() if not host.ready}
+        out = sorted(self._refused | self.draining | known | self._waits.keys())
+        return {NODE_LABEL: f"!in({','.join(out)})"} if out else {}
+
+    def call(self, node: str, method: str, *arguments: Any) -> None:
+        """Call a host without waiting for its answer."""
+        if node in self._hosts:
+            with contextlib.suppress(Exception):  # it may have died
+                getattr(self._hosts[node].actor, method).remote(*arguments)
+
+    def close(self) -> None:
+        """End all hosts, and with them all processes."""
+        import ray
+
+        for host in self._hosts.values():
+            with contextlib.suppress(Exception):  # Ray may be gone
+                ray.kill(host.actor)
+        self._hosts.clear()
+
+    def _may_ask(self, node: str) -> bool:
+        ask = node not in self._hosts and node not in self._refused and node not in self.draining
+        return ask and time.monotonic() >= self._waits.get(node, (0.0, 0.0))[1]
+
+    def _ask(self, node: str, name: str) -> None:
+        """Make a node's host, and ask what it has."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options = {
+            "name": host_name(self.engine, node),
+            "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "max_concurrency": CALLS,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        actor = ray.remote(ProcessHost).options(**options).remote(*self._make)
+        checked = actor.check.remote(self._modules, self._data[0])
+        self._hosts[node] = _Host(node=node, name=name, actor=actor, checked=checked)
+
+    def _hear(self, host: _Host) -> None:
+        """Take in the answer of a host, or its end."""
+        import ray
+
+        asked = host.checked if host.checked is not None else host.lives
+        if not ray.wait([asked], timeout=0)[0]:
+            return
+        try:
+            found: NodeCheck = ray.get(asked)
+        except (AttributeError, TypeError):
+            self._refuse(host, {"lns-study": "of a version before this check"})
+        except ray.exceptions.RayError as error:
+            what = last_line(str(error)) or type(error).__name__
+            problem = f"this study's code does not start ({what}); install there what this machine"
+            self._put_off(host, f"{problem} has")
+        else:
+            self._judge(host, found)
+
+    def _judge(self, host: _Host, found: NodeCheck) -> None:
+        host.checked, host.name = None, found.host
+        if differing(found.versions, self._versions):
+            self._refuse(host, found.versions)
+        elif problem := self._lacks(found):
+            self._put_off(host, problem)
+        else:
+            host.ready, host.lives = True, host.actor.live.remote()
+            self._waits.pop(host.node, None)
+
+    def _lacks(self, found: NodeCheck) -> str:
+        """Return what forbids a node's data; "" if they are the study's."""
+        if found.data is None:
+            return ""
+        if isinstance(found.data.payload, str):  # also how its process died
+            return (
+                f"the data cannot be read ({found.data.payload}); bring there what this machine has"
+            )
+        infos = found.data.payload.data.values()
+        if not (other := [info for info in infos if info.files not in self._data[1]]):
+            return ""
+        named = ", ".join(f"{info.source}, sha256 {info.files[:16]}" for info in other)
+        return f"the data are not this study's ({named}); bring the same files there"
+
+    def _refuse(self, host: _Host, theirs: dict[str, str]) -> None:
+        """Leave a node out for good, and say why."""
+        self._drop(host)
+        self._refused.add(host.node)
+        wrong = ", ".join(differing(theirs, self._versions))
+        wanted = ", ".join(f"{name} {version}" for name, version in self._versions.items())
+        self._say(
+            f"Refused: the node {host.name} has {wrong}, and this study runs on {wanted}: its"
+            " trials could fail or get other bits; install the same there, and restart its Ray"
+        )
+
+    def _put_off(self, host: _Host, problem: str) -> None:
+        """Ask a node again after a while; say why, the first time."""
+        self._drop(host)
+        wait = min(2 * self._waits.get(host.node, (POLL_SECONDS / 2, 0.0))[0], LONGEST_SECONDS)
+        self._waits[host.node] = wait, time.monotonic() + wait
+        if host.node not in self._told:
+            self._told.add(host.node)
+            self._say(f"Not used: on the node {host.name} {problem}, and it is tried again")
+
+    def _drop(self, host: _Host) -> None:
+        import ray
+
+        self._hosts.pop(host.node, None)
+        with contextlib.suppress(Exception):
+            ray.kill(host.actor)

@@ -1,0 +1,91 @@
+"""A study on a cluster, from joining its Ray to leaving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from study.errors import UserError
+from study.execution.loop import Loop
+from study.execution.ray_session import Session
+from study.execution.tune.engine import TuneEngine
+from study.execution.tune.hosts import Hosts
+from study.execution.tune.trials import TuneTrials
+from trainers.config import TrialConfig
+from trainers.workers.messages import DIED, Message
+
+
+class RayLostError(Exception):
+    """The part of Ray that this process has joined is gone; it may be joined again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What every node must have.
+
+    Attributes:
+        make: arguments of :class:`~trainers.tune.process_host.ProcessHost`.
+        modules, data: see :class:`~study.execution.tune.hosts.Hosts`.
+    """
+
+    make: tuple[Any, ...]
+    modules: Sequence[str]
+    data: tuple[Sequence[TrialConfig], Collection[str]]
+
+
+def run_on_ray(
+    session: Session,
+    needs: Needs,
+    make_loop: Callable[[TuneTrials], Loop],
+    say: Callable[[str], None],
+) -> None:
+    """Run a study on the Ray that this process has joined.
+
+    Where that part of Ray is lost, it is joined again, and trials that ran there go on from their
+    checkpoints.
+
+    Args:
+        session: the Ray.
+        needs: what every node must have.
+        make_loop: makes the study's loop.
+        say: prints a line for the user.
+
+    Raises:
+        UserError: Ray has been silent for too long, or cannot be joined again.
+    """
+    loop: Loop | None = None
+    while True:
+        hosts = Hosts(needs.make, session.nodes, say, needs.modules, needs.data)
+        trials = TuneTrials(hosts, session.ask)
+        if loop is None:
+            loop = make_loop(trials)
+        loop.use(trials)
+        try:
+            TuneEngine(trials, hosts, loop, lambda: _look(session)).run()
+        except RayLostError as error:
+            say(f"Ray: {error}; waiting for it")
+            loop.take_in([Message(DIED, trial, f"Ray: {error}") for trial in trials.running])
+            if not session.renew():
+                raise UserError(
+                    f"Ray: {error}, and joining it again fails; finished epochs are kept; the same"
+                    " command goes on once the cluster is back"
+                ) from None
+            say("Ray is back.")
+        else:
+            return
+        finally:
+            session.ask([])
+            hosts.close()
+
+
+def _look(session: Session) -> None:
+    """Check that Ray is there.
+
+    Raises:
+        UserError: it has been silent for too long.
+        RayLostError: what this process has joined is gone.
+    """
+    session.look()
+    if session.lost:
+        raise RayLostError(session.lost)

@@ -1,0 +1,223 @@
+"""The worker processes of one node of a Ray cluster, behind an actor that takes no CPU.
+
+There is one :class:`ProcessHost` a node. Its fork server has torch, the kernels and the data
+loaded, so a trial's process starts in milliseconds. The supervisors of trials
+(:mod:`trainers.tune.supervisor`) hold the CPUs and GPUs; each asks the host of its node for a
+process, and passes on what it says.
+
+A *run* is a trial, or one rank of it, in a process. A process is kept for the next run of its
+resources, and several runs of small trials may share one on a GPU
+(:mod:`trainers.workers.packed`). One that ran the user's code, or a rank, trains nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainers.config import TrialConfig
+from trainers.workers.messages import CHECKED, DIED, ENDED, HELLO, LEAVE, REPORT, Message
+from trainers.workers.node import Node, versions
+from trainers.workers.resources import WorkerResources
+
+LISTEN_SECONDS = 1.0
+"""Longest wait of the thread that hears the processes."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Process:
+    """A process, and the runs that it trains."""
+
+    key: int
+    shape: WorkerResources
+    gpus: str
+    pid: int | None = None
+    runs: list[_Run] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Run:
+    """A trial, or a rank of it, in a process, and what it has said that nobody has read yet."""
+
+    trial: str
+    process: _Process
+    said: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    reason: str = ""
+    """Why it was ended from here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCheck:
+    """What a host tells of its node before it is used.
+
+    Attributes:
+        host, address: name of the machine, and the address at which other machines reach it.
+        versions: see :func:`trainers.workers.node.versions`.
+        data: answer of :meth:`trainers.workers.node.Node.examine`; None if nothing was asked.
+    """
+
+    host: str
+    address: str
+    versions: dict[str, str]
+    data: Message | None
+
+
+class ProcessHost:
+    """The processes of this node, as an asynchronous Ray actor: every call may wait.
+
+    Args:
+        log: file that takes what the processes print; None for nowhere.
+        data: data sets that are loaded once, by ``DataConfig``'s keys.
+    """
+
+    def __init__(self, log: Path | None, data: Sequence[dict[str, Any]]) -> None:
+        self._node = Node(log, data)
+        self._keys = itertools.count(1)
+        self._processes: dict[int, _Process] = {}
+        self._runs: dict[str, _Run] = {}
+        self._listener: asyncio.Task[None] | None = None
+
+    async def check(self, modules: Sequence[str], trials: Sequence[TrialConfig]) -> NodeCheck:
+        """Describe this node: what must be the same on all, and the data of some trials.
+
+        To be called first, once.
+        """
+        import ray
+
+        found = None
+        if trials:
+            environment = {"CUDA_VISIBLE_DEVICES": ""}
+            found = await asyncio.to_thread(self._node.examine, trials, environment)
+            assert found.kind in (CHECKED, DIED)
+        self._listener = asyncio.create_task(self._listen())
+        return NodeCheck(
+            host=os.uname().nodename,
+            address=str(ray.util.get_node_ip_address()),
+            versions=await asyncio.to_thread(versions, modules),
+            data=found,
+        )
+
+    async def open(
+        self, run: str, trial: str, shape: WorkerResources, gpus: str, messages: Sequence[Message]
+    ) -> str:
+        """Give a run to a process, a new one if need be; return the machine's name.
+
+        Args:
+            run: names it from now on; it must be new.
+            trial: the trial's id.
+            shape: what it needs; runs of the same shape may take turns in a process.
+            gpus: value of ``CUDA_VISIBLE_DEVICES``.
+            messages: what the process is told first.
+        """
+        process = self._process_for(shape, gpus)
+        self._runs[run] = _Run(trial=trial, process=process)
+        process.runs.append(self._runs[run])
+        for message in messages:
+            self._node.send(process.key, pickle.dumps(message))
+        return os.uname().nodename
+
+    async def send(self, run: str, message: Message) -> None:
+        """Send a message to the process of a run; one that has ended hears nothing."""
+        if run in self._runs:
+            self._node.send(self._runs[run].process.key, pickle.dumps(message))
+
+    async def receive(self, run: str) -> list[Message]:
+        """Return what a run has said, as soon as there is something."""
+        if run not in self._runs:
+            return [Message(DIED, payload="its process is gone")]
+        said = self._runs[run].said
+        found = [await said.get()]
+        while not said.empty():
+            found.append(said.get_nowait())
+        return found
+
+    async def leave(self, runs: Sequence[str]) -> None:
+        """Have runs write a checkpoint after the epoch under way and end there."""
+        for run in runs:
+            if run in self._runs:
+                await self.send(run, Message(LEAVE, self._runs[run].trial))
+
+    async def end(self, runs: Sequence[str], why: str) -> None:
+        """End the processes of runs; their deaths are told with this reason."""
+        for run in runs:
+            if run in self._runs:
+                self._runs[run].reason = why
+                self._node.kill(self._runs[run].process.key)
+
+    async def close(self, run: str) -> None:
+        """Forget a run; a process that still trains it ends."""
+        found = self._runs.pop(run, None)
+        if found is not None and found in found.process.runs:
+            self._drop(found.process)
+
+    async def live(self) -> None:
+        """Wait for ever: whoever waits for the answer hears of the end of this actor."""
+        await asyncio.Event().wait()
+
+    def _process_for(self, shape: WorkerResources, gpus: str) -> _Process:
+        """Return a process of that shape with room for one more run, a new one if there is none."""
+        rank = shape.processes > 1
+        same = [p for p in self._processes.values() if (p.shape, p.gpus) == (shape, gpus)]
+        free = [p for p in same if len(p.runs) < shape.lanes and not rank and not shape.own]
+        if free:
+            return max(free, key=lambda process: len(process.runs))
+        idle = [process for process in self._processes.values() if not process.runs]
+        beside = [process for process in idle if gpus and process.gpus == gpus]
+        for process in beside or idle[:1]:
+            self._drop(process)
+        process = _Process(key=next(self._keys), shape=shape, gpus=gpus)
+        self._processes[process.key] = process
+        environment = {k: v for k, v in os.environ.items() if k.startswith("RAY_")}
+        self._node.start(process.key, environment | {"CUDA_VISIBLE_DEVICES": gpus}, shape.lanes)
+        return process
+
+    def _drop(self, process: _Process) -> None:
+        self._processes.pop(process.key, None)
+        self._node.kill(process.key)
+
+    async def _listen(self) -> None:
+        while True:
+            for key, content in await asyncio.to_thread(self._node.events, LISTEN_SECONDS):
+                if (process := self._processes.get(key)) is not None:
+                    self._hear(process, pickle.loads(content))
+
+    def _hear(self, process: _Process, message: Message) -> None:
+        if message.kind == HELLO:
+            process.pid = message.payload
+        elif message.kind == DIED:
+            self._processes.pop(process.key, None)
+            for run in process.runs:
+                why = run.reason or message.payload
+                run.said.put_nowait(Message(DIED, run.trial, why))
+            process.runs.clear()
+        else:
+            self._pass_on(process, message)
+
+    def _pass_on(self, process: _Process, message: Message) -> None:
+        run = next((r for r in process.runs if message.trial in ("", r.trial)), None)
+        if run is None:
+            return
+        if message.kind == REPORT:
+            where = {"pid": process.pid, "host": os.uname().nodename}
+            message = message._replace(payload=message.payload | where)
+        if message.kind == ENDED:
+            process.runs.remove(run)
+            if message.payload["retire"]:
+                self._processes.pop(process.key, None)  # it ends by itself, with what it has
+                self._lose_others(process, message.payload["retire"])
+            elif process.shape.own or process.shape.processes > 1:
+                self._drop(process)
+        run.said.put_nowait(message)
+
+    def _lose_others(self, process: _Process, why: str) -> None:
+        """Tell the other runs of a process that ends with one of them."""
+        for run in process.runs:
+            text = f"its process ended with another trial's: {why}"
+            run.said.put_nowait(Message(DIED, run.trial, text))
+        process.runs.clear()

@@ -1,0 +1,323 @@
+"""The trainable of a study under Ray Tune: it supervises a trial and trains nothing itself.
+
+A supervisor is the actor that Tune makes for a trial. It holds the trial's CPUs and GPUs, asks the
+process host of its node (:mod:`trainers.tune.process_host`) for a process that trains the trial,
+and returns what that says as results. A trial of several workers has a bundle a rank in Tune's
+placement group; its supervisor asks the host of each bundle's node for that rank's process, and
+has them meet.
+
+Each result has, beside the figures of the trial's last epoch, :data:`MESSAGES`: what the processes
+said, unchanged, for the study that runs the trial. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray import tune
+from ray.util.placement_group import get_current_placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trainers.workers.messages import (
+    DIED,
+    DONE,
+    ENDED,
+    GO,
+    JOIN,
+    JOINED,
+    LEFT,
+    MEET,
+    NAMESPACE,
+    PLACED,
+    REPORT,
+    STOP,
+    STOPPED,
+    TRAIN,
+    Message,
+)
+from trainers.workers.resources import RAY_TRAIN, WorkerResources
+
+JOB = "job"
+"""Key of a trial's config with its :class:`Job`."""
+MESSAGES = "messages"
+"""Key of a result with what the trial's processes have said, a list of messages."""
+SLIVER = 0.001
+"""CPUs of the supervisor of a trial whose workers Ray Train places."""
+HOST_SECONDS = 60.0
+"""Longest wait for the process host of a node that has just joined."""
+END_SECONDS = 5.0
+"""Longest wait for a process to end its trial before it is killed."""
+
+
+def host_name(engine: str, node: str) -> str:
+    """Return the name of a node's process host.
+
+    Args:
+        engine: name of the run of a study.
+        node: Ray's id of the node.
+    """
+    return f"lns-study-{engine}-{node}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a supervisor needs of its trial.
+
+    Attributes:
+        engine: name of the run of the study.
+        run: name of this start of the trial.
+        trial: id of the trial.
+        shape: resources of its workers.
+        plan: what a worker process needs (:mod:`trainers.workers.worker_process`).
+        labels: labels that its nodes must have.
+    """
+
+    engine: str
+    run: str
+    trial: str
+    shape: WorkerResources
+    plan: dict[str, Any] = field(repr=False)
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Job:
+        return self
+
+    @property
+    def request(self) -> tune.PlacementGroupFactory:
+        """What Tune asks Ray for: a bundle a rank, or a sliver where Ray Train asks for them."""
+        bundles = [{"CPU": SLIVER}] if self.shape.executor == RAY_TRAIN else self.shape.bundles
+        labels = {"bundle_label_selector": [self.labels] * len(bundles)} if self.labels else {}
+        return tune.PlacementGroupFactory(bundles, strategy="PACK", **labels)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Rank:
+    """A rank of a trial: the host of its process, and the name of its run there."""
+
+    host: Any
+    run: str
+    node: str
+    machine: str = ""
+    asked: Any = None
+    """The call that waits for what it says next."""
+    ended: bool = False
+
+
+class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
+    """Supervises one trial after another; see the module."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Start the first trial."""
+        self._job: Job = config[JOB]
+        self.config.pop(JOB)  # or every result would bring it back
+        self._ranks: list[_Rank] = []
+        self._waits = self._over = False
+        self._said: list[Message] = []
+        self._result: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """End the last trial and start the next one."""
+        self.cleanup()
+        self.setup(new_config)
+        return True
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """Return what Tune asks Ray for."""
+        job: Job = config[JOB]
+        return job.request
+
+    def step(self) -> dict[str, Any]:
+        """Return the next result: what the processes have said since the last one."""
+        messages = self._next() if self._ranks else self._begin()
+        self._over = any(message.kind in (ENDED, DIED) for message in messages)
+        for message in messages:
+            if message.kind == REPORT:
+                figures = message.payload
+                self._figures = {k: v for k, v in figures.items() if isinstance(v, int | float)}
+        return {**self._figures, MESSAGES: messages, "done": self._over}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save nothing: a trial's processes write its checkpoints into the study's storage."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Load nothing: a trial's processes find its checkpoints in the study's storage."""
+
+    def cleanup(self) -> None:
+        """End the trial where it has not ended, and let go of its processes."""
+        ranks, self._ranks = self._ranks, []
+        stopping = [rank for rank in ranks if not rank.ended and rank.asked is not None]
+        if stopping and self._waits:
+            for rank in stopping:
+                rank.host.send.remote(rank.run, Message(STOP, self._job.trial))
+            ray.wait(
+                [rank.asked for rank in stopping], num_returns=len(stopping), timeout=END_SECONDS
+            )
+        for rank in ranks:
+            rank.host.close.remote(rank.run)
+
+    def _begin(self) -> list[Message]:
+        """Give the trial to its processes."""
+        job = self._job
+        try:
+            places = _places(job)
+            self._ranks = [
+                _Rank(host=_host(job.engine, node), run=f"{job.run}/{rank}", node=node)
+                for rank, (node, _) in enumerate(places)
+            ]
+            train = Message(TRAIN, job.trial, job.plan)
+            first = [train] if len(places) == 1 else []
+            opened = [
+                rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
+                for rank, (_, gpus) in zip(self._ranks, places, strict=True)
+            ]
+            for rank, machine in zip(self._ranks, ray.get(opened), strict=True):
+                rank.machine = machine
+            died = self._meet(train) if len(places) > 1 else []
+        except (ray.exceptions.RayError, ValueError) as error:
+            return [Message(DIED, job.trial, f"no process could be made: {error}")]
+        context = ray.get_runtime_context()
+        place = {
+            "hosts": [rank.machine for rank in self._ranks],
+            "nodes": [rank.node for rank in self._ranks],
+            "actor": context.get_actor_id(),
+            "pid": os.getpid(),
+        }
+        return [Message(PLACED, job.trial, place), *died]
+
+    def _meet(self, train: Message) -> list[Message]:
+        """Have the ranks join a group and train; return how one died, if one did."""
+        job, first = self._job, self._ranks[0]
+        together = len({rank.node for rank in self._ranks}) == 1
+        values = {
+            "workers": len(self._ranks),
+            "address": "" if together else ray.util.get_node_ip_address(),
+            "secret": secrets.token_hex(),
+            "backend": "nccl" if job.shape.device == "cuda" else "gloo",
+        }
+        self._join(first, values | {"rank": 0, "store": "" if together else 0})
+        joined = 0
+        while joined < len(self._ranks):
+            rank, messages = self._hear()
+            for message in messages:
+                if message.kind == DIED:
+                    return [message]
+                joined += message.kind == JOINED
+                if message.kind == MEET:
+                    for number, other in enumerate(self._ranks[1:], 1):
+                        self._join(other, values | {"rank": number, "store": message.payload})
+        for rank in self._ranks:
+            rank.host.send.remote(rank.run, train)
+        return []
+
+    def _join(self, rank: _Rank, values: dict[str, Any]) -> None:
+        rank.host.send.remote(rank.run, Message(JOIN, payload=values))
+
+    def _next(self) -> list[Message]:
+        """Return what rank 0 says next, or the end of the trial in any rank."""
+        if self._waits:
+            self._waits = False
+            for rank in self._ranks:
+                rank.host.send.remote(rank.run, Message(GO, self._job.trial))
+        found: list[Message] = []
+        while not found:
+            rank, messages = self._hear()
+            for message in messages:
+                if message.kind in (ENDED, DIED):
+                    found += self._end(rank, message)
+                elif rank is self._ranks[0]:
+                    found.append(message)
+        last = found[-1]
+        self._waits = last.kind == REPORT and self._job.plan["waits"] and not last.payload["done"]
+        if last.kind == REPORT and last.payload["done"]:
+            return found + self._next()  # its process ends the trial at once
+        return found
+
+    def _hear(self) -> tuple[_Rank, list[Message]]:
+        """Return what a rank says next."""
+        for rank in self._ranks:
+            if rank.asked is None and not rank.ended:
+                rank.asked = rank.host.receive.remote(rank.run)
+        asked = {rank.asked: rank for rank in self._ranks if rank.asked is not None}
+        (ready, *_), _ = ray.wait(list(asked))
+        rank = asked[ready]
+        rank.asked = None
+        try:
+            return rank, ray.get(ready)
+        except ray.exceptions.RayError as error:
+            why = f"the processes of {rank.machine} are gone: {_first_line(error)}"
+            return rank, [Message(DIED, self._job.trial, why)]
+
+    def _end(self, rank: _Rank, message: Message) -> list[Message]:
+        """Note the end of the trial in a rank; return it once it has ended in all of them.
+
+        If it has not ended well in one, the others would wait in vain.
+        """
+        rank.ended = True
+        if message.kind == DIED:
+            return [message._replace(trial=self._job.trial)]
+        self._result = self._result or message.payload
+        well = message.payload["how"] in (DONE, STOPPED, LEFT)
+        if well and not all(each.ended for each in self._ranks):
+            return []
+        return [Message(ENDED, self._job.trial, message.payload if not well else self._result)]
+
+
+def _places(job: Job) -> list[tuple[str, str]]:
+    """Return the node of each process and the value of its ``CUDA_VISIBLE_DEVICES``."""
+    here = str(ray.get_runtime_context().get_node_id())
+    if job.shape.processes == 1:
+        return [(here, _own_gpus())]
+    group = get_current_placement_group()
+    assert group is not None
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    gpus = [""] * job.shape.processes
+    if job.shape.device == "cuda":
+        asked = [
+            _gpus_of.options(
+                num_gpus=bundle["GPU"],
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=index
+                ),
+            ).remote()
+            for index, bundle in enumerate(job.shape.bundles)
+            if index > 0
+        ]
+        gpus = [_own_gpus(), *ray.get(asked)]
+    return [(str(nodes[index]), gpus[index]) for index in range(job.shape.processes)]
+
+
+def _own_gpus() -> str:
+    return ",".join(map(str, ray.get_gpu_ids()))
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def _gpus_of() -> str:
+    """Return the GPUs of the bundle that this task was given."""
+    return _own_gpus()
+
+
+def _host(engine: str, node: str) -> Any:
+    """Return the process host of a node, which the driver makes when the node joins.
+
+    Raises:
+        ValueError: there is none after :data:`HOST_SECONDS`.
+    """
+    until = time.monotonic() + HOST_SECONDS
+    while True:
+        try:
+            return ray.get_actor(host_name(engine, node), namespace=NAMESPACE)
+        except ValueError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
