@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         StudyConfig,
     )
     from study.execution.ask_tell import Suggestion
-    from study.handle import Study, create, load, run
+    from study.handle import Study, create, load, run, tuner
     from trainers.config import (
         DataConfig,
         Layout,
@@ -71,10 +71,11 @@ __all__ = [
     "create",
     "load",
     "run",
+    "tuner",
 ]
 
 _PLACES = {
-    "study.handle": ("Study", "create", "load", "run"),
+    "study.handle": ("Study", "create", "load", "run", "tuner"),
     "study.execution.ask_tell": ("Suggestion",),
     "study.config": (
         "AmendmentConfig",

@@ -176,15 +176,9 @@ def held_by_actors(controller: Any) -> dict[str, float]:
     return held
 
 
-def foreign_demand(ours: int) -> list[tuple[float, float]]:
-    """Return the CPUs and GPUs of each request that waits in Ray and is not ours.
-
-    Tune's trials and Ray Train's workers wait as placement groups alone. ``ray status`` prints the
-    same for people (Ray 2.60).
-
-    Args:
-        ours: number of our placement groups that may wait.
-    """
+def pending_requests() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the CPUs and GPUs of each task or actor that waits in Ray, and of each placement
+    group; ``ray status`` prints the same for people (Ray 2.60)."""
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
@@ -201,4 +195,4 @@ def foreign_demand(ours: int) -> list[tuple[float, float]]:
         )
         for group in state.pending_gang_resource_requests
     ]
-    return [each for each in [*found, *groups[ours:]] if any(each)]
+    return [each for each in found if any(each)], groups

@@ -24,6 +24,7 @@ from study.execution.control import Control, Decision, clear, storage_refused
 from study.execution.launched import continued, launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight, say_changed_code
 from study.execution.runner import run_plan
+from study.execution.tune.options import TuneOptions
 from study.ledger.lines import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
@@ -99,6 +100,7 @@ def run_study(
     node: Node | None = None,
     began: float | None = None,
     job: bool = False,
+    options: TuneOptions | None = None,
 ) -> Outcome:
     """Run a study, or what is left of it.
 
@@ -111,6 +113,7 @@ def run_study(
         node: node of this machine, if it has begun to load what trials need; ended with the study.
         began: when the command began, on the clock of :func:`time.monotonic`; None for now.
         job: whether a job controller's, which continues a run that was broken off.
+        options: what the caller adds to the Tuner of the ray engine.
 
     Raises:
         UserError: the study cannot start, and nothing was done.
@@ -133,7 +136,7 @@ def run_study(
                 f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
-        return _run(plan, data, ledger, before, view, say, only, node, began, spent)
+        return _run(plan, data, ledger, before, view, say, only, node, began, spent, options)
 
 
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
@@ -235,6 +238,7 @@ def _run(
     node: Node,
     began: float,
     spent: float,
+    options: TuneOptions | None = None,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
@@ -252,7 +256,7 @@ def _run(
     control = Control(folder, state, plan.study.limits, edited, spent)
     outcome = "interrupted"
     try:
-        run_plan(plan, ledger, state, control, node, ids, say)
+        run_plan(plan, ledger, state, control, node, ids, say, options)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:

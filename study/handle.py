@@ -29,6 +29,7 @@ from study.config.compose import as_overrides
 from study.config.compose import load as load_config
 from study.errors import UserError, refusals
 from study.execution.ask_tell import Suggestion, ask, asked, tell
+from study.execution.tune.options import TuneOptions
 from study.ledger.log import FILE
 from study.ledger.state import ALL, UNFINISHED, StudyState
 from study.ledger.storage import refresh
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars
     from matplotlib.figure import Figure
+    from ray.tune import RunConfig, Tuner
     from rich.console import Console
 
 
@@ -270,6 +272,38 @@ def run(
     return _run(_compose(config, overrides, keys), ALL, began)
 
 
+def tuner(
+    config: str | Path | StudyConfig,
+    overrides: Mapping[str, Any] | None = None,
+    /,
+    *,
+    run_config: RunConfig | None = None,
+    **keys: Any,
+) -> Tuner:
+    """Return a study as a ``ray.tune.Tuner``, whose ``fit`` runs it and returns a ``ResultGrid``.
+
+    The study is what it is by :func:`run`: its ledger, MLflow runs, report, ids and figures, and it
+    goes on from where it stood. Tune's trials are named by the study's; a result's config has
+    ``trial``, ``row``, ``seed`` and the sampled values.
+
+    Args:
+        config, overrides, keys: as for :func:`run`; ``engine="ray"`` is set.
+        run_config: callbacks and loggers, ``name``, ``storage_path`` and ``verbose`` for Tune.
+
+    Raises:
+        UserError: a change or the config is bad, or the ``run_config`` has what a study decides.
+
+    Example::
+
+        grid = study.tuner("quickstart", {"trial.epochs": 2}, name="in tune").fit()
+        grid.get_best_result("validation/error", "min").config["row"]
+    """
+    from study.execution.tune.tuner import StudyTuner
+
+    composed = _compose(config, overrides, {**keys, "engine": "ray"})
+    return StudyTuner(lambda options: _run(composed, ALL, time.monotonic(), options), run_config)
+
+
 def create(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
 ) -> Study:
@@ -305,11 +339,12 @@ def _compose(
         return load_config(source, as_overrides(changes), _print, small=small)
 
 
-def _run(config: StudyConfig, only: str, began: float) -> Study:
+def _run(config: StudyConfig, only: str, began: float, options: TuneOptions | None = None) -> Study:
     from study.views.console import PrintableConsole
 
     console = PrintableConsole()
-    outcome = run_study(config, make_view(console), _say_on(console), only, began=began)
+    view, say = make_view(console), _say_on(console)
+    outcome = run_study(config, view, say, only, began=began, options=options)
     _say_tracking(outcome)
     return Study(outcome.report.parent)
 

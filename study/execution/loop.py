@@ -131,6 +131,11 @@ class Loop:
         return True
 
     @property
+    def waits(self) -> bool:
+        """Whether a trial waits for room."""
+        return self._waiting
+
+    @property
     def waits_for(self) -> WorkerResources | None:
         """Resources of the trial that waits for room; None if none does."""
         head = self._agenda.peek() if self._waiting else None

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -43,6 +43,7 @@ from study._compat import (
     RAY_WORKERS_AT_START,
     draining_nodes,
     joined_on_loopback,
+    pending_requests,
 )
 from study.config import StudyConfig
 from study.errors import UserError
@@ -81,6 +82,20 @@ LATE_SECONDS = 5.0
 """Seconds without an answer after which nothing more is asked of a cluster."""
 SILENT_SECONDS = 30.0
 """Seconds for which a control store may be silent before the study ends."""
+
+
+class Use(NamedTuple):
+    """How much of a cluster is in use.
+
+    Attributes:
+        free: resources that nobody holds.
+        requests: CPUs and GPUs of each task or actor that waits for room.
+        groups: CPUs and GPUs of each placement group that waits.
+    """
+
+    free: dict[str, float]
+    requests: list[tuple[float, float]]
+    groups: list[tuple[float, float]]
 
 
 class Session:
@@ -122,6 +137,10 @@ class Session:
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes in the form of ``ray.nodes()``, with ``Draining`` beside ``Alive``."""
         return _nodes()
+
+    def use(self) -> Use:
+        """Return what is free, and what waits."""
+        return _use()
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
         """Ask an autoscaler for room for these workers in all; there is none."""
@@ -289,7 +308,7 @@ class Joined(Session):
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
-        self._nodes = _nodes()
+        self._nodes, self._use = _nodes(), _use()
         self._answered = self._seen = time.monotonic()
         self._left = threading.Event()
         threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
@@ -299,13 +318,17 @@ class Joined(Session):
         while not left.wait(LOOK_SECONDS):
             # the cluster may be ending; look() notices that no answer comes
             with contextlib.suppress(Exception):
-                nodes = _nodes()
+                nodes, use = _nodes(), _use()
                 if not left.is_set():
-                    self._nodes, self._answered = nodes, time.monotonic()
+                    self._nodes, self._use, self._answered = nodes, use, time.monotonic()
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the last answer."""
         return self._nodes
+
+    def use(self) -> Use:
+        """Return what was free and what waited at the last answer."""
+        return self._use
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
         """Ask the cluster's autoscaler, if it has one, for room for these workers in all."""
@@ -417,6 +440,13 @@ def _nodes() -> list[dict[str, Any]]:
 
     draining = draining_nodes()
     return [node | {"Draining": node["NodeID"] in draining} for node in ray.nodes()]
+
+
+def _use() -> Use:
+    """Return how much is in use of the Ray that this process has joined."""
+    import ray
+
+    return Use(ray.available_resources(), *pending_requests())
 
 
 def _free_port() -> int:

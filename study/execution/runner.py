@@ -34,6 +34,7 @@ from study.execution.local.loop import LocalLoop
 from study.execution.local.pool import Machines, Pool
 from study.execution.loop import Loop
 from study.execution.ray_session import OfRay, Session, ray_session
+from study.execution.tune.options import TuneOptions
 from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
@@ -62,6 +63,7 @@ def run_plan(
     node: Node,
     only: Collection[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    options: TuneOptions | None = None,
 ) -> None:
     """Run what is left of a plan, until every trial has ended or ``control`` ends the study.
 
@@ -73,6 +75,7 @@ def run_plan(
         node: node of this machine; closed here.
         only: ids of the trials to run; None for all.
         say: prints a line for the user.
+        options: what the caller adds to the Tuner of the ray engine.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -87,9 +90,9 @@ def run_plan(
     agenda = Agenda(plan, state, enter, only)
     if not agenda.exhausted:
         with _interrupts(control), control.watch_storage():
-            if plan.study.engine == "ray":
+            if by_ray(plan.study):
                 node.close()  # those of the cluster's nodes train
-                _run_on_ray(plan, agenda, ledger, state, control, say)
+                _run_on_ray(plan, agenda, ledger, state, control, say, options or TuneOptions())
             else:
                 with _pool(plan, state, agenda, node, say) as (pool, ray, find):
                     LocalLoop(
@@ -156,6 +159,7 @@ def _run_on_ray(
     state: StudyState,
     control: Control,
     say: Callable[[str], None],
+    options: TuneOptions,
 ) -> None:
     """Run a study by Ray Tune, on its cluster or on a Ray of this machine's own."""
     study = plan.study
@@ -176,6 +180,7 @@ def _run_on_ray(
                 study, agenda, ledger, state, control, trials, say, lambda: session.address
             ),
             say,
+            options,
         )
 
 
@@ -206,6 +211,11 @@ def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], se
     configs = [trial.config for trial in plan.trials or plan.first]
     ours = {config.data: config for config in filter(is_compared, configs)}
     return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
+
+
+def by_ray(study: StudyConfig) -> bool:
+    """Tell whether Ray Tune runs a study's trials."""
+    return study.engine == "ray" or (study.engine == "auto" and study.address is not None)
 
 
 def needs_ray(study: StudyConfig) -> bool:

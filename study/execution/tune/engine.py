@@ -24,8 +24,11 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from study._compat import evict_cached_actors, foreign_demand, held_by_actors
+from study._compat import evict_cached_actors, held_by_actors
+from study.execution.loop import Loop
+from study.execution.ray_session import Use
 from study.execution.tune.hosts import Hosts
+from study.execution.tune.options import TuneOptions
 from study.execution.tune.trials import Handed, TuneTrials
 from trainers.tune.supervisor import JOB, MESSAGES, TrialSupervisor
 from trainers.workers.messages import DIED, Message, last_line
@@ -42,12 +45,30 @@ ENVIRONMENT = {
 }
 """Variables of Tune's while it runs: the ledger keeps what it would write, the terminal is ours,
 Ctrl-C cancels the study, and trials are held back by the study's loop."""
+IDLE_SECONDS = 2.0
+"""Seconds for which an actor is kept for a next trial while none waits."""
 ROUND_SECONDS = 0.05
 """Seconds between rounds of the loop, unless a trial has ended."""
+LOOKS = 3
+"""Looks of which the least is taken for what others hold."""
 LOOK_SECONDS = 1.0
 """Seconds between looks at what others use of the cluster."""
+DEFAULT = tune.RunConfig().storage_path
+"""Where Tune keeps what it writes unless it is told."""
 END_SECONDS = 10.0
 """Seconds that trials have to end before Tune stops them."""
+
+
+class AbortRun(BaseException):
+    """Ends Tune's run at once, without its clean-up, which would wait for a Ray that is gone.
+
+    Attributes:
+        error: what became of Ray.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class TuneEngine:
@@ -57,20 +78,27 @@ class TuneEngine:
         trials: the trials; the loop's pool.
         hosts: process hosts of the nodes.
         loop: the study's loop.
-        look: looks after the cluster; raises to end the run.
+        look: looks after the cluster and returns how much of it is in use; raises to end the run.
+        options: what the caller adds to the Tuner.
     """
 
     def __init__(
-        self, trials: TuneTrials, hosts: Hosts, loop: Any, look: Callable[[], object]
+        self,
+        trials: TuneTrials,
+        hosts: Hosts,
+        loop: Loop,
+        look: Callable[[], Use],
+        options: TuneOptions,
     ) -> None:
         self._trials, self._hosts, self._loop, self._look = trials, hosts, loop, look
+        self._options = options
         self._handed: dict[str, Handed] = {}
         """Trials by Tune's id of them."""
         self._controller: Any = None
         self._error: BaseException | None = None
         self._next_round = self._next_look = 0.0
         self._seen: list[tuple[float, float]] = []
-        self._others_wait = False
+        self._others_wait, self._idle_since = False, time.monotonic()
         self._goes_on, self._ends_at = True, float("inf")
 
     def run(self) -> None:
@@ -85,7 +113,9 @@ class TuneEngine:
             with tempfile.TemporaryDirectory(
                 prefix="lns-study-tune-", ignore_cleanup_errors=True
             ) as folder:
-                self.tuner(folder).fit()
+                self._options.results = self.tuner(folder).fit()
+        except AbortRun as abort:
+            raise abort.error from None
         finally:
             for name, value in before.items():
                 os.environ.pop(name)
@@ -95,7 +125,9 @@ class TuneEngine:
             raise self._error
 
     def tuner(self, folder: str) -> tune.Tuner:
-        """Return the Tuner, which keeps what it must in a folder."""
+        """Return the Tuner, which keeps what it must in a folder, or where the caller says."""
+        given = self._options.run_config or tune.RunConfig(verbose=0)
+        own = given.storage_path in (None, DEFAULT)
         return tune.Tuner(
             TrialSupervisor,
             tune_config=tune.TuneConfig(
@@ -107,10 +139,11 @@ class TuneEngine:
                 trial_dirname_creator=lambda trial: trial.config[JOB].run,
             ),
             run_config=tune.RunConfig(
-                name="study",
-                storage_path=folder,
-                verbose=0,
-                callbacks=[StudyCallback(self)],
+                name=given.name or "study",
+                storage_path=folder if own else given.storage_path,
+                verbose=given.verbose,
+                progress_reporter=given.progress_reporter,
+                callbacks=[StudyCallback(self), *(given.callbacks or [])],
                 failure_config=tune.FailureConfig(max_failures=0),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             ),
@@ -126,8 +159,7 @@ class TuneEngine:
             handed = self._trials.next()
             if handed is not None:
                 self._handed[tune_id] = handed
-                described: dict[str, Any] = self._loop.describe(handed.job.trial)
-                return described | {JOB: handed.job}
+                return self._loop.describe(handed.job.trial) | {JOB: handed.job}
         return None if self._goes_on or self._trials.running else Searcher.FINISHED
 
     def hear(self, tune_id: str, messages: list[Message]) -> bool:
@@ -159,10 +191,10 @@ class TuneEngine:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            self._look()
-            self._hosts.poll()
+            use = self._look_after_ray()
+            self._hosts.poll(self._loop.waits, self._trials.used)
             self._trials.room.nodes = self._hosts.rooms
-            self._look_at_others()
+            self._look_at_others(use)
             self._end_deaf()
         if now < self._next_round:
             return
@@ -181,7 +213,10 @@ class TuneEngine:
         self._controller = controller
         with self._guard():
             self.round()
-            if self._others_wait or self._gang_waits:
+            if self._loop.waits or self._trials.started:
+                self._idle_since = time.monotonic()
+            idle = time.monotonic() - self._idle_since > IDLE_SECONDS
+            if self._others_wait or self._gang_waits or idle:
                 evict_cached_actors(controller)
 
     @property
@@ -197,38 +232,33 @@ class TuneEngine:
             self._loop.take_in(messages)
             self._next_round = 0.0
 
-    def _look_at_others(self) -> None:
-        """Note what others hold of the cluster: what is neither free nor any actor's of ours.
+    def _look_after_ray(self) -> Use:
+        try:
+            return self._look()
+        except Exception as error:
+            raise AbortRun(error) from error
 
-        It is the least of the last looks, since what has just begun or ended is in one figure
-        before it is in the other.
+    def _look_at_others(self, use: Use) -> None:
+        """Note what others hold of the cluster, and keep free what one of them waits for.
+
+        They hold what is neither free nor any actor's of ours. It is the least of the last looks,
+        since what has just begun or ended is in one figure before it is in the other. Where others
+        hold half of the cluster already, nothing more is kept free for them.
         """
         if self._controller is None:
             return
-        free, total = ray.available_resources(), self._trials.room.total
-        mine = held_by_actors(self._controller)
+        room, mine = self._trials.room, held_by_actors(self._controller)
         used = [
-            max(0.0, have - free.get(name, 0.0) - mine.get(name, 0.0))
-            for name, have in zip(("CPU", "GPU"), total, strict=True)
+            max(0.0, have - use.free.get(name, 0.0) - mine.get(name, 0.0))
+            for name, have in zip(("CPU", "GPU"), room.total, strict=True)
         ]
-        self._seen = [*self._seen, (used[0], used[1])][-3:]
-        kept = self._look_at_demand()
-        self._trials.room.others = (
-            min(each[0] for each in self._seen) + kept[0],
-            min(each[1] for each in self._seen) + kept[1],
-        )
-
-    def _look_at_demand(self) -> tuple[float, float]:
-        """Note whether anybody else waits for the cluster, and return what one of them asks for.
-
-        Where others hold half of it already, nothing more is kept free for them.
-        """
+        self._seen = [*self._seen, (used[0], used[1])][-LOOKS:]
+        if len(self._seen) == LOOKS:
+            room.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
         ours = sum(not handed.nodes for handed in self._handed.values())
-        asked = foreign_demand(ours)
+        asked = [*use.requests, *use.groups[ours:]]
         self._others_wait = bool(asked)
-        if not asked or self._trials.room.others[0] >= self._trials.room.total[0] / 2:
-            return 0.0, 0.0
-        return max(asked)
+        room.kept = max(asked) if asked and room.others[0] < room.total[0] / 2 else (0.0, 0.0)
 
     def _end_deaf(self) -> None:
         """Kill the supervisors that do not tell of the end of their processes."""
@@ -246,6 +276,8 @@ class TuneEngine:
             self._goes_on = False
         try:
             yield
+        except AbortRun:
+            raise
         except BaseException as error:
             self._error = self._error or error
             self._goes_on = False

@@ -4,7 +4,8 @@ A node that joins is checked once, before a trial runs there: its Python, torch,
 package, the user's packages and the data must be the driver's. One with other versions is refused
 for good; one on which our code does not start, or whose data are not the study's, is asked again
 after ever longer waits. Either is said once, with the remedy. A node that Ray drains gets no more
-trials.
+trials. A host that no trial has needed for a while, while none waits, ends, so that an autoscaler
+may end its node; it is made again once a trial waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from study.execution.local.leases import LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
+from study.execution.local.leases import IDLE_SECONDS, LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
 from trainers.config import TrialConfig
 from trainers.tune.process_host import NodeCheck, ProcessHost
 from trainers.tune.supervisor import host_name
@@ -37,12 +38,14 @@ class _Host:
         checked: the check, while nobody knows its answer.
         lives: call that ends with the actor.
         ready: whether trials may run there.
+        needed: when it last had a trial, or one waited.
     """
 
     node: str
     name: str
     actor: Any
     checked: Any
+    needed: float
     lives: Any = None
     ready: bool = False
 
@@ -85,20 +88,26 @@ class Hosts:
         self._told: set[str] = set()
         self._waits: dict[str, tuple[float, float]] = {}
         """Wait after the last failure of a node, and the time when it ends."""
-        self._looked = -float("inf")
+        self._looked, self._gave_back = -float("inf"), False
         self.rooms: list[NodeRoom] = []
         """The nodes that may be used now."""
         self.draining: set[str] = set()
         """Nodes that are about to end."""
 
-    def poll(self) -> None:
-        """Look for nodes that joined, left, drain or have answered; once a second at most."""
+    def poll(self, waiting: bool, used: Collection[str]) -> None:
+        """Look for nodes that joined, left, drain or have answered; once a second at most.
+
+        Args:
+            waiting: whether a trial waits for room.
+            used: nodes with trials.
+        """
         if time.monotonic() - self._looked < POLL_SECONDS:
             return
         self._looked = time.monotonic()
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
         self.draining = {name for name, node in nodes.items() if node.get("Draining")}
-        for name, node in nodes.items():
+        self._end_idle(waiting, used)
+        for name, node in nodes.items() if not self._gave_back else ():
             if self._may_ask(name):
                 self._ask(name, str(node["NodeManagerHostname"]))
         for host in list(self._hosts.values()):
@@ -139,6 +148,16 @@ class Hosts:
                 ray.kill(host.actor)
         self._hosts.clear()
 
+    def _end_idle(self, waiting: bool, used: Collection[str]) -> None:
+        """End the hosts that were not needed for a while; none is made before a trial waits."""
+        self._gave_back = self._gave_back and not waiting
+        for host in list(self._hosts.values()):
+            if waiting or host.node in used:
+                host.needed = self._looked
+            elif self._looked - host.needed > IDLE_SECONDS:
+                self._gave_back = True
+                self._drop(host)
+
     def _may_ask(self, node: str) -> bool:
         ask = node not in self._hosts and node not in self._refused and node not in self.draining
         return ask and time.monotonic() >= self._waits.get(node, (0.0, 0.0))[1]
@@ -157,7 +176,9 @@ class Hosts:
         }
         actor = ray.remote(ProcessHost).options(**options).remote(*self._make)
         checked = actor.check.remote(self._modules, self._data[0])
-        self._hosts[node] = _Host(node=node, name=name, actor=actor, checked=checked)
+        self._hosts[node] = _Host(
+            node=node, name=name, actor=actor, checked=checked, needed=time.monotonic()
+        )
 
     def _hear(self, host: _Host) -> None:
         """Take in the answer of a host, or its end."""

@@ -21,12 +21,14 @@ class Room:
     Attributes:
         nodes: the nodes that may be used.
         others: CPUs and GPUs that somebody else holds.
+        kept: CPUs and GPUs that are kept free for somebody else who waits.
         held: node of each rank by trial, and the ranks' CPUs and GPUs; the node None where nobody
             knows it yet.
     """
 
     nodes: Sequence[NodeRoom] = ()
     others: tuple[float, float] = (0.0, 0.0)
+    kept: tuple[float, float] = (0.0, 0.0)
     held: dict[str, list[tuple[str | None, float, float]]] = field(default_factory=dict)
 
     @property
@@ -35,8 +37,8 @@ class Room:
         cpus, gpus = self.total
         mine = [rank for ranks in self.held.values() for rank in ranks if self._is_here(rank[0])]
         return (
-            cpus - self.others[0] - sum(rank[1] for rank in mine),
-            gpus - self.others[1] - sum(rank[2] for rank in mine),
+            cpus - self.others[0] - self.kept[0] - sum(rank[1] for rank in mine),
+            gpus - self.others[1] - self.kept[1] - sum(rank[2] for rank in mine),
         )
 
     @property

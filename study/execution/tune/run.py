@@ -8,9 +8,10 @@ from typing import Any
 
 from study.errors import UserError
 from study.execution.loop import Loop
-from study.execution.ray_session import Session
+from study.execution.ray_session import Session, Use
 from study.execution.tune.engine import TuneEngine
 from study.execution.tune.hosts import Hosts
+from study.execution.tune.options import TuneOptions
 from study.execution.tune.trials import TuneTrials
 from trainers.config import TrialConfig
 from trainers.workers.messages import DIED, Message
@@ -39,6 +40,7 @@ def run_on_ray(
     needs: Needs,
     make_loop: Callable[[TuneTrials], Loop],
     say: Callable[[str], None],
+    options: TuneOptions,
 ) -> None:
     """Run a study on the Ray that this process has joined.
 
@@ -50,11 +52,13 @@ def run_on_ray(
         needs: what every node must have.
         make_loop: makes the study's loop.
         say: prints a line for the user.
+        options: what the caller adds to the Tuner.
 
     Raises:
         UserError: Ray has been silent for too long, or cannot be joined again.
     """
     loop: Loop | None = None
+    said = set[str]()
     while True:
         hosts = Hosts(needs.make, session.nodes, say, needs.modules, needs.data)
         trials = TuneTrials(hosts, session.ask)
@@ -62,7 +66,7 @@ def run_on_ray(
             loop = make_loop(trials)
         loop.use(trials)
         try:
-            TuneEngine(trials, hosts, loop, lambda: _look(session)).run()
+            TuneEngine(trials, hosts, loop, lambda: _look(session, say, said), options).run()
         except RayLostError as error:
             say(f"Ray: {error}; waiting for it")
             loop.take_in([Message(DIED, trial, f"Ray: {error}") for trial in trials.running])
@@ -79,8 +83,8 @@ def run_on_ray(
             hosts.close()
 
 
-def _look(session: Session) -> None:
-    """Check that Ray is there.
+def _look(session: Session, say: Callable[[str], None], said: set[str]) -> Use:
+    """Check that Ray is there, and return how much of it is in use.
 
     Raises:
         UserError: it has been silent for too long.
@@ -89,3 +93,10 @@ def _look(session: Session) -> None:
     session.look()
     if session.lost:
         raise RayLostError(session.lost)
+    if session.silent and not said:
+        say(f"Ray: {session.silent}; waiting for it")
+        said.add(session.silent)
+    elif said and not session.silent:
+        say("Ray is back.")
+        said.clear()
+    return session.use()

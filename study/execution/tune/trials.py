@@ -81,6 +81,16 @@ class TuneTrials:
         return [name for name, trial in self._trials.items() if draining.intersection(trial.nodes)]
 
     @property
+    def used(self) -> set[str]:
+        """Nodes with trials."""
+        return {node for trial in self._trials.values() for node in trial.nodes}
+
+    @property
+    def started(self) -> bool:
+        """Whether Tune has, or will be given, a trial whose place nobody knows yet."""
+        return any(not trial.nodes for trial in self._trials.values())
+
+    @property
     def idle(self) -> bool:
         """Whether there is a CPU that nobody holds."""
         return self.room.free[0] >= 1.0 - EPSILON
@@ -96,8 +106,9 @@ class TuneTrials:
 
     def capacity(self) -> tuple[float, int, int]:
         """Return the CPUs, GPUs and machines of the nodes that may be used."""
-        cpus, gpus = self.room.total
-        return cpus, int(gpus), len({node.host for node in self.room.nodes})
+        (cpus, gpus), others = self.room.total, self.room.others
+        machines = len({node.host for node in self.room.nodes})
+        return cpus - others[0], int(gpus - others[1]), machines
 
     def start(
         self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]

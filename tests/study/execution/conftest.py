@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from study.api import Outcome, run_study
 from study.config import StudyConfig
 from study.ledger.lines import Event
@@ -17,6 +19,16 @@ Tiny = Callable[..., StudyConfig]
 
 
 TIMED = {"samples_per_second"}
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def both(tiny: Tiny, request: pytest.FixtureRequest) -> Tiny:
+    """A tiny study on the local engine, and again on the ray engine: what holds of one must hold of
+    the other."""
+    engine = request.param
+    if engine == "ray":
+        request.getfixturevalue("ray_session")
+    return lambda name, *overrides: tiny(f"{name} {engine}", f"engine={engine}", *overrides)
 
 
 def run(

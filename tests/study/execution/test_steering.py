@@ -44,8 +44,8 @@ SEARCH = [
 
 
 @pytest.mark.slow
-def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) -> None:
-    study = tiny("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
+def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(both: Tiny) -> None:
+    study = both("asha", *SEARCH, "search={num_samples: 8, scheduler: asha, reduction_factor: 2}")
     outcome, _ = run(study)
     states = [trial.status for trial in outcome.state.trials]
     assert set(states) == {FINISHED, STOPPED}
@@ -65,10 +65,10 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(tiny: Tiny) 
 
 
 @pytest.mark.slow
-def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
+def test_an_adaptive_search_that_was_broken_off_goes_on(both: Tiny) -> None:
     """Interrupted after a few trials: what was proposed is kept, and as many follow as are
     missing."""
-    study = tiny("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
+    study = both("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
     finished: list[str] = []
 
     def interrupt(event: Event) -> None:
@@ -91,22 +91,22 @@ def test_an_adaptive_search_that_was_broken_off_goes_on(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_stops_a_study_and_the_same_command_goes_on(tiny: Tiny) -> None:
-    study = tiny("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
+def test_a_limit_stops_a_study_and_the_same_command_goes_on(both: Tiny) -> None:
+    study = both("limited", *SEARCH, "search.num_samples=3", "limits.trials=2")
     said: list[str] = []
     outcome = run_study(study, SilentView(), said.append)
     assert sum(trial.status == FINISHED for trial in outcome.state.trials) == 2
     assert outcome.state.outcome == "stopped"
     assert any("limits.trials=2 reached" in line for line in said)
-    outcome, _ = run(tiny("limited", *SEARCH, "search.num_samples=3"))
+    outcome, _ = run(both("limited", *SEARCH, "search.num_samples=3"))
     assert all(trial.status == FINISHED for trial in outcome.state.trials)
     assert outcome.state.outcome == "finished"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wish", "ended"), [(Wish.STOP, FINISHED), (Wish.CANCEL, "running")])
-def test_stop_lets_trials_end_and_cancel_does_not(tiny: Tiny, wish: Wish, ended: str) -> None:
-    study = tiny(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
+def test_stop_lets_trials_end_and_cancel_does_not(both: Tiny, wish: Wish, ended: str) -> None:
+    study = both(f"asked to {wish.name}", "trial.epochs=60", "seeds=[0,1,2]", "limits.failures=3")
     asked: list[str] = []
 
     def ask_once(event: Event) -> None:
@@ -230,8 +230,8 @@ def test_a_wish_that_cannot_be_read_is_looked_at_again(
 
 
 @pytest.mark.slow
-def test_a_paused_study_begins_nothing_until_it_is_resumed(tiny: Tiny) -> None:
-    study = tiny("paused", "trial.epochs=2", "seeds=[0,1,2]")
+def test_a_paused_study_begins_nothing_until_it_is_resumed(both: Tiny) -> None:
+    study = both("paused", "trial.epochs=2", "seeds=[0,1,2]")
     resumed: list[float] = []
     reported: set[str] = set()
 
@@ -330,14 +330,14 @@ EPOCHS = "trial.epochs=12"
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_trial_that_hangs_is_killed_and_started_again(
-    tiny: Tiny, workers: int, rank: int
+    both: Tiny, workers: int, rank: int
 ) -> None:
     """Stopped (SIGSTOP) after its second epoch, a process reports no more, nor does a gang of which
     it is a rank; after the heartbeat other processes end their trial. Steps of gangs are slow, so
     that the gang has not ended by then."""
     slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
     one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null", EPOCHS)
-    undisturbed, _ = run(tiny(f"no hang of {workers}", *one))
+    undisturbed, _ = run(both(f"no hang of {workers}", *one))
     stopped: list[int] = []
 
     def hang_once(event: Event) -> None:
@@ -348,7 +348,7 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
             stopped.append(ranks[rank].pid)
             ranks[rank].suspend()
 
-    outcome, view = run(tiny(f"hangs as {rank} of {workers}", *one, "heartbeat=20"), hang_once)
+    outcome, view = run(both(f"hangs as {rank} of {workers}", *one, "heartbeat=20"), hang_once)
     (again,) = [event for event in view.events if event["event"] == "restarted"]
     assert again["error"] == "no report for 20 s, so its process was killed (heartbeat)"
     assert results(outcome.state) == results(undisturbed.state)

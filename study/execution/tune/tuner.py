@@ -1,0 +1,65 @@
+"""A study as a ``ray.tune.Tuner``, for people who live in Ray Tune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ray import tune
+
+from study.errors import UserError
+from study.execution.tune.options import TuneOptions
+
+OURS = ("failure_config", "checkpoint_config", "sync_config", "stop")
+"""Fields of a ``RunConfig`` that a study decides itself."""
+
+
+class StudyTuner(tune.Tuner):  # type: ignore[misc]
+    """The Tuner of a study: :meth:`fit` runs what is left of it, and writes its ledger.
+
+    Args:
+        run: runs the study with the options that it is given.
+        run_config: callbacks, ``name``, ``storage_path`` and ``verbose`` for Tune; None for none.
+
+    Raises:
+        UserError: the ``run_config`` has what a study decides itself.
+    """
+
+    def __init__(
+        self, run: Callable[[TuneOptions], Any], run_config: tune.RunConfig | None = None
+    ) -> None:
+        plain = tune.RunConfig()
+        for name in OURS:
+            value = getattr(run_config, name, None)
+            if run_config is not None and value != getattr(plain, name):
+                raise UserError(
+                    f"run_config.{name}={value!r}: a study decides that itself, by its config"
+                    " (max_failures, checkpoint_every, search.scheduler, limits); leave it out"
+                )
+        self._run, self._options = run, TuneOptions(run_config)
+
+    def fit(self) -> tune.ResultGrid:
+        """Run the study, or what is left of it.
+
+        Returns:
+            The trials that ran now; the study's table, report and runs have those of before, too.
+
+        Raises:
+            UserError: the study cannot start, and nothing was done.
+            KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
+        """
+        self.study = self._run(self._options)
+        return self.get_results()
+
+    def get_results(self) -> tune.ResultGrid:
+        """Return the trials that :meth:`fit` has run.
+
+        Raises:
+            RuntimeError: nothing has run yet, or nothing was left to run.
+        """
+        if self._options.results is None:
+            raise RuntimeError(
+                "no trial has run: call fit() first; if it has returned, nothing was left to run,"
+                " and study.load(NAME) has all trials"
+            )
+        return self._options.results
