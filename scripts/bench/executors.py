@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,28 @@ class EverySecond(Noop):
     """Twenty epochs of a second."""
 
     reports, seconds = 20, 1.0
+
+
+class Logs(Noop):
+    """As many epochs as the trial has, of its learning rate in seconds, each noted in a file of its
+    process in the study's folder ``busy``."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._log = Path(context.plan["checkpoints"]).parents[1] / "busy" / str(os.getpid())
+        self._log.parent.mkdir(exist_ok=True)
+
+    def begin(self, config: Any, checkpoints: list[str]) -> Beginning:
+        self.reports, self.seconds = config.epochs, config.optimizer.lr
+        return Beginning()
+
+    def step(self) -> dict[str, Any]:
+        began = time.time()
+        metrics = super().step()
+        with self._log.open("a") as file:
+            file.write(f"{began} {time.time()}\n")
+        return metrics
+
+    def save(self, folder: Path) -> bool:
+        """Write nothing: bare Tune writes nothing either."""
+        return False

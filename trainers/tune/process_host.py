@@ -103,10 +103,14 @@ class ProcessHost:
             data=found,
         )
 
+    async def name(self) -> str:
+        """Return the machine's name."""
+        return os.uname().nodename
+
     async def open(
         self, run: str, trial: str, shape: WorkerResources, gpus: str, messages: Sequence[Message]
-    ) -> str:
-        """Give a run to a process, a new one if need be; return the machine's name.
+    ) -> None:
+        """Give a run to a process, a new one if need be.
 
         Args:
             run: names it from now on; it must be new.
@@ -120,7 +124,6 @@ class ProcessHost:
         process.runs.append(self._runs[run])
         for message in messages:
             self._node.send(process.key, pickle.dumps(message))
-        return os.uname().nodename
 
     async def send(self, run: str, message: Message) -> None:
         """Send a message to the process of a run; one that has ended hears nothing."""

@@ -12,6 +12,7 @@ said, unchanged, for the study that runs the trial. Loads no torch.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import time
@@ -50,6 +51,8 @@ SLIVER = 0.001
 """CPUs of the supervisor of a trial whose workers Ray Train places."""
 HOST_SECONDS = 60.0
 """Longest wait for the process host of a node that has just joined."""
+FOLLOWS_SECONDS = 0.01
+"""Longest wait for more before what a trial said is a result."""
 END_SECONDS = 5.0
 """Longest wait for a process to end its trial before it is killed."""
 
@@ -102,7 +105,7 @@ class _Rank:
     host: Any
     run: str
     node: str
-    machine: str = ""
+    machine: str
     asked: Any = None
     """The call that waits for what it says next."""
     ended: bool = False
@@ -136,6 +139,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
     def step(self) -> dict[str, Any]:
         """Return the next result: what the processes have said since the last one."""
         messages = self._next() if self._ranks else self._begin()
+        self._add_what_follows(messages)
         self._over = any(message.kind in (ENDED, DIED) for message in messages)
         for message in messages:
             if message.kind == REPORT:
@@ -168,17 +172,14 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         try:
             places = _places(job)
             self._ranks = [
-                _Rank(host=_host(job.engine, node), run=f"{job.run}/{rank}", node=node)
+                _Rank(run=f"{job.run}/{rank}", node=node, host=host, machine=machine)
                 for rank, (node, _) in enumerate(places)
+                for host, machine in [_host(job.engine, node)]
             ]
             train = Message(TRAIN, job.trial, job.plan)
             first = [train] if len(places) == 1 else []
-            opened = [
+            for rank, (_, gpus) in zip(self._ranks, places, strict=True):
                 rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
-                for rank, (_, gpus) in zip(self._ranks, places, strict=True)
-            ]
-            for rank, machine in zip(self._ranks, ray.get(opened), strict=True):
-                rank.machine = machine
             died = self._meet(train) if len(places) > 1 else []
         except (ray.exceptions.RayError, ValueError) as error:
             return [Message(DIED, job.trial, f"no process could be made: {error}")]
@@ -239,20 +240,34 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             return found + self._next()  # its process ends the trial at once
         return found
 
+    def _add_what_follows(self, messages: list[Message]) -> None:
+        """Add what the trial says within :data:`FOLLOWS_SECONDS`: a short trial is one result."""
+        until = time.monotonic() + FOLLOWS_SECONDS
+        while not (self._waits or messages[-1].kind in (ENDED, DIED)):
+            if not self._listen(until - time.monotonic()):
+                return
+            messages += self._next()
+
     def _hear(self) -> tuple[_Rank, list[Message]]:
         """Return what a rank says next."""
-        for rank in self._ranks:
-            if rank.asked is None and not rank.ended:
-                rank.asked = rank.host.receive.remote(rank.run)
-        asked = {rank.asked: rank for rank in self._ranks if rank.asked is not None}
-        (ready, *_), _ = ray.wait(list(asked))
-        rank = asked[ready]
+        (ready, *_) = self._listen(None)
+        rank = next(rank for rank in self._ranks if rank.asked == ready)
         rank.asked = None
         try:
             return rank, ray.get(ready)
         except ray.exceptions.RayError as error:
+            _host.cache_clear()  # the driver makes another one
             why = f"the processes of {rank.machine} are gone: {_first_line(error)}"
             return rank, [Message(DIED, self._job.trial, why)]
+
+    def _listen(self, seconds: float | None) -> list[Any]:
+        """Return the calls whose rank has said something, once there is one, or after a while."""
+        for rank in self._ranks:
+            if rank.asked is None and not rank.ended:
+                rank.asked = rank.host.receive.remote(rank.run)
+        asked = [rank.asked for rank in self._ranks if rank.asked is not None]
+        ready: list[Any] = ray.wait(asked, timeout=seconds and max(0.0, seconds))[0]
+        return ready
 
     def _end(self, rank: _Rank, message: Message) -> list[Message]:
         """Note the end of the trial in a rank; return it once it has ended in all of them.
@@ -303,8 +318,11 @@ def _gpus_of() -> str:
     return _own_gpus()
 
 
-def _host(engine: str, node: str) -> Any:
-    """Return the process host of a node, which the driver makes when the node joins.
+@functools.cache
+def _host(engine: str, node: str) -> tuple[Any, str]:
+    """Return the process host of a node, and its machine's name.
+
+    The driver makes the host when the node joins.
 
     Raises:
         ValueError: there is none after :data:`HOST_SECONDS`.
@@ -312,7 +330,8 @@ def _host(engine: str, node: str) -> Any:
     until = time.monotonic() + HOST_SECONDS
     while True:
         try:
-            return ray.get_actor(host_name(engine, node), namespace=NAMESPACE)
+            host = ray.get_actor(host_name(engine, node), namespace=NAMESPACE)
+            return host, ray.get(host.name.remote())
         except ValueError:
             if time.monotonic() > until:
                 raise

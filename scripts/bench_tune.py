@@ -1,0 +1,275 @@
+"""Time the ray engine beside bare Ray Tune, both in the same run on the same Ray.
+
+    python scripts/bench_tune.py [PART ...] [--slots N] [--trials N] [--json FILE]
+
+Run it on a machine with as many cores as slots (default: its cores): where there are fewer, what
+is measured is the start of Python processes, not either engine. Trials sleep or do nothing.
+
+    use     share of the slots in use, from the first start to the last end, by trials of 0.5, 2, 5
+            and 20 s: by the engine, and by bare Tune with a class Trainable, reused actors and a
+            searcher in ConcurrencyLimiter; in turns
+    noop    trials a second that do nothing and report once, from the first start to the last end,
+            with the ledger; beside it bare Tune
+    rate    cores that the driver uses while a trial a slot reports once a second; beside it bare
+            Tune
+    start   seconds from the call to the first trial's start; beside it bare Tune
+
+Either begins to count when its first trial begins. Ray starts once, for all parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+from ray.tune.search import ConcurrencyLimiter, Searcher
+
+from study.api import run_study
+from study.config import RowConfig, StudyConfig
+from study.execution.ray_session import ENVIRONMENT
+from study.execution.tune.engine import ENVIRONMENT as TUNE
+from study.ledger.lines import Event
+from study.ledger.state import FINISHED, StudyState
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
+from trainers.workers import resources
+
+RESULTS: dict[str, float] = {}
+TURNS = 2
+"""How often each is measured, in turns; the best counts."""
+
+
+class View:
+    """A view that keeps when the driver heard of starts and ends, and its CPU seconds then."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def start(self, state: StudyState) -> None:
+        """Do nothing: there is nothing to show."""
+
+    def listen(self, event: Event) -> None:
+        """Keep those that tell times."""
+        if event["event"] in ("started", "finished"):
+            self.events.append({**event, "cpu": time.process_time()})
+
+    def stop(self) -> None:
+        """Do nothing: there is nothing to clear."""
+
+
+class Sleep(tune.Trainable):  # type: ignore[misc]
+    """Bare Tune's trial: ``reports`` steps that sleep, each noted in a file of its process."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Begin a trial."""
+        self._at = dict(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Begin the next trial."""
+        self._at = dict(new_config)
+        return True
+
+    def step(self) -> dict[str, Any]:
+        """Sleep once."""
+        began = time.time()
+        time.sleep(self._at["seconds"])
+        with Path(self._at["log"], str(os.getpid())).open("a") as file:
+            file.write(f"{began} {time.time()}\n")
+        self._at["reports"] -= 1
+        return {"validation/error": 0.1, "done": self._at["reports"] == 0}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Save nothing."""
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Load nothing."""
+
+
+class Same(Searcher):  # type: ignore[misc]
+    """Hands out the same config so many times."""
+
+    def __init__(self, trials: int, config: dict[str, Any]) -> None:
+        super().__init__(metric="validation/error", mode="min")
+        self._left, self._config = trials, config
+
+    def suggest(self, trial_id: str) -> Any:
+        """Return the config, or that no more come."""
+        self._left -= 1
+        return dict(self._config) if self._left >= 0 else Searcher.FINISHED
+
+    def on_trial_complete(self, *arguments: Any, **keys: Any) -> None:
+        """Learn nothing."""
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restore nothing."""
+
+
+def engine(trials: int, seconds: float, reports: int = 1) -> dict[str, float]:
+    """Run trials that sleep by the ray engine, and return :func:`_figures` of it."""
+    with tempfile.TemporaryDirectory() as storage, _sleeping():
+        config = TrialConfig(
+            data=DataConfig(name="digits", validation_size=300),
+            model=ModelConfig(hidden=[16]),
+            optimizer=OptimizerConfig(lr=max(seconds, 1e-9)),
+            epochs=reports,
+        )
+        study = StudyConfig(
+            name="bench", trial=config, rows=[RowConfig(label="a")], seeds=list(range(trials)),
+            storage=storage, tracking_uri="none", engine="ray", checkpoint_every=10**6,
+        )  # fmt: skip
+        view, cpu, called = View(), time.process_time(), time.time()
+        outcome = run_study(study, view, lambda line: None)
+        cpu = view.events[-1]["cpu"] - view.events[0]["cpu"]
+        assert all(trial.status == FINISHED for trial in outcome.state.trials)
+        return _figures(study.folder / "busy", called, cpu)
+
+
+def bare(trials: int, seconds: float, reports: int = 1) -> dict[str, float]:
+    """Run the same trials by bare Tune, and return :func:`_figures` of it."""
+    slots = int(ray.cluster_resources()["CPU"])
+    with tempfile.TemporaryDirectory() as folder, _variables(TUNE):
+        os.environ.pop("TUNE_MAX_PENDING_TRIALS_PG")
+        log = Path(folder, "busy")
+        log.mkdir()
+        config = {"seconds": seconds, "log": str(log), "reports": reports}
+        tuner = tune.Tuner(
+            tune.with_resources(Sleep, {"cpu": 1}),
+            tune_config=tune.TuneConfig(
+                search_alg=ConcurrencyLimiter(Same(trials, config), max_concurrent=slots),
+                num_samples=-1,
+                reuse_actors=True,
+            ),
+            run_config=tune.RunConfig(storage_path=folder, verbose=0),
+        )
+        cpu, called = time.process_time(), time.time()
+        assert tuner.fit().num_errors == 0
+        return _figures(log, called, time.process_time() - cpu)
+
+
+def _figures(log: Path, called: float, cpu: float) -> dict[str, float]:
+    """Return the share of the slots in use, trials' steps a second, seconds to the first start and
+    the driver's cores."""
+    lines = [line.split() for file in log.iterdir() for line in file.read_text().splitlines()]
+    steps = [(float(began), float(ended)) for began, ended in lines]
+    first, last = min(step[0] for step in steps), max(step[1] for step in steps)
+    slots = ray.cluster_resources()["CPU"]
+    return {
+        "use": sum(ended - began for began, ended in steps) / slots / (last - first),
+        "steps a second": len(steps) / (last - first),
+        "first start": first - called,
+        "driver": cpu / (last - first),
+    }
+
+
+@contextmanager
+def _sleeping() -> Iterator[None]:
+    """Have trials sleep for their learning rate instead of training."""
+    real = resources.choose_executor
+    resources.choose_executor = lambda wanted, lanes: "bench.executors:Logs"
+    try:
+        yield
+    finally:
+        resources.choose_executor = real
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def report(name: str, value: float, unit: str = "") -> None:
+    """Print a figure and keep it."""
+    print(f"{name:72s} {value:9.3f} {unit}", flush=True)
+    RESULTS[name] = round(value, 4)
+
+
+def compare(name: str, key: str, unit: str, run: Callable[[Any], dict[str, float]]) -> None:
+    """Report the best of both in turns, and the ratio."""
+    found: dict[str, list[float]] = {"engine": [], "bare Tune": []}
+    for _ in range(TURNS):
+        for who, runs in (("engine", engine), ("bare Tune", bare)):
+            found[who].append(run(runs)[key])
+    best = min if key in ("first start", "driver") else max
+    ours, theirs = best(found["engine"]), best(found["bare Tune"])
+    report(f"{name}: {key}, engine", ours, unit)
+    report(f"{name}: {key}, bare Tune", theirs, unit)
+    report(f"{name}: {key}, ratio", ours / theirs)
+
+
+def use(slots: int, trials: int) -> None:
+    """Report the use of the slots."""
+    for seconds, rounds in ((0.5, 20), (2.0, 10), (5.0, 6), (20.0, 3)):
+        count = rounds * slots
+        name = f"{count} trials of {seconds:g} s on {slots} slots"
+        compare(name, "use", "", lambda run, n=count, s=seconds: run(n, s))  # type: ignore[misc]
+
+
+def noop(slots: int, trials: int) -> None:
+    """Report the rate of trials that do nothing."""
+    compare(f"{trials} trials of 0 s", "steps a second", "1/s", lambda run: run(trials, 0.0))
+
+
+def rate(slots: int, trials: int) -> None:
+    """Report what reports cost the driver."""
+    compare(f"{slots} trials, 20 reports each, one a second", "driver", "cores",
+            lambda run: run(slots, 1.0, 20))  # fmt: skip
+
+
+def start(slots: int, trials: int) -> None:
+    """Report the wait for the first trial."""
+    compare(f"{slots} trials of 1 s", "first start", "s", lambda run: run(slots, 1.0))
+
+
+PARTS = {"start": start, "use": use, "noop": noop, "rate": rate}
+
+
+def main() -> None:
+    """Run the parts that are named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help="parts to run (default: all)")
+    parser.add_argument("--slots", type=int, default=os.cpu_count())
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # where the processes of trials find bench.executors
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    ray.init(
+        address="local", num_cpus=options.slots, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR",
+    )  # fmt: skip
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores,"
+          f" Python {platform.python_version()}, Ray {ray.__version__}")  # fmt: skip
+    for name in options.parts or PARTS:
+        PARTS[name](options.slots, options.trials)
+    ray.shutdown()
+    if options.json:
+        options.json.write_text(json.dumps(RESULTS, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
