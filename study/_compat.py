@@ -184,9 +184,13 @@ def pending_requests() -> tuple[list[tuple[float, float]], list[tuple[float, flo
 
     state = get_cluster_resource_state(global_worker.gcs_client)
     found = [
-        (each.resources_bundle.get("CPU", 0.0), each.resources_bundle.get("GPU", 0.0))
+        (
+            each.request.resources_bundle.get("CPU", 0.0),
+            each.request.resources_bundle.get("GPU", 0.0),
+        )
         for each in state.pending_resource_requests
-        if not any("_group_" in name for name in each.resources_bundle)
+        if not any("_group_" in name for name in each.request.resources_bundle)
+        for _ in range(each.count)
     ]
     groups = [
         (

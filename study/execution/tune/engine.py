@@ -113,7 +113,7 @@ class TuneEngine:
             with tempfile.TemporaryDirectory(
                 prefix="lns-study-tune-", ignore_cleanup_errors=True
             ) as folder:
-                self._options.results = self.tuner(folder).fit()
+                self.tuner(folder).fit()
         except AbortRun as abort:
             raise abort.error from None
         finally:

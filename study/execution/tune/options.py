@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class TuneOptions:
-    """What a caller adds, and what comes back.
+    """What a caller adds.
 
     Attributes:
         run_config: a ``ray.tune.RunConfig`` with callbacks, name, storage and verbosity, or None.
-        results: the ``ResultGrid`` of the last run.
     """
 
     run_config: Any = None
-    results: Any = None

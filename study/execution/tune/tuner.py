@@ -9,6 +9,7 @@ from ray import tune
 
 from study.errors import UserError
 from study.execution.tune.options import TuneOptions
+from study.execution.tune.results import StudyResults
 
 OURS = ("failure_config", "checkpoint_config", "sync_config", "stop")
 """Fields of a ``RunConfig`` that a study decides itself."""
@@ -18,7 +19,7 @@ class StudyTuner(tune.Tuner):  # type: ignore[misc]
     """The Tuner of a study: :meth:`fit` runs what is left of it, and writes its ledger.
 
     Args:
-        run: runs the study with the options that it is given.
+        run: runs the study with the options that it is given, and returns its handle.
         run_config: callbacks, ``name``, ``storage_path`` and ``verbose`` for Tune; None for none.
 
     Raises:
@@ -37,29 +38,28 @@ class StudyTuner(tune.Tuner):  # type: ignore[misc]
                     " (max_failures, checkpoint_every, search.scheduler, limits); leave it out"
                 )
         self._run, self._options = run, TuneOptions(run_config)
+        self._results: StudyResults | None = None
 
     def fit(self) -> tune.ResultGrid:
         """Run the study, or what is left of it.
 
         Returns:
-            The trials that ran now; the study's table, report and runs have those of before, too.
+            All trials that have ended, those of earlier runs too.
 
         Raises:
             UserError: the study cannot start, and nothing was done.
             KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
         """
-        self.study = self._run(self._options)
-        return self.get_results()
+        ran = self._run(self._options)
+        self._results = StudyResults(ran.state, ran.folder)
+        return self._results
 
     def get_results(self) -> tune.ResultGrid:
-        """Return the trials that :meth:`fit` has run.
+        """Return what :meth:`fit` has returned.
 
         Raises:
-            RuntimeError: nothing has run yet, or nothing was left to run.
+            RuntimeError: it has not been called.
         """
-        if self._options.results is None:
-            raise RuntimeError(
-                "no trial has run: call fit() first; if it has returned, nothing was left to run,"
-                " and study.load(NAME) has all trials"
-            )
-        return self._options.results
+        if self._results is None:
+            raise RuntimeError("nothing has run: call fit() first")
+        return self._results

@@ -31,9 +31,9 @@ def net():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
 """
 LOOP = """
-def train(config, context):
+def train(context):
     for epoch in range(1, 4):
-        context.report({"validation/error": 1 / (epoch + config["seed"]), "epoch": epoch})
+        context.report({"validation/error": 1 / epoch, "epoch": epoch})
 """
 STUDIES = {
     "rows": [],
@@ -95,8 +95,9 @@ def test_both_engines_train_the_same(name: str, tiny: Tiny, ray_session: None) -
 def test_the_users_code_trains_the_same(tiny: Tiny, ray_session: None, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(NET)
     (tmp_path / "loop.py").write_text(LOOP)
+    net = f"{{model.name: '{tmp_path}/net.py:net', model.hidden: [512]}}"
     rows = (
-        f"rows=[{{label: net, overrides: {{model.name: '{tmp_path}/net.py:net'}}}},"
+        f"rows=[{{label: net, overrides: {net}}},"
         f" {{label: loop, overrides: {{trainable.name: '{tmp_path}/loop.py:train'}}}}]"
     )
     found = {}
@@ -154,7 +155,10 @@ def test_a_study_is_a_tuner_for_who_knows_ray_tune(tiny: Tiny, ray_session: None
     known = state.known[best.config["trial"]]
     assert best.metrics["validation/error"] == known.metric("validation/error")[3]
     assert best.config["row"] == known.row
-    again = public.tuner(study)
-    again.fit()
+    again = public.tuner(study).fit()  # nothing is left to run
+    assert again.get_best_result().config == best.config
+    frame = again.get_dataframe()
+    assert list(frame["config/seed"]) == [trial.seed for trial in state.trials]
+    assert again.num_errors == 0
     with pytest.raises(UserError, match=r"run_config.stop=.*: a study decides that itself"):
         public.tuner(study, run_config=tune.RunConfig(stop={"epoch": 1}))
