@@ -30,8 +30,7 @@ from trainers.config.validation import as_dict, at_least, finite, one_of, plain_
 from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
-EXECUTORS = ("auto", "packed", "train")
-ENGINES = ("auto", "local", "ray")
+EXECUTORS, ENGINES = ("auto", "packed", "train"), ("auto", "local", "ray")
 TRACKING_SCHEMES = (
     "sqlite:///",
     "http://",
@@ -153,16 +152,14 @@ class StudyConfig:
             (:mod:`study.execution.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: largest number of trials at a time; None for as many as fit.
-        engine: what runs the trials. ``local``: processes on this machine, without Ray. ``ray``:
-            Ray Tune, on the cluster at ``address``, or on a Ray that is started here. ``auto``:
-            ``local``, or where there is an ``address`` processes on the cluster's nodes, each held
-            by one actor of Ray's.
+        engine: ``local``: processes on this machine; ``ray``: Ray Tune, on the cluster at
+            ``address`` or a Ray started here; ``auto``: ``local``, or processes on its nodes.
         executor: processes that trials train in. ``auto``: a reused process for a trial of one
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
-            process per GPU for trials of one worker (at most 32), or one per machine if they
-            compute on the CPU. Trials of the user's code share none. ``train``: Ray Train for every
-            trial; it restarts a gang within the trial, and takes 10 to 30 s per start.
+            process per GPU for trials of one worker (at most 32), or one per machine on CPUs; not
+            of the user's code. ``train``: Ray Train for every trial; it restarts a gang within the
+            trial, and takes 10 to 30 s per start.
         checkpoint_every: epochs between checkpoints.
         max_failures: number of times since its last new epoch that a trial whose process or machine
             died is restarted from its last checkpoint.
@@ -226,12 +223,6 @@ class StudyConfig:
             " address=auto`, or address=auto on a node of the cluster",
         )
         one_of("engine", self.engine, ENGINES)
-        require(
-            f"engine=local with address={self.address!r}",
-            self.engine != "local" or self.address is None,
-            "the local engine runs trials on this machine alone",
-            "use engine=ray, or leave out address",
-        )
         one_of("executor", self.executor, EXECUTORS)
         one_of("picture", self.picture or PICTURES[0], PICTURES)
         self._check_storage()

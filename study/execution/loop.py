@@ -12,9 +12,9 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.config.metric import DERIVED
+from study.execution.admission import Admission
 from study.execution.control import Control, Wish, grace_seconds, is_full
 from study.execution.engine import Engine
-from study.execution.local.leases import EPSILON
 from study.execution.schedulers import make_scheduler
 from study.execution.silence import Watch, describe_silence
 from study.ledger.lines import Event
@@ -23,9 +23,7 @@ from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
 from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
-from study.plan.durations import expected_seconds
-from study.plan.identity import pace_key
-from study.plan.packing import LOOK_AHEAD, TAIL
+from study.plan.packing import TAIL
 from study.plan.trials import PlannedTrial
 from study.results.idle_time import UseWatch
 from study.search.agenda import Agenda
@@ -49,8 +47,6 @@ from trainers.workers.resources import IN_PROCESS, PACKED, WorkerResources, cpus
 
 ROUND_SECONDS = 0.5
 """Seconds after which wishes, limits and heartbeats are checked if no process reports."""
-LONELY_SECONDS = 10.0
-"""Seconds after which a study says that no machine has room for its next trial."""
 
 
 class Loop:
@@ -88,8 +84,7 @@ class Loop:
         trial may take that down, too."""
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
-        self._no_room_since: float | None = None
-        self._reported_waiting: set[str] = set()
+        self._admission = Admission(study, agenda, state, control, pool, say)
         self._moving: set[str] = set()
         self._unplaced: dict[str, Event] = {}
         """Starts of trials of which nobody knows yet on which machines they are."""
@@ -148,7 +143,7 @@ class Loop:
 
     def use(self, pool: Engine) -> None:
         """Run trials by another engine from now on; those that ran have ended."""
-        self._pool = pool
+        self._pool = self._admission.engine = pool
 
     def _leave(self) -> bool:
         """Have running trials write a checkpoint after the epoch under way; tell whether any does.
@@ -193,73 +188,21 @@ class Loop:
         self._pool.leave_after_epoch(filter(self._can_leave, news))
 
     def _hand_out(self) -> bool:
-        """Start the trials that there is room for; tell whether more wait.
-
-        Where the next trial waits for resources, as gangs do, those after it may use what it
-        cannot, if they take nothing that it needs or are expected to end before it could begin
-        anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
-        """
-        started: list[Event] = []
-        waiting = False
-        while not self._control.full and (trial := self._agenda.peek()) is not None:
-            event = self._start(trial) or self._give_up(trial)
-            waiting = event is None
-            if event is None:
-                if self._has_room():
-                    started += self._backfill(trial)
-                break
-            started.append(event)
-        self._append(filter(None, started))
+        """Start the trials that there is room for; tell whether more wait."""
+        events: list[Event] = []
+        waiting = self._admission.hand_out(lambda trial: self._start(trial, events), events.append)
+        self._append(events)
         return waiting
 
-    def _give_up(self, trial: PlannedTrial) -> Event | None:
-        """Return the failure of a trial for which this machine is too small.
+    def _start(self, trial: PlannedTrial, events: list[Event]) -> bool:
+        """Start a trial if there is room for it, and add its event; tell whether there was.
 
-        A cluster may grow, so there the trial waits, and the user is told once.
+        Where the engine does not yet know on which machines it starts, its event comes later.
         """
-        shape = self._shape(trial.config)
-        if self._pool.running or self._pool.could_fit(shape):
-            self._no_room_since = None
-            return None
-        cpus, gpus, nodes = self._pool.capacity()
-        on_gpu = f" and {shape.gpus_in_all:g} GPUs in all" if shape.gpus_in_all else ""
-        each = counted(shape.threads, "CPU")
-        problem = (
-            f"needs {counted(shape.workers, 'worker')} of {each} each{on_gpu}, and this study has"
-            f" {cpus:g} CPUs and {gpus} GPUs on {counted(nodes, 'machine')}"
-        )
-        if self._study.address is None and nodes:
-            self._agenda.take(trial)
-            return {
-                "event": "failed",
-                "trial": trial.id,
-                "error": f"{problem}; lower trial.workers or trial.threads, or raise cpus",
-            }
-        self._no_room_since = self._no_room_since or time.monotonic()
-        if (
-            time.monotonic() - self._no_room_since > LONELY_SECONDS
-            and trial.id not in self._reported_waiting
-        ):
-            self._reported_waiting.add(trial.id)
-            self._say(
-                f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
-                " trial.threads"
-                if nodes
-                else "Waiting: no node can be used now; those that join are checked first"
-            )
-        return None
-
-    def _start(self, trial: PlannedTrial) -> Event | None:
-        """Start a trial and return its event for the ledger; None if there is no room.
-
-        The event is empty where the engine does not yet know on which machines the trial starts.
-        """
-        if not self._has_room():
-            return None
         shape = self._shape(trial.config)
         running = self._pool.start(trial.id, shape, lambda: self._plan(trial))
         if running is None:
-            return None
+            return False
         self._agenda.take(trial)
         self._control.begun(trial.id)
         self._watch.hear(trial.id)
@@ -274,49 +217,10 @@ class Loop:
             "gpus": shape.gpus_in_all,
         }
         if running.hosts:
-            return event
-        self._unplaced[trial.id] = event
-        return {}
-
-    def _has_room(self) -> bool:
-        """Tell whether ``max_concurrent`` allows one more trial."""
-        return len(self._pool.running) < (self._study.max_concurrent or math.inf)
-
-    def _backfill(self, head: PlannedTrial) -> list[Event]:
-        """Start trials behind ``head`` that keep nothing from it, or end before it could begin."""
-        started: list[Event] = []
-        if not self._pool.idle:
-            return started
-        needed, seconds = self._shape(head.config), self._agenda.epoch_seconds()
-        until = self._begins_in(needed, seconds)
-        for trial in self._agenda.behind(head, LOOK_AHEAD, propose=until > 0):
-            if self._control.full or not self._has_room() or not self._pool.idle:
-                break
-            if expected_seconds(trial, seconds) <= until or self._keeps_nothing(trial, needed):
-                event = self._start(trial)
-                started += [] if event is None else [event]
-        return started
-
-    def _keeps_nothing(self, trial: PlannedTrial, needed: WorkerResources) -> bool:
-        """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
-        GPU. On several machines nobody knows which of them will have both."""
-        shape, left = self._shape(trial.config), self._pool.idle_resources[0] + EPSILON
-        on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and self._pool.capacity()[2] == 1
-        return on_cpus and left - shape.cpus >= needed.cpus
-
-    def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
-        """Estimate the seconds until there is room for a trial of this shape; 0 if unknown."""
-        cpus, gpus = self._pool.idle_resources
-        left = []
-        for trial in self._pool.running:
-            known = self._state.known[trial]
-            epochs = known.epochs - known.epoch
-            left.append((epochs * seconds.get(pace_key(known.config), 0.0), trial))
-        for until, trial in sorted(left):
-            cpus, gpus = cpus + self._shapes[trial].cpus, gpus + self._shapes[trial].gpus_in_all
-            if cpus + EPSILON >= shape.cpus and gpus + EPSILON >= shape.gpus_in_all:
-                return until
-        return 0.0
+            events.append(event)
+        else:
+            self._unplaced[trial.id] = event
+        return True
 
     def take_in(self, messages: list[Message]) -> None:
         """Write the messages of trials to the ledger, then act on them."""

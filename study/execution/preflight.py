@@ -63,6 +63,7 @@ def preflight(
     check_elastic(plan)
     check_gpus(plan)
     check_address(plan.study.address)
+    check_engine(plan.study)
     check_user_files(plan.study)
     check_sinks(plan.study)
     data, reasons = _examine(plan, node, say, _device(plan))
@@ -181,6 +182,19 @@ def check_address(address: str | None) -> None:
             f"address={address!r}: no Ray cluster answers ({error}); start one with `ray start"
             " --head`, correct the address, or leave it out for a local one"
         ) from None
+
+
+def check_engine(study: StudyConfig) -> None:
+    """Refuse an engine that cannot run the study.
+
+    Raises:
+        ValueError: the local engine is asked for a cluster, or Ray Tune for packed trials.
+    """
+    if study.engine == "local" and study.address is not None:
+        raise ValueError(
+            f"engine=local with address={study.address!r}: the local engine runs trials on this"
+            " machine alone; use engine=ray, or leave out address"
+        )
 
 
 def _device(plan: Plan) -> str:

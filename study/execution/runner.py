@@ -31,9 +31,10 @@ from study.config import StudyConfig
 from study.execution.control import Control
 from study.execution.local.leases import Cluster, Local
 from study.execution.local.loop import LocalLoop
+from study.execution.local.of_ray import OfRay
 from study.execution.local.pool import Machines, Pool
 from study.execution.loop import Loop
-from study.execution.ray_session import OfRay, Session, ray_session
+from study.execution.ray_session import Session, ray_session
 from study.execution.tune.options import TuneOptions
 from study.execution.user_files import user_modules
 from study.ledger.log import Ledger

@@ -50,7 +50,7 @@ ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial fin
 sends that it died (why). The last carries :class:`Examined`, or a text: why the data cannot be
 had."""
 PLACED = "placed"
-"""Kind of message that a trial's supervisor sends first (:mod:`trainers.tune.supervisor`), with
+"""Kind of message that a trial's supervisor sends first (:mod:`study.execution.tune.supervisor`), with
 where its ranks are: ``hosts``, ``node`` and ``actor`` of the supervisor."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",

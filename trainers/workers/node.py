@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # a process is started before those are loaded
 
 BATCH = 1000
 """Most messages in one piece."""
+RUN_BY_NODES = ("lns_ops", "trainers", "study/execution/tune")
+"""Folders of this package whose code runs on the nodes of a cluster."""
 SOURCES = (".py", ".cu", ".cuh")
 """Endings of the files that are code."""
 
@@ -60,15 +62,15 @@ class _Process:
 def versions(modules: Sequence[str] = ()) -> dict[str, str]:
     """Return what must be the same on all machines of a study, for equal bits, by name.
 
-    The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``,
-    which are all that a worker runs of this package. Builds of one torch for other devices count as
-    one.
+    The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``, and
+    of the folder with a trial's supervisor: all that a node runs of this package. Builds of one
+    torch for other devices count as one.
 
     Args:
         modules: code of the user's that every machine must have, as ``package.module:name``.
     """
     root = Path(__file__).parents[2]
-    ours = [path for name in ("lns_ops", "trainers") for path in sorted((root / name).rglob("*"))]
+    ours = [path for name in RUN_BY_NODES for path in sorted((root / name).rglob("*"))]
     code = digest_files(root, [path for path in ours if path.suffix in SOURCES])
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from study.execution.local.leases import EPSILON, Call, Lease
+from study.execution.local.places import Spot, find, fits
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -47,9 +48,6 @@ from trainers.workers.messages import (
     Message,
 )  # fmt: skip
 from trainers.workers.resources import WorkerResources
-
-Spot = tuple[Lease, int | None]
-"""Place of a rank: the lease, and the index of the GPU among those of the lease."""
 
 
 class Machines(Protocol):
@@ -166,7 +164,7 @@ class Pool:
     def could_fit(self, shape: WorkerResources) -> bool:
         """Tell whether there would be room for a trial if no other ran."""
         empty = [dataclasses.replace(lease, gpus=[1.0] * lease.gpu_count) for lease in self.leases]
-        return _find(shape, empty) is not None
+        return find(shape, empty) is not None
 
     @property
     def idle(self) -> bool:
@@ -293,7 +291,7 @@ class Pool:
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Return processes of this shape without a trial whose resources are free, or None."""
         same = (group for group in self._idle if group.shape == shape)
-        return next((group for group in same if _fits(shape, group.spots)), None)
+        return next((group for group in same if fits(shape, group.spots)), None)
 
     def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
         """Return a process at this place with trials of this shape and room for one more."""
@@ -309,7 +307,7 @@ class Pool:
         """
         leases = sorted(self.leases, key=lambda lease: -lease.free)
         for among in [*([lease] for lease in leases), leases]:
-            spots = _find(shape, among)
+            spots = find(shape, among)
             if spots is not None:
                 return spots
         return None
@@ -457,48 +455,3 @@ class Pool:
         while len(self._free_slots) < count:
             heapq.heappush(self._free_slots, next(self._new_slots))
         return [heapq.heappop(self._free_slots) for _ in range(count)]
-
-
-def _find(shape: WorkerResources, leases: list[Lease]) -> list[Spot] | None:
-    """Return free places for all ranks on some machines, or None."""
-    cpus = {id(lease): lease.free for lease in leases}
-    gpus = {id(lease): list(lease.gpus) for lease in leases}
-    spots: list[Spot] = []
-    for bundle in shape.bundles:
-        found = (_spot(lease, bundle, cpus[id(lease)], gpus[id(lease)]) for lease in leases)
-        spot = next(filter(None, found), None)
-        if spot is None:
-            return None
-        spots.append(spot)
-        lease, gpu = spot
-        cpus[id(lease)] -= bundle["CPU"]
-        if gpu is not None:
-            gpus[id(lease)][gpu] -= bundle["GPU"]
-    return spots
-
-
-def _spot(lease: Lease, bundle: dict[str, float], cpus: float, gpus: list[float]) -> Spot | None:
-    if cpus + EPSILON < bundle["CPU"]:
-        return None
-    if "GPU" not in bundle:
-        return lease, None
-    gpu = max(range(len(gpus)), key=lambda index: gpus[index], default=None)
-    free = 0.0 if gpu is None else min(gpus[gpu], sum(gpus) - lease.lost)
-    return (lease, gpu) if free + EPSILON >= bundle["GPU"] else None
-
-
-def _fits(shape: WorkerResources, spots: list[Spot]) -> bool:
-    """Tell whether exactly these places are free, on machines that stay."""
-    need: dict[tuple[int, int | None], float] = defaultdict(float)
-    for (lease, gpu), bundle in zip(spots, shape.bundles, strict=True):
-        need[id(lease), None] += bundle["CPU"]
-        if gpu is not None:
-            need[id(lease), gpu] += bundle["GPU"]
-            need[id(lease), -1] += bundle["GPU"]  # of all
-    return all(
-        need[id(lease), None] <= lease.free + EPSILON
-        and (gpu is None or need[id(lease), gpu] <= lease.gpus[gpu] + EPSILON)
-        and (gpu is None or need[id(lease), -1] <= lease.free_gpus + EPSILON)
-        and not lease.draining
-        for lease, gpu in spots
-    )

@@ -29,8 +29,8 @@ from study.execution.loop import Loop
 from study.execution.ray_session import Use
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
+from study.execution.tune.supervisor import JOB, MESSAGES, TrialSupervisor
 from study.execution.tune.trials import Handed, TuneTrials
-from trainers.tune.supervisor import JOB, MESSAGES, TrialSupervisor
 from trainers.workers.messages import DIED, Message, last_line
 from trainers.workers.resources import RAY_TRAIN
 

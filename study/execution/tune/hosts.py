@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from study.execution.local.leases import IDLE_SECONDS, LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
+from study.execution.tune.process_host import NodeCheck, ProcessHost
+from study.execution.tune.supervisor import host_name
 from trainers.config import TrialConfig
-from trainers.tune.process_host import NodeCheck, ProcessHost
-from trainers.tune.supervisor import host_name
 from trainers.workers.messages import NAMESPACE, last_line
 from trainers.workers.node import differing, versions
 
@@ -64,7 +64,7 @@ class Hosts:
     """The hosts of one run of a study.
 
     Args:
-        make: arguments of :class:`~trainers.tune.process_host.ProcessHost`.
+        make: arguments of :class:`~study.execution.tune.process_host.ProcessHost`.
         nodes: returns the nodes as :meth:`~study.execution.ray_session.Session.nodes` does.
         say: prints a line for the user.
         modules: code of the user's that a node must have, as ``package.module:name``.

@@ -26,7 +26,7 @@ class Needs:
     """What every node must have.
 
     Attributes:
-        make: arguments of :class:`~trainers.tune.process_host.ProcessHost`.
+        make: arguments of :class:`~study.execution.tune.process_host.ProcessHost`.
         modules, data: see :class:`~study.execution.tune.hosts.Hosts`.
     """
 

@@ -19,7 +19,7 @@ from typing import Any
 from study.execution.local.leases import EPSILON
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.room import Room
-from trainers.tune.supervisor import Job
+from study.execution.tune.supervisor import Job
 from trainers.workers.messages import DIED, ENDED, PLACED, STOPPED, Message
 from trainers.workers.resources import WorkerResources
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from study.execution.local.leases import IDLE_SECONDS, NODE_LABEL, Cluster, Lease, _Request
+from study.execution.local.of_ray import AGAIN_SECONDS, OfRay
 from study.execution.local.pool import Pool
-from study.execution.ray_session import AGAIN_SECONDS, OfRay
 from trainers.workers.messages import DONE, ENDED, Message
 from trainers.workers.resources import WorkerResources
 

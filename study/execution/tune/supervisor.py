@@ -1,8 +1,8 @@
 """The trainable of a study under Ray Tune: it supervises a trial and trains nothing itself.
 
 A supervisor is the actor that Tune makes for a trial. It holds the trial's CPUs and GPUs, asks the
-process host of its node (:mod:`trainers.tune.process_host`) for a process that trains the trial,
-and returns what that says as results. A trial of several workers has a bundle a rank in Tune's
+process host of its node (:mod:`study.execution.tune.process_host`) for a process that trains the
+trial, and returns what that says as results. A trial of several workers has a bundle a rank in Tune's
 placement group; its supervisor asks the host of each bundle's node for that rank's process, and
 has them meet.
 

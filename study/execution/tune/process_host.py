@@ -2,8 +2,8 @@
 
 There is one :class:`ProcessHost` a node. Its fork server has torch, the kernels and the data
 loaded, so a trial's process starts in milliseconds. The supervisors of trials
-(:mod:`trainers.tune.supervisor`) hold the CPUs and GPUs; each asks the host of its node for a
-process, and passes on what it says.
+(:mod:`study.execution.tune.supervisor`) hold the CPUs and GPUs; each asks the host of its node for
+a process, and passes on what it says.
 
 A *run* is a trial, or one rank of it, in a process. A process is kept for the next run of its
 resources, and several runs of small trials may share one on a GPU

@@ -1,0 +1,158 @@
+"""Admission: which trial starts next, and which may overtake it.
+
+Trials start in the order of the agenda. Where the next one waits for resources, as gangs do, those
+after it may use what it cannot, if they take nothing that it needs or are expected to end before it
+could begin anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
+One policy for both engines: it asks what is free, and starts trials by a function that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from study.config import StudyConfig
+from study.execution.control import Control
+from study.execution.engine import Engine
+from study.ledger.lines import Event
+from study.ledger.state import StudyState
+from study.plan.durations import expected_seconds
+from study.plan.identity import pace_key
+from study.plan.packing import LOOK_AHEAD
+from study.plan.trials import PlannedTrial
+from study.search.agenda import Agenda
+from study.text import counted
+from trainers.config import TrialConfig
+from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
+
+EPSILON = 1e-6
+LONELY_SECONDS = 10.0
+"""Seconds after which a study says that no machine has room for its next trial."""
+Start = Callable[[PlannedTrial], bool]
+"""Function that starts a trial if there is room for it, and tells whether there was."""
+
+
+class Admission:
+    """Decides which trials start; see the module.
+
+    Args:
+        study: the config.
+        agenda: source of the next trial.
+        state: state of the study.
+        control: limits of the study.
+        engine: says what is free.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        study: StudyConfig,
+        agenda: Agenda,
+        state: StudyState,
+        control: Control,
+        engine: Engine,
+        say: Callable[[str], None],
+    ) -> None:
+        self._study, self._agenda, self._state, self._control = study, agenda, state, control
+        self.engine, self._say = engine, say
+        self._lonely_since: float | None = None
+        self._told: set[str] = set()
+
+    def hand_out(self, start: Start, fail: Callable[[Event], None]) -> bool:
+        """Start the trials that there is room for; tell whether more wait.
+
+        Args:
+            start: starts a trial.
+            fail: is given the event of a trial for which this machine is too small.
+        """
+        while not self._control.full and (trial := self._agenda.peek()) is not None:
+            if self._has_room() and start(trial):
+                continue
+            if failure := self._give_up(trial):
+                fail(failure)
+                continue
+            if self._has_room():
+                self._backfill(trial, start)
+            return True
+        return False
+
+    def _has_room(self) -> bool:
+        """Tell whether ``max_concurrent`` allows one more trial."""
+        return len(self.engine.running) < (self._study.max_concurrent or math.inf)
+
+    def _give_up(self, trial: PlannedTrial) -> Event | None:
+        """Return the failure of a trial for which this machine is too small.
+
+        A cluster may grow, so there the trial waits, and the user is told once.
+        """
+        shape = self._shape(trial.config)
+        if self.engine.running or self.engine.could_fit(shape):
+            self._lonely_since = None
+            return None
+        cpus, gpus, nodes = self.engine.capacity()
+        on_gpu = f" and {shape.gpus_in_all:g} GPUs in all" if shape.gpus_in_all else ""
+        each = counted(shape.threads, "CPU")
+        problem = (
+            f"needs {counted(shape.workers, 'worker')} of {each} each{on_gpu}, and this study has"
+            f" {cpus:g} CPUs and {gpus} GPUs on {counted(nodes, 'machine')}"
+        )
+        if self._study.address is None and nodes:
+            self._agenda.take(trial)
+            return {
+                "event": "failed",
+                "trial": trial.id,
+                "error": f"{problem}; lower trial.workers or trial.threads, or raise cpus",
+            }
+        self._say_lonely(trial, problem if nodes else "")
+        return None
+
+    def _say_lonely(self, trial: PlannedTrial, problem: str) -> None:
+        """Say once that no machine has room for a trial, and why."""
+        self._lonely_since = self._lonely_since or time.monotonic()
+        if time.monotonic() - self._lonely_since <= LONELY_SECONDS or trial.id in self._told:
+            return
+        self._told.add(trial.id)
+        self._say(
+            f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
+            " trial.threads"
+            if problem
+            else "Waiting: no node can be used now; those that join are checked first"
+        )
+
+    def _backfill(self, head: PlannedTrial, start: Start) -> None:
+        """Start trials behind ``head`` that keep nothing from it, or end before it could begin."""
+        if not self.engine.idle:
+            return
+        needed, seconds = self._shape(head.config), self._agenda.epoch_seconds()
+        until = self._begins_in(needed, seconds)
+        for trial in self._agenda.behind(head, LOOK_AHEAD, propose=until > 0):
+            if self._control.full or not self._has_room() or not self.engine.idle:
+                return
+            if expected_seconds(trial, seconds) <= until or self._keeps_nothing(trial, needed):
+                start(trial)
+
+    def _keeps_nothing(self, trial: PlannedTrial, needed: WorkerResources) -> bool:
+        """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
+        GPU. On several machines nobody knows which of them will have both."""
+        shape, left = self._shape(trial.config), self.engine.idle_resources[0] + EPSILON
+        on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and self.engine.capacity()[2] == 1
+        return on_cpus and left - shape.cpus >= needed.cpus
+
+    def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
+        """Estimate the seconds until there is room for a trial of this shape; 0 if unknown."""
+        cpus, gpus = self.engine.idle_resources
+        left = []
+        for trial in self.engine.running:
+            known = self._state.known[trial]
+            epochs = known.epochs - known.epoch
+            left.append((epochs * seconds.get(pace_key(known.config), 0.0), trial))
+        for until, trial in sorted(left):
+            held = self._state.known[trial].config
+            cpus, gpus = cpus + cpus_of(held), gpus + gpus_of(held)
+            if cpus + EPSILON >= shape.cpus and gpus + EPSILON >= shape.gpus_in_all:
+                return until
+        return 0.0
+
+    def _shape(self, config: TrialConfig) -> WorkerResources:
+        return WorkerResources.of(config, self._study.executor)
