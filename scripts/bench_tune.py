@@ -1,18 +1,19 @@
 """Time the ray engine beside bare Ray Tune, both in the same run on the same Ray.
 
-    python scripts/bench_tune.py [PART ...] [--slots N] [--trials N] [--json FILE]
+    python scripts/bench_tune.py [PART ...] [--slots N] [--trials N] [--seconds S ...] [--turns N]
+                                 [--json FILE]
 
 Run it on a machine with as many cores as slots (default: its cores): where there are fewer, what
 is measured is the start of Python processes, not either engine. Trials sleep or do nothing.
 
     use     share of the slots in use, from the first start to the last end, by trials of 0.5, 2, 5
-            and 20 s: by the engine, and by bare Tune with a class Trainable, reused actors and a
-            searcher in ConcurrencyLimiter; in turns
+            and 20 s (20 s for each slot, or three trials), and the seconds from the call to the
+            first start: by the engine, and by bare Tune with a class Trainable, reused actors and
+            a searcher in ConcurrencyLimiter; in turns, of which the best counts
     noop    trials a second that do nothing and report once, from the first start to the last end,
             with the ledger; beside it bare Tune
     rate    cores that the driver uses while a trial a slot reports once a second; beside it bare
             Tune
-    start   seconds from the call to the first trial's start; beside it bare Tune
 
 Either begins to count when its first trial begins. Ray starts once, for all parts.
 """
@@ -45,8 +46,6 @@ from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfi
 from trainers.workers import resources
 
 RESULTS: dict[str, float] = {}
-TURNS = 2
-"""How often each is measured, in turns; the best counts."""
 
 
 class View:
@@ -204,44 +203,49 @@ def report(name: str, value: float, unit: str = "") -> None:
     RESULTS[name] = round(value, 4)
 
 
-def compare(name: str, key: str, unit: str, run: Callable[[Any], dict[str, float]]) -> None:
-    """Report the best of both in turns, and the ratio."""
-    found: dict[str, list[float]] = {"engine": [], "bare Tune": []}
-    for _ in range(TURNS):
+def compare(
+    name: str, keys: dict[str, str], turns: int, run: Callable[[Any], dict[str, float]]
+) -> None:
+    """Report the best of both in turns, and the ratio, of the figures that ``keys`` names with
+    their units."""
+    found: dict[str, list[dict[str, float]]] = {"engine": [], "bare Tune": []}
+    for _ in range(turns):
         for who, runs in (("engine", engine), ("bare Tune", bare)):
-            found[who].append(run(runs)[key])
-    best = min if key in ("first start", "driver") else max
-    ours, theirs = best(found["engine"]), best(found["bare Tune"])
-    report(f"{name}: {key}, engine", ours, unit)
-    report(f"{name}: {key}, bare Tune", theirs, unit)
-    report(f"{name}: {key}, ratio", ours / theirs)
+            found[who].append(run(runs))
+    for key, unit in keys.items():
+        best = min if key in ("first start", "driver") else max
+        ours, theirs = (best(each[key] for each in found[who]) for who in found)
+        report(f"{name}: {key}, engine", ours, unit)
+        report(f"{name}: {key}, bare Tune", theirs, unit)
+        report(f"{name}: {key}, ratio", ours / theirs)
 
 
-def use(slots: int, trials: int) -> None:
-    """Report the use of the slots."""
-    for seconds, rounds in ((0.5, 20), (2.0, 10), (5.0, 6), (20.0, 3)):
-        count = rounds * slots
-        name = f"{count} trials of {seconds:g} s on {slots} slots"
-        compare(name, "use", "", lambda run, n=count, s=seconds: run(n, s))  # type: ignore[misc]
+def use(options: argparse.Namespace) -> None:
+    """Report the use of the slots, and the wait for the first trial."""
+    for seconds in options.seconds:
+        count = max(3, min(20, round(20 / seconds))) * options.slots
+        compare(
+            f"{count} trials of {seconds:g} s on {options.slots} slots",
+            {"use": "", "first start": "s"},
+            options.turns,
+            lambda run, n=count, s=seconds: run(n, s),  # type: ignore[misc]
+        )
 
 
-def noop(slots: int, trials: int) -> None:
+def noop(options: argparse.Namespace) -> None:
     """Report the rate of trials that do nothing."""
-    compare(f"{trials} trials of 0 s", "steps a second", "1/s", lambda run: run(trials, 0.0))
+    name = f"{options.trials} trials of 0 s on {options.slots} slots"
+    keys = {"steps a second": "1/s"}
+    compare(name, keys, options.turns, lambda run: run(options.trials, 0.0))
 
 
-def rate(slots: int, trials: int) -> None:
+def rate(options: argparse.Namespace) -> None:
     """Report what reports cost the driver."""
-    compare(f"{slots} trials, 20 reports each, one a second", "driver", "cores",
-            lambda run: run(slots, 1.0, 20))  # fmt: skip
+    name = f"{options.slots} trials, 20 reports each, one a second"
+    compare(name, {"driver": "cores"}, options.turns, lambda run: run(options.slots, 1.0, 20))
 
 
-def start(slots: int, trials: int) -> None:
-    """Report the wait for the first trial."""
-    compare(f"{slots} trials of 1 s", "first start", "s", lambda run: run(slots, 1.0))
-
-
-PARTS = {"start": start, "use": use, "noop": noop, "rate": rate}
+PARTS = {"use": use, "noop": noop, "rate": rate}
 
 
 def main() -> None:
@@ -251,7 +255,9 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", help="parts to run (default: all)")
     parser.add_argument("--slots", type=int, default=os.cpu_count())
-    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--trials", type=int, default=1000, help="of noop")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[0.5, 2.0, 5.0, 20.0])
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name, value in ENVIRONMENT.items():
@@ -265,7 +271,7 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores,"
           f" Python {platform.python_version()}, Ray {ray.__version__}")  # fmt: skip
     for name in options.parts or PARTS:
-        PARTS[name](options.slots, options.trials)
+        PARTS[name](options)
     ray.shutdown()
     if options.json:
         options.json.write_text(json.dumps(RESULTS, indent=1) + "\n")

@@ -155,7 +155,8 @@ class StudyConfig:
         max_concurrent: largest number of trials at a time; None for as many as fit.
         engine: what runs the trials. ``local``: processes on this machine, without Ray. ``ray``:
             Ray Tune, on the cluster at ``address``, or on a Ray that is started here. ``auto``:
-            ``ray`` where there is an ``address``, else ``local``.
+            ``local``, or where there is an ``address`` processes on the cluster's nodes, each held
+            by one actor of Ray's.
         executor: processes that trials train in. ``auto``: a reused process for a trial of one
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one

@@ -215,7 +215,7 @@ def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], se
 
 def by_ray(study: StudyConfig) -> bool:
     """Tell whether Ray Tune runs a study's trials."""
-    return study.engine == "ray" or (study.engine == "auto" and study.address is not None)
+    return study.engine == "ray"
 
 
 def needs_ray(study: StudyConfig) -> bool:

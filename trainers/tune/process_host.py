@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,8 @@ class ProcessHost:
         self._keys = itertools.count(1)
         self._processes: dict[int, _Process] = {}
         self._runs: dict[str, _Run] = {}
+        self._opened: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set once a run is open: Ray may bring calls of an asynchronous actor in any order."""
         self._listener: asyncio.Task[None] | None = None
 
     async def check(self, modules: Sequence[str], trials: Sequence[TrialConfig]) -> NodeCheck:
@@ -121,19 +124,20 @@ class ProcessHost:
         """
         process = self._process_for(shape, gpus)
         self._runs[run] = _Run(trial=trial, process=process)
+        self._opened[run].set()
         process.runs.append(self._runs[run])
         for message in messages:
             self._node.send(process.key, pickle.dumps(message))
 
     async def send(self, run: str, message: Message) -> None:
         """Send a message to the process of a run; one that has ended hears nothing."""
+        await self._opened[run].wait()
         if run in self._runs:
             self._node.send(self._runs[run].process.key, pickle.dumps(message))
 
     async def receive(self, run: str) -> list[Message]:
         """Return what a run has said, as soon as there is something."""
-        if run not in self._runs:
-            return [Message(DIED, payload="its process is gone")]
+        await self._opened[run].wait()
         said = self._runs[run].said
         found = [await said.get()]
         while not said.empty():
@@ -155,6 +159,8 @@ class ProcessHost:
 
     async def close(self, run: str) -> None:
         """Forget a run; a process that still trains it ends."""
+        await self._opened[run].wait()
+        del self._opened[run]
         found = self._runs.pop(run, None)
         if found is not None and found in found.process.runs:
             self._drop(found.process)

@@ -119,8 +119,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         self._job: Job = config[JOB]
         self.config.pop(JOB)  # or every result would bring it back
         self._ranks: list[_Rank] = []
-        self._waits = self._over = False
-        self._said: list[Message] = []
+        self._meets = self._waits = False
         self._result: dict[str, Any] = {}
         self._figures: dict[str, Any] = {}
 
@@ -140,12 +139,11 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         """Return the next result: what the processes have said since the last one."""
         messages = self._next() if self._ranks else self._begin()
         self._add_what_follows(messages)
-        self._over = any(message.kind in (ENDED, DIED) for message in messages)
         for message in messages:
             if message.kind == REPORT:
                 figures = message.payload
                 self._figures = {k: v for k, v in figures.items() if isinstance(v, int | float)}
-        return {**self._figures, MESSAGES: messages, "done": self._over}
+        return {**self._figures, MESSAGES: messages, "done": messages[-1].kind in (ENDED, DIED)}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save nothing: a trial's processes write its checkpoints into the study's storage."""
@@ -176,11 +174,10 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
                 for rank, (node, _) in enumerate(places)
                 for host, machine in [_host(job.engine, node)]
             ]
-            train = Message(TRAIN, job.trial, job.plan)
-            first = [train] if len(places) == 1 else []
+            self._meets = len(places) > 1
+            first = [] if self._meets else [Message(TRAIN, job.trial, job.plan)]
             for rank, (_, gpus) in zip(self._ranks, places, strict=True):
                 rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
-            died = self._meet(train) if len(places) > 1 else []
         except (ray.exceptions.RayError, ValueError) as error:
             return [Message(DIED, job.trial, f"no process could be made: {error}")]
         context = ray.get_runtime_context()
@@ -190,9 +187,9 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             "actor": context.get_actor_id(),
             "pid": os.getpid(),
         }
-        return [Message(PLACED, job.trial, place), *died]
+        return [Message(PLACED, job.trial, place)]
 
-    def _meet(self, train: Message) -> list[Message]:
+    def _meet(self) -> list[Message]:
         """Have the ranks join a group and train; return how one died, if one did."""
         job, first = self._job, self._ranks[0]
         together = len({rank.node for rank in self._ranks}) == 1
@@ -214,7 +211,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
                     for number, other in enumerate(self._ranks[1:], 1):
                         self._join(other, values | {"rank": number, "store": message.payload})
         for rank in self._ranks:
-            rank.host.send.remote(rank.run, train)
+            rank.host.send.remote(rank.run, Message(TRAIN, job.trial, job.plan))
         return []
 
     def _join(self, rank: _Rank, values: dict[str, Any]) -> None:
@@ -222,6 +219,10 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
 
     def _next(self) -> list[Message]:
         """Return what rank 0 says next, or the end of the trial in any rank."""
+        if self._meets:
+            self._meets = False
+            if died := self._meet():
+                return died
         if self._waits:
             self._waits = False
             for rank in self._ranks:
@@ -243,7 +244,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
     def _add_what_follows(self, messages: list[Message]) -> None:
         """Add what the trial says within :data:`FOLLOWS_SECONDS`: a short trial is one result."""
         until = time.monotonic() + FOLLOWS_SECONDS
-        while not (self._waits or messages[-1].kind in (ENDED, DIED)):
+        while not (self._meets or self._waits or messages[-1].kind in (ENDED, DIED)):
             if not self._listen(until - time.monotonic()):
                 return
             messages += self._next()
