@@ -113,11 +113,23 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 2.13)."""
 
 
-def next_nodes() -> list[int]:
-    """Return the numbers of the nodes that the node at work passes gradients to, of which there are
-    none where it adds to ``.grad``; only private functions tell (torch 2.13)."""
+_AddsToGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def next_nodes(shape: torch.Size) -> list[int] | None:
+    """Return numbers of the nodes that the node at work passes gradients of ``shape`` to; None
+    where it adds to ``.grad``. Only private functions tell (torch 2.13).
+
+    A node that adds to ``.grad`` has no number of its own; its tensor's address stands for it.
+    """
     node = torch._C._current_autograd_node()
-    return [n._sequence_nr() for n, _ in node.next_functions if n is not None] if node else []
+    if node is None or not node.next_functions:
+        return None
+    return [
+        -id(n.variable) if isinstance(n, _AddsToGrad) else n._sequence_nr()
+        for n, _ in node.next_functions
+        if n is not None and any(tuple(data.shape) == shape for data in n._input_metadata)
+    ]
 
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"}

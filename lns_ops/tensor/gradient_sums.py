@@ -88,8 +88,9 @@ def _versions(*gradients: Any) -> tuple[int, ...]:
     )
 
 
-def _ends() -> frozenset[int] | None:
-    """Return where the gradient goes that the engine adds up now; None if it does no such thing."""
+def _ends(shape: torch.Size) -> frozenset[int] | None:
+    """Return where a gradient of ``shape`` goes that the engine adds up now; None if it does no
+    such thing."""
     if graph_task() == -1 or get_gradient_accumulation() != "float32":
         return None
     caller = sys._getframe(3)  # of the handler
@@ -97,7 +98,8 @@ def _ends() -> frozenset[int] | None:
         caller = caller.f_back  # type: ignore[assignment]
     if caller is not None and caller.f_code is not engine_code:
         return None
-    return frozenset(next_nodes()) or _LEAF
+    nodes = next_nodes(shape)
+    return _LEAF if nodes is None else frozenset(nodes)
 
 
 def _captures(x: Tensor) -> bool:
@@ -137,7 +139,7 @@ def summed(x: Any, y: Any) -> LNSTensor | None:
     """Return the sum of two gradients that the engine adds up; None if these are not such."""
     if not _is_sum(x, y):
         return None
-    ends = _ends()
+    ends = _ends(x.shape)
     if ends is None:
         return None
     known, fmt = _found(x, ends), x.fmt
@@ -156,7 +158,7 @@ def summed(x: Any, y: Any) -> LNSTensor | None:
 
 def add_(x: Any, y: Any) -> bool:
     """Add the gradient ``y`` to the ``x`` of a leaf, if that is what the engine does."""
-    added = _is_sum(x, y) and _ends() == _LEAF
+    added = _is_sum(x, y) and _ends(x.shape) == _LEAF
     if added:
         _accumulate_(x, y)
     return added

@@ -107,6 +107,26 @@ def test_residual_layers_keep_their_bits() -> None:
     assert torch.equal(codes(), wanted)
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["own norms", "one norm"])
+def test_residual_layers_with_parameters_keep_their_bits(shared: bool) -> None:
+    """What is added to the parameters of two layers, or of one that is used again, is no sum."""
+    torch.manual_seed(0)
+    norms = [convert_(nn.LayerNorm(8), lns12, scope="everywhere") for _ in range(6)]
+    x, factor = leaf(lns12, 5, 8), leaf(lns12, 5, 8).detach()
+
+    def codes() -> Tensor:
+        y: Tensor = x
+        for norm in norms:
+            y = y + (norms[0] if shared else norm)(y) * 0.5
+        (found,) = torch.autograd.grad((y * factor).sum(), x)
+        assert isinstance(found, LNSTensor)
+        return found.codes
+
+    with added_in_lns():
+        wanted = codes()
+    assert torch.equal(codes(), wanted)
+
+
 def three_uses(w: Tensor, terms: list[Any]) -> Any:
     return sum((w * x for x in terms[1:]), w * terms[0]).sum()
 
