@@ -158,8 +158,7 @@ class StudyConfig:
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
             process per GPU for trials of one worker (at most 32), or one per machine on CPUs; not
-            of the user's code. ``train``: Ray Train for every trial; it restarts a gang within the
-            trial, and takes 10 to 30 s per start.
+            of the user's code. ``train``: Ray Train, which restarts a gang within the trial.
         checkpoint_every: epochs between checkpoints.
         max_failures: number of times since its last new epoch that a trial whose process or machine
             died is restarted from its last checkpoint.

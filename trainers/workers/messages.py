@@ -50,8 +50,8 @@ ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial fin
 sends that it died (why). The last carries :class:`Examined`, or a text: why the data cannot be
 had."""
 PLACED = "placed"
-"""Kind of message that a trial's supervisor sends first (:mod:`study.execution.tune.supervisor`), with
-where its ranks are: ``hosts``, ``node`` and ``actor`` of the supervisor."""
+"""Kind of message that who supervises a trial on a cluster sends first, with where its ranks are:
+``hosts``, Ray's ``nodes``, and the supervisor's ``actor`` and ``pid``."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",

@@ -2,9 +2,9 @@
 
 A supervisor is the actor that Tune makes for a trial. It holds the trial's CPUs and GPUs, asks the
 process host of its node (:mod:`study.execution.tune.process_host`) for a process that trains the
-trial, and returns what that says as results. A trial of several workers has a bundle a rank in Tune's
-placement group; its supervisor asks the host of each bundle's node for that rank's process, and
-has them meet.
+trial, and returns what that says as results. A trial of several workers has a bundle a rank in
+Tune's placement group; its supervisor asks the host of each bundle's node for that rank's process,
+and has them meet.
 
 Each result has, beside the figures of the trial's last epoch, :data:`MESSAGES`: what the processes
 said, unchanged, for the study that runs the trial. Loads no torch.
