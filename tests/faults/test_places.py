@@ -50,6 +50,7 @@ from tests.faults.test_campaign import (
     wait,
     wait_for_reports,
 )
+from tests.mounts import mount, mounted, unmount
 from tests.study.launch.machines.hosts import weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -117,7 +118,6 @@ class Scene:
         place: what happens to the study's folder.
         kind: what trains its trials.
         chance: makes the choices.
-        mounts: mount points of its storage.
         lost: whether checkpoints are gone.
         anew: whether the ledger is gone as well, and the study begins anew.
         printed: number of characters printed before the command that runs.
@@ -129,7 +129,6 @@ class Scene:
     place: str
     kind: str
     chance: random.Random
-    mounts: list[Path] = field(default_factory=list)
     lost: bool = False
     anew: bool = False
     printed: int = 0
@@ -143,6 +142,16 @@ class Scene:
     def folder(self) -> Path:
         """The study's folder now."""
         return self.here / "studies" / "faults"
+
+    @property
+    def mount_point(self) -> Path:
+        """Where a file system is mounted, if the place is one."""
+        return self.folder if self.place.endswith("own folder") else self.folder.parent
+
+    @property
+    def disk(self) -> Path | None:
+        """The folder that is mounted; None for a file system in memory."""
+        return None if self.place.endswith("tmpfs") else self.top / "disk"
 
     def start(self) -> subprocess.Popen[bytes]:
         """Give the command."""
@@ -196,26 +205,13 @@ def _naming(folder: Path) -> list[psutil.Process]:
 @contextmanager
 def storage_of(scene: Scene) -> Iterator[None]:
     """The study's storage, unmounted at the end."""
-    try:
-        if scene.place.startswith("unmounted"):
-            mount(scene)
+    if not scene.place.startswith("unmounted"):
         yield
-    finally:
-        for target in scene.mounts:
-            subprocess.run(["umount", "-l", target], check=True)
-
-
-def mount(scene: Scene) -> None:
-    """Put a file system, or a folder of another one, under the study's storage or its folder."""
-    target = scene.folder if scene.place.endswith("own folder") else scene.folder.parent
-    disk = scene.top / "disk"
-    for folder in (target, disk):
-        folder.mkdir(parents=True, exist_ok=True)
-    words = ["-t", "tmpfs", "tmpfs"] if scene.place.endswith("tmpfs") else ["--bind", str(disk)]
-    made = subprocess.run(["mount", *words, target], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no file system can be mounted here: {made.stderr.decode().strip()}")
-    scene.mounts.append(target)
+        return
+    for folder in (scene.mount_point, scene.top / "disk"):
+        folder.mkdir(parents=True)
+    with mounted(scene.mount_point, scene.disk):
+        yield
 
 
 def change(scene: Scene) -> None:
@@ -236,7 +232,7 @@ def change(scene: Scene) -> None:
             shutil.rmtree(scene.folder, ignore_errors=True)
             assert time.monotonic() < until, f"{scene.folder} is made anew again and again"
     else:
-        subprocess.run(["umount", "-l", scene.mounts.pop()], check=True)
+        unmount(scene.mount_point)
 
 
 def put_back(scene: Scene, code: int) -> None:
@@ -255,9 +251,9 @@ def put_back(scene: Scene, code: int) -> None:
         elif scene.place == "moved to another storage":
             scene.here = there
         return
-    mountable = scene.place in ("unmounted, a bind mount", "unmounted, its own folder")
+    mountable = scene.place.startswith("unmounted") and scene.disk is not None
     if mountable and (code == -9 or scene.chance.random() < 0.5):
-        mount(scene)
+        mount(scene.mount_point, scene.disk)
         return
     scene.lost, scene.anew = True, code == -9
     if code != -9:
