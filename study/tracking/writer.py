@@ -35,7 +35,7 @@ from typing import Any
 
 from study.ledger.lines import Event
 from study.ledger.lock import BUSY, is_locked, no_locks
-from study.ledger.log import Follower
+from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
@@ -326,6 +326,9 @@ def main() -> int:
     asked = threading.Event()
     threading.Thread(target=_read, args=(inbox, asked), daemon=True).start()
     folder = Path(options.folder)
+    if not (folder / FILE).exists():  # its driver says so, and what to do
+        say({"kind": "done", "error": f"{folder}: was removed, moved or unmounted"})
+        return 0
     with tracking_lock(folder, LINGER_SECONDS) as free:
         error = "another process sends this study's ledger"
         if free:

@@ -35,6 +35,7 @@ import pytest
 
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
+from study.tracking.payload import MARK_TAG
 from tests.faults.test_campaign import (
     GANG,
     LAST,
@@ -178,7 +179,7 @@ class Scene:
         try:
             code = wait(process, self.here)
             _, alive = psutil.wait_procs(list(self.children.values()), timeout=LEFT_SECONDS)
-            left = {*map(str, alive), *map(str, _naming(self.here))}
+            left = {process.pid: _described(process) for process in [*alive, *_naming(self.here)]}
             assert not left, f"{left} outlived a command that ended with {code}"
         finally:
             self.stop(process)
@@ -190,6 +191,12 @@ class Scene:
         for child in [*self.children.values(), *_naming(self.here)]:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
+
+
+def _described(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return f"{' '.join(process.cmdline())} ({process.status()}, of {process.ppid()})"
+    return "it has just ended"
 
 
 def _naming(folder: Path) -> list[psutil.Process]:
@@ -240,6 +247,7 @@ def put_back(scene: Scene, code: int) -> None:
     said, there = scene.said(), scene.top / "there"
     if code != -9:
         assert code == 1, f"exit code {code}: {said}"
+        assert "feeds MLflow died" not in said, said
         assert re.search(GONE, said), said
     if scene.place != "moved with its working folder" and not scene.place.endswith("own folder"):
         assert not scene.folder.exists(), sorted(scene.folder.rglob("*"))
@@ -269,6 +277,8 @@ def stored(tracking: str) -> dict[str, list[Any]]:
     database = tracking.removeprefix("sqlite:///")
     found: dict[str, list[Any]] = {}
     with closing(sqlite3.connect(database)) as connection:
+        if not connection.execute("SELECT name FROM sqlite_master").fetchall():
+            return {}  # whoever was to make it was killed before
         for table in ("runs", "metrics", "params", "tags"):
             cursor = connection.execute(f"SELECT * FROM {table}")
             place = [column[0] for column in cursor.description].index("run_uuid")
@@ -278,17 +288,26 @@ def stored(tracking: str) -> dict[str, list[Any]]:
 
 
 def run_beside(copy: Scene) -> None:
-    """Run a copy, once, to its end; what the original sent to MLflow stays as it was."""
+    """Run a copy, once, to its end; what the original alone sent to MLflow stays as it was.
+
+    Runs that hold no more than the copy's ledger has may be either's: who goes on first keeps them.
+    """
     if (copy.here / "said").exists():
         return
-    before = stored(copy.tracking)
+    known, before = fold(read_ledger(copy.folder)), stored(copy.tracking)
     process = copy.start()
     try:
         assert copy.ended(process) == 0, copy.said()
     finally:
         copy.stop(process)
     after = stored(copy.tracking)
-    assert {run: after.get(run) for run in before} == before
+    assert before.keys() <= after.keys()
+    marks = {
+        run: [row[2] for row in rows if row[:2] == ("tags", MARK_TAG)]
+        for run, rows in before.items()
+    }
+    originals = [run for run in before if not any(map(known.is_own, marks[run]))]
+    assert {run: after[run] for run in originals} == {run: before[run] for run in originals}
 
 
 def make(scene: Scene, process: subprocess.Popen[bytes], fault: str) -> None:
