@@ -292,6 +292,7 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
                 **{key: message[key] for key in ("experiment", "run", "view")},
             }
             with suppress(FileNotFoundError):  # the folder was removed: its driver says so
+                (folder / FILE).stat()  # a folder at which a storage was mounted is left
                 write_whole(folder / WHERE, json.dumps(place).encode())
         say(message)
 

@@ -249,8 +249,9 @@ def put_back(scene: Scene, code: int) -> None:
         assert code == 1, f"exit code {code}: {said}"
         assert "feeds MLflow died" not in said, said
         assert re.search(GONE, said), said
-    if scene.place != "moved with its working folder" and not scene.place.endswith("own folder"):
+    if scene.place != "moved with its working folder" and scene.folder != scene.mount_point:
         assert not scene.folder.exists(), sorted(scene.folder.rglob("*"))
+    assert scene.folder != scene.mount_point or not any(scene.folder.iterdir())
     if scene.place.startswith("moved"):
         if code != -9:
             assert f"the ledger is {there}/studies/faults/{FILE} now, complete" in said
