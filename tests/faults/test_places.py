@@ -57,7 +57,8 @@ from tests.study.launch.machines.hosts import weights
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LEFT_SECONDS = 30.0
-"""Longest time that a process may outlive the command that started it, if that was killed."""
+"""Longest time that a process may outlive the command that started it: where that was killed, what
+feeds MLflow sends what is left."""
 PLACES = (
     "moved to another storage",
     "moved with its working folder",
@@ -274,7 +275,7 @@ def put_back(scene: Scene, code: int) -> None:
 
 
 def stored(tracking: str) -> dict[str, list[Any]]:
-    """All that MLflow has of each run, but for runs that it calls deleted."""
+    """All that MLflow has of each run: its state, metrics, params and tags."""
     database = tracking.removeprefix("sqlite:///")
     found: dict[str, list[Any]] = {}
     with closing(sqlite3.connect(database)) as connection:
