@@ -121,7 +121,6 @@ class Scene:
         kind: what trains its trials.
         chance: makes the choices.
         lost: whether checkpoints are gone.
-        anew: whether the ledger is gone as well, and the study begins anew.
         printed: number of characters printed before the command that runs.
         children: descendants of that command.
     """
@@ -132,7 +131,6 @@ class Scene:
     kind: str
     chance: random.Random
     lost: bool = False
-    anew: bool = False
     printed: int = 0
     children: dict[int, psutil.Process] = field(default_factory=dict)
 
@@ -261,17 +259,18 @@ def put_back(scene: Scene, code: int) -> None:
         elif scene.place == "moved to another storage":
             scene.here = there
         return
+    named = re.findall(rf"the last complete copy of the ledger is (\S+/{FILE}): put it", said)
+    assert len(named) == (code != -9), said
     mountable = scene.place.startswith("unmounted") and scene.disk is not None
     if mountable and (code == -9 or scene.chance.random() < 0.5):
         mount(scene.mount_point, scene.disk)
-        return
-    scene.lost, scene.anew = True, code == -9
-    if code != -9:
-        copies = re.findall(rf"the last complete copy of the ledger is (\S+/{FILE}): put it", said)
-        assert len(copies) == 1, said
-        scene.folder.mkdir(parents=True, exist_ok=True)
-        shutil.move(copies[0], scene.folder / FILE)
-        Path(copies[0]).parent.rmdir()
+    else:
+        scene.lost = True
+        for copy in named:
+            scene.folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(copy, scene.folder)
+    for copy in named:
+        shutil.rmtree(Path(copy).parent)
 
 
 def stored(tracking: str) -> dict[str, list[Any]]:
