@@ -3,13 +3,16 @@
     python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
     "cover" ...
     python scripts/bench_studies.py --launch "quickstart --to ray" ...
+    python scripts/bench_studies.py --beside CHECKOUT scripts/bench/own_network.yaml ...
 
 Each argument is what comes after ``lns-study run``, or ``lns-study launch`` to a cluster that runs
 and shares this machine's clock and temporary folder. From the ledger and the clock: seconds from
 the command to the first trial's start, to the first reported epoch, to the last trial's end and to
 the end of the command (report written, MLflow complete); trials that ended a second while more
 trials than slots were left; epochs a second from the first start to the last end; most trials at a
-time; and their seconds over those of the slots (``utilisation``; slots: the most at a time).
+time; and their seconds over those of the slots (``utilisation``; slots: the most at a time). With
+``--beside`` each study runs with the code of another checkout as well, right after this one's, and
+each figure of this code is given over that of the other.
 """
 
 from __future__ import annotations
@@ -59,6 +62,46 @@ def figures(events: list[Event], began: float, ended: float) -> dict[str, float]
     }
 
 
+def measure(words: str, storage: Path | None, *, launch: bool, code: Path) -> dict[str, float]:
+    """Run a study and return its figures.
+
+    Args:
+        words: what comes after ``lns-study run`` or ``launch``.
+        storage: folder for the studies; None for a temporary one.
+        launch: whether it is launched.
+        code: the checkout whose code runs.
+    """
+    if storage is not None:
+        storage.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=storage))
+    command = [
+        *(sys.executable, "-P", "-m", "study", "launch" if launch else "run"),
+        *shlex.split(words),
+        *("name=bench", f"storage={place}"),
+        *([] if launch else ["--plain"]),
+    ]
+    began = time.time()
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(code)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ended = time.time()
+    if done.returncode:
+        print(done.stdout[-3000:])
+        sys.exit(f"{words}: exit code {done.returncode}")
+    return figures(read_ledger(place / "bench"), began, ended)
+
+
+def show(heading: str, values: dict[str, float]) -> None:
+    """Print figures under a heading."""
+    print(heading)
+    for name, value in values.items():
+        print(f"    {name:24s} {value:10.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,34 +110,20 @@ def main() -> None:
     parser.add_argument("--launch", action="store_true")
     parser.add_argument("--storage", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT")
     options = parser.parse_args()
-    if options.storage:
-        options.storage.mkdir(parents=True, exist_ok=True)
+    here = Path(__file__).resolve().parents[1]
     results = {}
-    for number, words in enumerate(options.studies):
-        storage = Path(tempfile.mkdtemp(dir=options.storage))
-        command = [
-            sys.executable,
-            "-m",
-            "study",
-            "launch" if options.launch else "run",
-            *shlex.split(words),
-            f"name=bench{number}",
-            f"storage={storage}",
-            *([] if options.launch else ["--plain"]),
-        ]
-        began = time.time()
-        done = subprocess.run(
-            command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        ended = time.time()
-        if done.returncode:
-            print(done.stdout[-3000:])
-            sys.exit(f"{words}: exit code {done.returncode}")
-        results[words] = figures(read_ledger(storage / f"bench{number}"), began, ended)
-        print(words)
-        for name, value in results[words].items():
-            print(f"    {name:24s} {value:10.2f}", flush=True)
+    for words in options.studies:
+        found = measure(words, options.storage, launch=options.launch, code=here)
+        results[words] = found
+        show(words, found)
+        if options.beside:
+            other = options.beside.resolve()
+            theirs = measure(words, options.storage, launch=options.launch, code=other)
+            results[f"{words} in {other}"] = theirs
+            show(f"{words} in {other}", theirs)
+            show("this / the other", {name: found[name] / theirs[name] for name in found})
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

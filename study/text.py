@@ -19,6 +19,11 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def printable_json(text: str) -> str:
+    """Return JSON of the same values whose texts have their control characters as ``\\u001b``."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 class PrintableStream:
     """A text stream that writes what is :func:`printable`; all else is the stream's own.
 

@@ -12,6 +12,7 @@ def check_there(checkpoints: str) -> None:
     """Check that the study's folder, in which a trial has its checkpoints, is there.
 
     Making it anew, where it was removed, moved or unmounted, would leave a study without a ledger.
+    A folder at which a storage was mounted stays, and is empty; one of a study never is.
 
     Args:
         checkpoints: where the trial has them; at a URL the folder is a cache, and made if missing.
@@ -20,7 +21,7 @@ def check_there(checkpoints: str) -> None:
         FileNotFoundError: it is not there.
     """
     study = Path(checkpoints).parents[1]
-    if not is_url(checkpoints) and not study.is_dir():
+    if not is_url(checkpoints) and not (study.is_dir() and any(study.iterdir())):
         raise FileNotFoundError(f"{study}: was removed, moved or unmounted while the study ran")
 
 

@@ -17,6 +17,7 @@ from study.config import Metric
 from study.ledger.state import StudyState
 from study.results.statistics import interval
 from study.results.summary import Row, Summary, test_figures
+from study.text import printable_json
 from trainers.files import write_whole
 
 FILE = "figures.json"
@@ -42,7 +43,7 @@ def record(state: StudyState, summary: Summary, verdicts: list[Verdict]) -> dict
 def write_record(values: dict[str, Any], folder: Path) -> None:
     """Write the figures of a report into its folder."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
-    write_whole(folder / FILE, f"{text}\n".encode())
+    write_whole(folder / FILE, f"{printable_json(text)}\n".encode())
 
 
 def read_record(folder: Path) -> dict[str, Any]:

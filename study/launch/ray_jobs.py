@@ -6,6 +6,11 @@ the times of the launch: what the nodes' own environment holds (an MLflow passwo
 there. The token of a cluster that asks for one is Ray's own matter (``~/.ray/auth_token``,
 ``RAY_AUTH_TOKEN``) and travels in HTTP's headers only; its file is made its user's alone.
 
+Ray runs a job's command in a shell with the PATH of whoever started the head, which need not lead
+to the head's Python. So the command takes the interpreter that the head's Ray starts its workers
+with: the raylet, the parent of the job's supervisor, has it in its command line
+(``--python_worker_command``; seen with Ray 2.60).
+
 Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
 """
 
@@ -15,7 +20,7 @@ import asyncio
 import os
 import secrets
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,27 @@ DASHBOARD = "http://127.0.0.1:8265"
 TOLD = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 """Variables without which a printed command may not reach the cluster."""
 
+FIND_PYTHON = r"""
+raylet=$(sed -n 's/^PPid:[^0-9]*//p' /proc/$PPID/status)
+python=$(tr '\0' '\n' </proc/$raylet/cmdline | sed -n \
+ -e 's/^--python_worker_command="\([^"]*\)" .*/\1/p' \
+ -e 's/^--python_worker_command=\([^" ]*\) .*/\1/p')
+[ -x "$python" ] || python=python
+echo "Python: $python"
+"""
+"""Shell commands that set and print the Python of the head's Ray, or the first one of the PATH."""
+
+
+def entrypoint(words: Sequence[str], **variables: str) -> str:
+    """Return the command of a job that runs the Python of the head's Ray.
+
+    Args:
+        words: arguments of Python.
+        variables: variables of its own.
+    """
+    told = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items())])
+    return f'{FIND_PYTHON.strip()}\nexec {told} "$python" {shlex.join(words)}'
+
 
 def job_request(package: Package, slug: str, launched: str = "") -> dict[str, Any]:
     """Return the arguments of ``JobSubmissionClient.submit_job``.
@@ -37,10 +63,10 @@ def job_request(package: Package, slug: str, launched: str = "") -> dict[str, An
         slug: the study's name, with which that of the job begins.
         launched: times of the launch (:mod:`study.execution.launched`), if it is submitted.
     """
-    told = ("env", f"{VARIABLE}={launched}") if launched else ()
+    told = {VARIABLE: launched} if launched else {}
     return {
         "submission_id": f"{slug}-{secrets.token_hex(4)}",
-        "entrypoint": shlex.join((*told, *package.command)),
+        "entrypoint": entrypoint(package.command[1:], **told),
         "runtime_env": {"working_dir": str(package.folder), "py_modules": [str(package.wheel)]},
         "metadata": {"code": package.digest, "wheel": package.wheel.name},
     }

@@ -79,6 +79,14 @@ def factories(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [*named, *config.get("metrics", {}).values()]
 
 
+def named_code(config: dict[str, Any]) -> list[str]:
+    """Return the keys of a trial's config that may name code of the user's."""
+    parts = [part for part in NAMED if part in config]
+    return [
+        f"{part}.name" for part in (*parts, *map("metrics.{}".format, config.get("metrics", {})))
+    ]
+
+
 def code_digests(configs: Iterable[dict[str, Any]]) -> dict[str, set[str]]:
     """Return the digests of the code of each factory that trials name, or of its files of data.
 

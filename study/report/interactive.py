@@ -27,6 +27,7 @@ from study.ledger.state import StudyState, TrialState, name_of
 from study.report.figures.style import COLOURS
 from study.results.objectives import column_of, curve, test_value
 from study.results.statistics import METRIC, labels, measure
+from study.text import printable
 
 MOST_TRIALS = 2000
 MOST_CURVES = 300
@@ -62,8 +63,17 @@ def interactive(state: StudyState) -> Interactive | None:
 
 
 def explore_text(data: dict[str, Any]) -> str:
-    """Return :func:`explore_data` as it is in a page."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    """Return :func:`explore_data` as it is in a page, which shows names as they are there."""
+    return json.dumps(_shown(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _shown(value: Any) -> Any:
+    """Return JSON's values with the control characters of texts and names escaped."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable(name): _shown(each) for name, each in value.items()}
+    return [_shown(each) for each in value] if isinstance(value, list) else value
 
 
 @cache

@@ -29,6 +29,7 @@ from study.manage.studies import condition, read
 from study.report.write import write_report
 from study.serve.guard import Guard, link, with_port
 from study.serve.ui import listen
+from study.text import printable
 from study.tracking.address import HOST, WHERE
 
 RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
@@ -74,13 +75,13 @@ class Page:
             f" {time.strftime('%H:%M:%S UTC', time.gmtime())}"
         )
         silent = describe_silent(state, time.time()) if now == RUNNING else []
-        lines = "".join(f"<p>{html.escape(line)}</p>" for line in silent)
+        lines = "".join(f"<p>{html.escape(printable(line))}</p>" for line in silent)
         reload = RELOAD.format(seconds=max(1.0, self._every)) if now == RUNNING else ""
         text = text.replace("<meta charset", f"{reload}<meta charset", 1)
         return text.replace(
             "<body>",
             f'<body>\n<p id="progress"><progress max="{len(trials)}"'
-            f' value="{done}"></progress> {html.escape(head)}</p>{lines}',
+            f' value="{done}"></progress> {html.escape(printable(head))}</p>{lines}',
             1,
         )
 

@@ -25,11 +25,13 @@ from study.ledger.state import (
     code_of,
     shown_study,
 )
+from study.plan.identity import named_code
 from study.results.objectives import bits_of
 from study.results.summary import summarise
 from study.text import layout_of
 from study.tracking.names import SETTING, TAG_LENGTH, nonfinite_tags, of_row, sanitise, settings_of
 from trainers.files import has_links
+from trainers.user_code import without_folder
 
 KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
@@ -102,6 +104,20 @@ def may_differ(trial: TrialState) -> set[str]:
         sanitise(key)
         for key in flatten(trial.config)
         if key in OUTSIDE or f"{key}.".startswith(relieved)
+    }
+
+
+def comparable_params(trial: TrialState, params: Mapping[str, str]) -> dict[str, str]:
+    """Return params of a trial as they are compared: files of the user's code without the folders
+    that they were in when the run was made, as in the trial's id. Their digests are params too.
+
+    Args:
+        trial: the trial.
+        params: params of its run, or those that it should have.
+    """
+    factories = {sanitise(key) for key in named_code(trial.config)}
+    return {
+        key: without_folder(value) if key in factories else value for key, value in params.items()
     }
 
 

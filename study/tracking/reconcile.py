@@ -46,6 +46,7 @@ from study.tracking.payload import (
     PARENT_TAG,
     RESULT_TAGS,
     SECONDS,
+    comparable_params,
     expected_points,
     expected_tags,
     is_setting,
@@ -217,13 +218,13 @@ def _compare(
     for trial, run in pairs:
         points = have[run.info.run_id]
         missing, false = _compare_points(trial, wanted[run.info.run_id], points)
-        params = dict(params_of(trial.config))
-        missing += [f"param {name}" for name in params if name not in run.data.params]
+        params = comparable_params(trial, dict(params_of(trial.config)))
+        stored = comparable_params(trial, run.data.params)
+        missing += [f"param {name}" for name in params if name not in stored]
         wrong = [
             name
             for name in params
-            if name not in may_differ(trial)
-            and run.data.params.get(name, params[name]) != params[name]
+            if name not in may_differ(trial) and stored.get(name, params[name]) != params[name]
         ]
         false += [f"param {name} = {run.data.params[name]}" for name in wrong]
         missing += _compare_tags(trial, run, parent)

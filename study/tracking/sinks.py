@@ -42,7 +42,7 @@ from typing import Any
 from study.config import StudyConfig
 from study.config.keys import flatten
 from study.ledger.lines import Event
-from study.ledger.log import Follower
+from study.ledger.log import FILE, Follower
 from study.ledger.state import StudyState, TrialState, name_of
 from study.program import module_command
 from study.results.configurations import best, groups_of_seeds, signed
@@ -389,6 +389,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m study.tracking.sinks")
     parser.add_argument("--folder", required=True, type=Path)
     folder = parser.parse_args().folder
+    if not (folder / FILE).exists():  # removed, moved or unmounted, as its driver says
+        return 0
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     with tracking_lock(folder, LINGER_SECONDS, LOCK) as free:

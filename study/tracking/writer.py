@@ -35,7 +35,7 @@ from typing import Any
 
 from study.ledger.lines import Event
 from study.ledger.lock import BUSY, is_locked, no_locks
-from study.ledger.log import Follower
+from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE, is_server
 from study.tracking.runs import Runs
@@ -292,6 +292,7 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
                 **{key: message[key] for key in ("experiment", "run", "view")},
             }
             with suppress(FileNotFoundError):  # the folder was removed: its driver says so
+                (folder / FILE).stat()  # a folder at which a storage was mounted is left
                 write_whole(folder / WHERE, json.dumps(place).encode())
         say(message)
 
@@ -326,6 +327,9 @@ def main() -> int:
     asked = threading.Event()
     threading.Thread(target=_read, args=(inbox, asked), daemon=True).start()
     folder = Path(options.folder)
+    if not (folder / FILE).exists():  # its driver says so, and what to do
+        say({"kind": "done", "error": f"{folder}: was removed, moved or unmounted"})
+        return 0
     with tracking_lock(folder, LINGER_SECONDS) as free:
         error = "another process sends this study's ledger"
         if free:

@@ -37,6 +37,7 @@ import pytest
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, StudyState, fold
 from study.manage.rerun import differences
+from tests.mounts import mounted
 from tests.study.launch.machines.hosts import weights
 from tests.study.raylets import cluster_of
 
@@ -121,17 +122,8 @@ def small_storage(folder: Path) -> Iterator[None]:
     """A file system of 4 MB for the studies in ``folder``."""
     storage = folder / "studies"
     storage.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", storage],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
+    with mounted(storage, size="4m"):
         yield
-    finally:
-        subprocess.run(["umount", "-l", storage], check=True)
 
 
 def fill(storage: Path) -> None:
@@ -218,15 +210,17 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
     if fault.startswith("driver"):
         process.kill()
         return True
-    guards = [child for child in family(process) if _guards(child)]
-    servers = [server for guard in guards for server in guard.children()]
-    found = {"guard": guards, "forkserver": servers}.get(
-        fault, [worker for server in servers for worker in server.children()]
-    )
-    if not found:
+    try:
+        guards = [child for child in family(process) if _guards(child)]
+        servers = [server for guard in guards for server in guard.children()]
+        found = {"guard": guards, "forkserver": servers}.get(
+            fault, [worker for server in servers for worker in server.children()]
+        )
+        if found:
+            chance.choice(found).kill()
+    except psutil.NoSuchProcess:  # it has just ended
         return False
-    chance.choice(found).kill()
-    return True
+    return bool(found)
 
 
 def _guards(process: psutil.Process) -> bool:
@@ -406,12 +400,13 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
     assert set(codes) == {0}, codes
 
 
-def check(tmp_path: Path, fault: str, wanted: Wanted) -> None:
+def check(tmp_path: Path, fault: str, wanted: Wanted, *, lost: bool = False) -> None:
     """Every trial has finished once, reported every epoch once, and its figures and weights are
-    those of an undisturbed run."""
+    those of an undisturbed run; some checkpoints may be ``lost``."""
     state = fold(read_ledger(tmp_path / "studies" / "faults"))
     assert [trial.id for trial in state.trials] == [trial.id for trial in wanted[0].trials]
-    assert weights(tmp_path / "studies" / "faults") == wanted[1]
+    found = weights(tmp_path / "studies" / "faults")
+    assert found == ({name: wanted[1][name] for name in found} if lost else wanted[1])
     for trial, other in zip(state.trials, wanted[0].trials, strict=True):
         assert trial.status == FINISHED, f"{fault}: {trial.error}"
         assert sorted(trial.reports) == sorted(other.reports)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -31,7 +32,14 @@ def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.Co
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has
     its token."""
-    token = tmp_path_factory.mktemp("token") / "token"
+    with started_head(tmp_path_factory.mktemp("token")) as started:
+        yield started
+
+
+@contextmanager
+def started_head(folder: Path, **variables: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """The same with its token in ``folder``, and variables of its own."""
+    token = folder / "token"
     token.write_text(TOKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= {
@@ -47,7 +55,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
         "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
         "--node-ip-address=127.0.0.1", f"--temp-dir={FOLDER}",
         f"--ray-client-server-port={free_port()}", f"--dashboard-agent-listen-port={free_port()}",
-        env=env,
+        env=env | variables,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
     env[ADDRESS] = f"127.0.0.1:{port}"

@@ -57,15 +57,22 @@ from trainers.user_code import names_code, python_path
 MESSAGE_BYTES = 1 << 16
 SERVER = "import sys; from trainers.workers.fork_server import main; main(int(sys.argv[1]))"
 GUARD = """
-import os, sys
+import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+guard = os.getpid()
 server = os.fork()
 if not server:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # end_with_parent
+    if os.getppid() != guard:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.execv(sys.executable, [sys.executable, "-P", "-c", sys.argv[2], sys.argv[1]])
 os.close(int(sys.argv[1]))
 from trainers.workers.fork_server import guard
 guard(server)
 """
-"""Programs of the server and of its guard, which starts it before it loads anything itself."""
+"""Programs of the server and of its guard, which starts it before it loads anything itself. A
+signal to end that comes before the guard can pass it on waits until then."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
 compute elsewhere."""
@@ -175,6 +182,7 @@ def guard(server: int) -> NoReturn:
 
     signal.signal(signal.SIGALRM, lambda *_: os.kill(server, signal.SIGKILL))
     signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # its id is not given to another yet
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

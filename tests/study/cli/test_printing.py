@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from study.claims.record import FILE as FIGURES
+from study.claims.record import read_record
 from study.cli import main
 from study.handle import load
+from study.ledger.log import read_ledger
+from study.ledger.state import fold
+from study.report.write import write_report
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny
 
@@ -62,8 +69,8 @@ def test_no_control_character_of_a_ledger_is_printed_or_in_a_report(
         assert CONTROLS.search(said.out + said.err) is None, words
         if words[0] in ("report", "status"):
             assert r"\x1b" in said.out, words
-    files = [tmp_path / "x.csv", *(study.folder / "report").glob("*.[mhtc]*")]
-    assert {file.suffix for file in files} == {".csv", ".md", ".html", ".tex"}
+    files = [tmp_path / "x.csv", *(study.folder / "report").glob("*.[mhtcj]*")]
+    assert {file.suffix for file in files} == {".csv", ".md", ".html", ".tex", ".json"}
     for file in files:
         assert CONTROLS.search(file.read_bytes().decode().replace("\r\n", "\n")) is None, file
 
@@ -73,3 +80,39 @@ def test_no_control_character_of_a_ledger_is_in_what_python_shows(tiny: Tiny) ->
     shown = load(study.slug, study.storage)
     for text in (repr(shown), shown._repr_html_()):
         assert CONTROLS.search(text) is None
+
+
+def test_the_figures_file_escapes_control_characters_and_holds_the_same_texts(tiny: Tiny) -> None:
+    """JSON has an escape for each; so who reads it with ``cat`` is safe, and programs see no
+    difference."""
+    study, _ = hostile_study(tiny)
+    state = fold(read_ledger(study.folder))
+    folder = write_report(state, study.folder / "report")
+    label = state.plan["study"]["rows"][0]["label"]
+    assert HOSTILE in label
+    content = (folder / FIGURES).read_text()
+    assert CONTROLS.search(content) is None
+    assert r"\u009b" in content
+    assert label in {row["label"] for row in read_record(folder)["rows"]}
+
+
+def test_no_control_character_of_a_ledger_is_in_what_a_page_draws(tiny: Tiny) -> None:
+    """Its script shows names that it reads from JSON, in which every character has an escape."""
+    study, _ = hostile_study(tiny)
+    page = write_report(fold(read_ledger(study.folder)), study.folder / "report") / "report.html"
+    data = page.read_text().partition('id="explore-data">')[2].partition("</script>")[0]
+    shown = list(texts_of(json.loads(data)))
+    assert any(r"\x1b" in text for text in shown)
+    assert not [text for text in shown if CONTROLS.search(text)]
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """The texts in JSON's values, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from (name, *texts_of(each))
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_of(each)

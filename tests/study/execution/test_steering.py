@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from study.ledger.log import FILE, read_ledger
 from study.ledger.state import FINISHED, PLANNED, STOPPED, StudyState, fold
 from study.results.summary import summarise
 from study.serve.dashboard import Page
+from tests.mounts import mounted, unmount
 from tests.study.cli.test_entry import lns_study
 from tests.study.conftest import TINY, SilentView, made_up_events
 from tests.study.execution.conftest import Tiny, count_reports, results, run
@@ -148,31 +150,44 @@ def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
     assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
 
 
-@pytest.mark.parametrize("moved", [True, False], ids=["moved", "removed"])
+@pytest.mark.parametrize("how", ["moved", "removed", "unmounted", "its folder unmounted"])
 def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
-    tiny: Tiny, tmp_path: Path, moved: bool
+    tiny: Tiny, tmp_path: Path, how: str
 ) -> None:
-    """Without making the folder anew; once the ledger is back, the same command goes on."""
-    study = tiny(f"gone {moved}", "trial.epochs=3", "seeds=[0,1]")
-    elsewhere = tmp_path / "elsewhere"
+    """Without making anything anew in its place; once the ledger is back, the same command goes
+    on."""
+    storage, elsewhere = tmp_path / "storage", tmp_path / "elsewhere"
+    study = tiny("gone", f"storage={storage}", "trial.epochs=20", "seeds=[0,1]")
+    place = study.folder if how.startswith("its") else storage
+    place.mkdir(parents=True)
+    ends: list[str] = []
 
     def take_away(event: Event) -> None:
-        if event["event"] == "finished" and study.folder.exists():
-            if moved:
+        if event["event"] == "report" and event["epoch"] == 5 and not ends:
+            ends.append(event["trial"])
+            if how == "moved":
                 study.folder.rename(elsewhere)
+            elif how == "removed":
+                while study.folder.exists():  # a trial may write there
+                    shutil.rmtree(study.folder, ignore_errors=True)
             else:
-                shutil.rmtree(study.folder)
+                unmount(place)
 
-    with pytest.raises(StorageError) as ended:
-        run(study, take_away)
-    assert not study.folder.exists()
-    copy = next(Path(word.rstrip(",:")) for word in str(ended.value).split()[2:] if FILE in word)
-    assert (copy == elsewhere / FILE) == moved
-    if moved:
-        elsewhere.rename(study.folder)
-    else:
-        study.folder.mkdir()
-        shutil.copy(copy, study.folder)
+    with mounted(place) if "unmounted" in how else nullcontext():
+        with pytest.raises(StorageError, match="was removed, moved, unmounted") as ended:
+            run(study, take_away)
+        if how.startswith("its"):
+            assert list(place.iterdir()) == []
+        else:
+            assert not study.folder.exists()
+        said = str(ended.value).split()[2:]
+        copy = next(Path(word.rstrip(",:")) for word in said if FILE in word)
+        assert (copy == elsewhere / FILE) == (how == "moved")
+        if how == "moved":
+            elsewhere.rename(study.folder)
+        else:
+            study.folder.mkdir(exist_ok=True)
+            shutil.copy(copy, study.folder)
     assert {trial.status for trial in run(study)[0].state.trials} == {FINISHED}
     finished = [event["trial"] for event in read_ledger(study.folder) if event["event"] == FINISHED]
     assert sorted(finished) == sorted(set(finished))

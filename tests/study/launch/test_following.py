@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,39 @@ def test_a_printed_command_brings_what_was_set_for_the_launch_alone(
         monkeypatch.delenv(name)
     pasted = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True)
     assert pasted.stdout.startswith("token|/a folder/token|job logs --follow --address")
+
+
+IN_A_JOB = """
+import subprocess, sys
+supervisor = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1], shell=True))"
+sys.exit(subprocess.call([sys.executable, "-c", supervisor, sys.argv[1]]))
+"""
+"""A process whose child runs a job's command in a shell, as a raylet's does."""
+
+
+@pytest.mark.parametrize("folder", ["venv", "a venv", None])
+def test_a_jobs_command_takes_the_python_of_the_raylet_above_it(
+    programs: Path, folder: str | None
+) -> None:
+    """Or that of the PATH, where there is none; it says which."""
+    program(programs, "python", 'echo "of the PATH: $*"')
+    own = programs.parent / (folder or "nowhere") / "bin" / "python"
+    if folder:
+        own.parent.mkdir(parents=True)
+        program(own.parent, "python", 'echo "of the head: $LAUNCHED $*"')
+    worker = subprocess.list2cmdline([str(own), f"{own.parents[1]}/setup_worker.py", "--port=1"])
+    entrypoint = ray_jobs.entrypoint(("-m", "study", "run", "a b.yaml"), LAUNCHED="now")
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_JOB, entrypoint, "--a=1", f"--python_worker_command={worker}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, ran = done.stdout.splitlines()
+    if folder:
+        assert (said, ran) == (f"Python: {own}", "of the head: now -m study run a b.yaml")
+    else:
+        assert (said, ran) == ("Python: python", "of the PATH: -m study run a b.yaml")
 
 
 @pytest.fixture

@@ -391,7 +391,8 @@ def test_no_secret_of_the_environment_is_written(
 def test_a_jobs_environment_is_the_nodes_own(here: Path) -> None:
     request = job_request(packed(), "tiny")
     assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
-    assert request["entrypoint"].split()[:5] == ["python", "-P", "-m", "study", "run"]
+    last = request["entrypoint"].splitlines()[-1]
+    assert last.startswith('exec env "$python" -P -m study run '), last
 
 
 def test_slurm_takes_no_part_of_a_folders_name_for_a_pattern(

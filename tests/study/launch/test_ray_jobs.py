@@ -19,7 +19,7 @@ from study.ledger.lines import Event
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
-from tests.study.ray_head import ADDRESS, FOLDER, TOKEN, head, ray
+from tests.study.ray_head import ADDRESS, FOLDER, TOKEN, head, ray, started_head
 from tests.study.raylets import SLOW_NET, wait_until
 
 __all__ = ["head"]
@@ -193,3 +193,19 @@ def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert token.stat().st_mode & 0o777 == 0o600  # Ray lets everybody read it
     request = json.loads(next((tmp_path / ".lns-study").glob("*/ray-job.json")).read_text())
     assert set(request["runtime_env"]) == {"working_dir", "py_modules"}
+
+
+def test_a_job_runs_with_the_python_of_the_heads_ray(tmp_path: Path) -> None:
+    """Whatever ``python`` is on the PATH of whoever started the head; the job's log says which."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho another python\nexit 7\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    (folder := tmp_path / "study").mkdir()
+    (folder / "tiny.yaml").write_text(TINY)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    with started_head(tmp_path, PATH=path) as head:
+        launched = launch(head, folder, "trial.epochs=1")
+        printed = launched.communicate(timeout=300)[0]
+    assert launched.returncode == 0, printed
+    assert f"Python: {sys.executable}" in printed
+    assert "another python" not in printed

@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -34,6 +35,7 @@ from study.ledger.log import (
     read_ledger,
 )
 from study.tracking.writer import tracking_lock
+from tests.mounts import mount, mounted, unmount
 
 REPORTS = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.floats(allow_nan=False)), max_size=30
@@ -399,6 +401,32 @@ def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_beh
             ledger.append("finished", trial="a", metrics={})
     assert (tmp_path / FILE).read_bytes() == before
     assert write(tmp_path, [("a", 1, 0.0), ("a", 2, 0.0)]) == [False, True]
+
+
+@pytest.mark.parametrize("of", ["its storage", "its folder"])
+def test_a_storage_that_is_unmounted_takes_no_more_events(tmp_path: Path, of: str) -> None:
+    """The folder at which it was mounted stays empty, and the copy has every line; mounted again
+    it goes on."""
+    (disk := tmp_path / "disk").mkdir()
+    storage = tmp_path / "storage"
+    folder = storage / "study"
+    place = storage if of == "its storage" else folder
+    place.mkdir(parents=True)
+    with mounted(place, disk):
+        with Ledger(folder) as ledger:
+            ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+            lines = (folder / FILE).read_bytes()
+            unmount(place)
+            with pytest.raises(LedgerGoneError, match="unmounted") as refused:
+                ledger.append("report", trial="a", epoch=2, metrics={"x": 1.0})
+        assert list(place.iterdir()) == []
+        named = re.findall(
+            rf"last complete copy of the ledger is (\S+/{FILE}):", str(refused.value)
+        )
+        assert Path(named[0]).read_bytes() == lines
+        shutil.rmtree(Path(named[0]).parent)
+        mount(place, disk)
+        assert write(folder, [("a", 1, 1.0), ("a", 2, 1.0)]) == [False, True]
 
 
 def vanish(folder: Path, how: str) -> Path | None:

@@ -15,6 +15,7 @@ from study.config import StudyConfig
 from study.ledger.log import Ledger
 from study.serve.dashboard import Page, make_app
 from study.serve.ui import listen
+from tests.study.cli.test_printing import CONTROLS
 from tests.study.conftest import made_up_events, write_ledger
 
 Tiny = Callable[..., StudyConfig]
@@ -108,3 +109,24 @@ def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> N
         _, text = ask()
     assert "finished: 2 of 2 trials" in text
     assert 'http-equiv="refresh"' not in text
+
+
+def test_texts_of_a_ledger_are_escaped_in_the_live_page(tiny: Tiny) -> None:
+    """In what it says of trials that are silent, too: their labels and hosts are a stranger's."""
+    evil = "<img src=x onerror=alert(1)>\x1b[2J\x9b31m\u202e"
+    study = tiny("live hostile", "rows=[{label: a}]", "baseline=null")
+    planned, *events = made_up_events(study)
+    planned["study"]["rows"][0]["label"] = planned["trials"][0]["row"] = evil
+    planned["study"]["question"] = evil
+    events = [
+        event | {"pid": 1, "host": evil} if event["event"] == "report" else event
+        for event in events
+        if event["event"] in ("started", "report")
+    ]
+    write_ledger(study, [planned, *events])
+    with live_page(study) as ask, Ledger(study.folder):
+        _, text = ask()
+    assert "nothing heard for" in text
+    assert text.count("&lt;img src=x onerror=alert(1)&gt;") >= 3
+    assert "<img src=x" not in text
+    assert CONTROLS.search(text) is None

@@ -394,6 +394,23 @@ def test_a_study_that_was_moved_keeps_its_runs(tracked: Tiny, tmp_path: Path) ->
     assert len(now) == 5
 
 
+@pytest.mark.parametrize(("file", "equal"), [("/there/net.py", True), ("/here/a.py", False)])
+def test_code_is_the_same_in_another_folder(
+    tracked: Tiny, tmp_path: Path, file: str, equal: bool
+) -> None:
+    """As of a study that is moved with its code: no run of it is made anew."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "net.py").write_text("from torch.nn import Flatten as net\n")
+    name = f"{tmp_path}/here/net.py:net"
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("hidden: [16]", f"name: '{name}'"))
+    study = replace(tracked("moved code"), name=f"moved code {equal}")
+    events = made_up_events(study)
+    send(study, events)
+    assert name in json.dumps(events)
+    write_ledger(study, json.loads(json.dumps(events).replace("/here/net.py", file)))
+    assert is_equal(study) == equal
+
+
 def test_a_false_run_of_an_earlier_version_gets_a_true_one_beside_it(
     tracked: Tiny, tmp_path: Path
 ) -> None:

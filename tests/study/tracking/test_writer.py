@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from study.config import StudyConfig
 from study.ledger.lines import Event
 from study.ledger.log import Ledger
 from study.ledger.state import FINISHED
+from study.tracking.sinks import Sinks
 from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, tracking_lock
 from tests.study.conftest import SilentView, made_up_events, write_ledger
@@ -83,6 +85,7 @@ DRIVER = """
 import os, signal, sys, json, time
 from pathlib import Path
 from study.ledger.log import Ledger
+from study.tracking.sinks import Sinks
 from study.tracking.supervisor import Tracker
 folder, uri, events = Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text())
 with Ledger(folder) as ledger:
@@ -239,3 +242,33 @@ def test_a_database_is_made_where_there_are_no_links(
     monkeypatch.setattr(os, "link", refuse)
     assert len(connect(f"sqlite:///{tmp_path}/mlflow.db").search_experiments()) == 1
     assert not list(tmp_path.glob(".*"))
+
+
+def test_processes_of_a_study_that_is_gone_end_without_a_word(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver says that it is gone: nothing is started again, and nothing made in its place, as
+    where it was mounted."""
+    spawned: list[list[str]] = []
+    start = subprocess.Popen.__init__
+
+    def note(process: Any, words: Any, *more: Any, **keys: Any) -> None:
+        spawned.append(words)
+        start(process, words, *more, **keys)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", note)
+    study = tiny("gone", "alerts={failed: 'true'}", "tensorboard=true")
+    for folder in (tmp_path / "nowhere", study.folder):
+        said: list[str] = []
+        study.folder.mkdir(parents=True, exist_ok=True)
+        tracker = Tracker(folder, "sqlite:///:memory:", tmp_path / "artifacts", said.append)
+        tracker.start()
+        error = tracker.close(None)
+        assert f"{folder}: was removed, moved or unmounted" in error
+        assert said == []
+    sinks = Sinks(study, said.append)
+    sinks.start()
+    sinks.close()
+    assert (said, len(spawned)) == ([], 3)
+    assert list(study.folder.iterdir()) == []
+    assert not (tmp_path / "nowhere").exists()

@@ -19,6 +19,7 @@ import pytest
 from tests.trainers.nodes import MADE_UP, SMALL, Driver, alone, plan, reports
 from trainers import output
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
+from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -350,6 +351,28 @@ def test_what_a_trial_has_started_ends_with_who_drives_the_study(tmp_path: Path)
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
+
+
+@pytest.mark.parametrize("end", ["closed", "guard killed"])
+def test_a_server_that_is_ended_while_it_starts_ends_at_once(end: str) -> None:
+    """Before either of its two processes has loaded anything."""
+    server = ForkServer()
+    guard = psutil.Process(server.pid)
+    while not (found := guard.children()):
+        time.sleep(0.001)
+    if end == "closed":
+        server.close()
+    else:
+        guard.kill()
+    until, process = time.monotonic() + 1.0, found[0]
+    while (alive := process.is_running() and process.status() != psutil.STATUS_ZOMBIE) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.01)
+    if alive:
+        process.kill()
+    server.close()
     assert not alive
 
 
