@@ -1,0 +1,107 @@
+"""Which tensors of a forward pass are weights: parameters, and what is made of parameters alone.
+
+Scope ``matmul`` computes products of weights in LNS, and products of two activations (attention's
+scores) in float32. A module that multiplies by itself may transpose, scale, slice, mask or stack
+its weights first, so what is made of them is noted, one function after the other. Three kinds:
+
+- *weights*: parameters; results of functions of which a tensor argument is a weight and none is an
+  activation. Masks of booleans count as nothing.
+- *constants*: buffers, what ``torch.ones`` and the like make, and what is made of these.
+- *activations*: everything else. Rows that integers select from a matrix, as embeddings, are
+  activations; matrices that they select from a stack of matrices (experts) are weights.
+
+Limits: what is written to a view of a constant is not noted for the whole constant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lns_ops.tensor import LNSTensor, promotion
+
+_STORES = (list, tuple)
+_WRITERS = {
+    getattr(Tensor, name)
+    for name in dir(Tensor)
+    if promotion.writes(name) and (name[0] != "_" or name[:2] == "__")
+}
+"""The functions that write to their first argument."""
+
+
+class Weights:
+    """The weights and constants of one forward pass of a module, by identity.
+
+    Tensors are held until the pass ends, as memory that is freed would be used anew.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._made: dict[Tensor, bool] = {}
+        for buffer in module.buffers():
+            self._made[buffer] = False
+        for parameter in module.parameters():
+            self._made[parameter] = True
+
+    def __contains__(self, x: Any) -> bool:
+        """Return whether ``x`` is a weight of real numbers, dense and not LNS."""
+        return _is_real(x) and (self._made.get(x, False) or isinstance(x, nn.Parameter))
+
+    def multiply(self, *factors: Any) -> bool:
+        """Return whether these are factors of a product of real, dense tensors and one a weight."""
+        return all(isinstance(x, LNSTensor) or _is_real(x) for x in factors) and any(
+            x in self for x in factors
+        )
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note what a function has returned."""
+        results = result if isinstance(result, _STORES) else (result,)
+        found = [x for x in results if isinstance(x, Tensor)]
+        if func in _WRITERS and args and isinstance(args[0], Tensor):
+            found = [args[0]]
+        if not found:
+            return
+        kind = self._kind(args, kwargs)
+        for x in found:
+            if kind is not None:
+                self._made[x] = kind
+            elif x in self._made:  # it was written to
+                del self._made[x]
+
+    def _kind(self, args: Any, kwargs: dict[str, Any]) -> bool | None:
+        """Return whether functions of these arguments make a weight (True), a constant (False) or
+        an activation (None)."""
+        weight, selects, dims = False, False, 0
+        for x in _tensors([*args, *kwargs.values()]):
+            if not x.dtype.is_floating_point and not x.dtype.is_complex:
+                selects = selects or x.dtype is not torch.bool
+                continue
+            made = self._made.get(x)
+            if made is None:
+                if not isinstance(x, nn.Parameter):
+                    return None
+                made = True
+            if made:
+                weight, dims = True, x.dim()
+        return None if weight and selects and dims < 3 else weight
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors among arguments, and in lists of them."""
+    found: list[Tensor] = []
+    for x in values:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, _STORES):
+            found += _tensors(x)
+    return found
+
+
+def _is_real(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and not isinstance(x, LNSTensor)
+        and x.dtype.is_floating_point
+        and x.layout is torch.strided
+    )
