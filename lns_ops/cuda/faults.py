@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lns_ops._compat import current_stream
-from lns_ops.cuda import runtime
+from lns_ops.cuda import later, runtime
 from lns_ops.spec.format import NonFiniteError
 
 NON_FINITE, ZERO_DIVISOR, NEGATIVE_ROOT, NO_VALUE = range(4)
@@ -131,12 +131,15 @@ def row_for(device: int, operation: str) -> int:
 def raise_seen(device: int) -> None:
     """Raise the faults of a GPU that the host has seen already; does not wait for more.
 
+    Values that are to be looked at without a wait (:mod:`.later`) are looked at, too.
+
     Does nothing on a CPU (-1, as ``Tensor.get_device`` says), while a graph is captured, and after
     :func:`raise_only_when_asked`.
 
     Raises:
         ValueError: see :func:`check_faults`.
     """
+    later.look()
     counters = _counters(device) if _of_devices else None
     if counters is not None and counters.seen[0]:
         _raise(counters)
