@@ -44,8 +44,13 @@ _OPERATORS = {
 @cache
 def _called(kind: type[nn.Module]) -> frozenset[str]:
     """Return the products that a forward calls, itself and in what it calls, but torch's own."""
+    return _reached(kind, *_defined(kind, "forward"))
+
+
+def _reached(kind: type[nn.Module], *functions: Any) -> frozenset[str]:
+    """Return the products that functions call for a module of this class."""
     found: set[str] = set()
-    waiting, seen = _defined(kind, "forward"), set[int]()
+    waiting, seen = list(functions), set[int]()
     while waiting:
         function = _function(waiting.pop())
         if function is None or id(function) in seen or _is_foreign(function):
@@ -114,10 +119,17 @@ def of_any(kind: type[nn.Module]) -> list[str]:
 
 
 def found_in(module: nn.Module) -> list[str]:
-    """Return the products by name that a module's code computes, if there are weights for them."""
-    called = sorted(_called(type(module)))  # type: ignore[arg-type]
+    """Return the products by name that a module's code computes, if there are weights for them.
+
+    Functions that the module has as attributes count as its code.
+    """
+    kind: Any = type(module)
+    called = set(_called(kind))
+    for value in vars(module).values():
+        if isinstance(value, FunctionType):
+            called |= _reached(kind, value)
     has_weights = any(is_lazy(p) or p.dim() > 1 for p in module.parameters()) if called else False
-    return called if has_weights else []
+    return sorted(called) if has_weights else []
 
 
 def lines(module: nn.Module) -> list[str]:

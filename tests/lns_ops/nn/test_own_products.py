@@ -356,6 +356,23 @@ def test_an_exported_module_has_lns_products() -> None:
     assert torch.equal(exported.module()(x), model(x))
 
 
+class Given(nn.Module):
+    """A module that calls a function that it was given."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function, self.w = function, nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def test_functions_that_a_module_is_given_are_its_code() -> None:
+    model, x = Given(lambda module, x: x @ module.w), torch.randn(4, 8)
+    exact = model(x)
+    assert not torch.equal(lns_ops.convert_(model, "lns12")(x), exact)
+
+
 class Subclass(nn.Linear):
     """A layer that multiplies by ``@``, and by layers of its own called ``linear``."""
 
