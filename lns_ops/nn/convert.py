@@ -6,11 +6,12 @@ Two scopes:
 
 - ``matmul``: parameters, activations and gradients stay float32; the products of each linear and
   convolution layer (recurrent layers and attention's projections too, and subclasses of all
-  these), forward and both backward ones, and their sums are LNS. The layer's class becomes one of
-  :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without products
-  (normalization, embeddings) are left alone; layers whose products have no LNS form (complex or
-  quantized weights, other functions than linear ones and convolutions) stay as they are,
-  which :func:`lns_ops.summary` notes.
+  these), forward and both backward ones, and their sums are LNS. So are products that a module
+  computes itself with a weight (``x @ self.w``, ``torch.einsum``); those of two activations are
+  float32. The layer's class becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are
+  untouched. Layers without products (normalization, embeddings) are left alone; layers whose
+  products have no LNS form (complex or quantized weights) stay as they are, which
+  :func:`lns_ops.summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
   ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
