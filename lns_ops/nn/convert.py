@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from lns_ops import functional as lns
 from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tree_map
+from lns_ops.cuda import faults
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn import replicas
 from lns_ops.nn.choice import Filter, Format, check, check_ties, choose
@@ -66,10 +67,12 @@ class Conversion:
     Attributes:
         scope: ``matmul`` or ``everywhere``.
         fmt: the format.
+        name: the layer's path in the module that was converted.
     """
 
     scope: str
     fmt: LNSFormat
+    name: str = field(default="", compare=False)
 
 
 def _in_lns(x: Any, fmt: LNSFormat, keeps_floats: bool = False) -> Any:
@@ -100,14 +103,18 @@ class _Encode:
     """The forward hook that encodes a converted layer's float inputs.
 
     Keyword arguments that are masks stay; of a layer with a forward of its own, all floats do.
+    Faults on a GPU have the layer's name until :class:`_Leave`.
     """
 
     fmt: LNSFormat
     keeps_floats: bool = False
+    name: str = ""
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        if not torch.compiler.is_compiling():
+            faults.enter(self.name)
         if is_exporting() or is_recorded():
             raise NotImplementedError(
                 f"torch.export, torch.jit.trace or make_fx of a layer in {self.fmt}: its graph"
@@ -138,6 +145,15 @@ class _Encode:
 
 
 @dataclass(frozen=True)
+class _Leave:
+    """The forward hook that ends what :class:`_Encode` began: faults have the name no more."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            faults.leave()
+
+
+@dataclass(frozen=True)
 class _Decode:
     """The forward hook that decodes a float layer's LNS inputs to float32."""
 
@@ -150,7 +166,7 @@ class _Decode:
 
 
 def _unhook(module: nn.Module) -> None:
-    remove_forward_hooks(module, (_Encode, _Decode, _OwnForward, StepOut, StepIn))
+    remove_forward_hooks(module, (_Encode, _Leave, _Decode, _OwnForward, StepOut, StepIn))
 
 
 def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
@@ -179,13 +195,14 @@ def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Paramete
 
 
 def _convert_everywhere(
-    module: nn.Module, fmt: LNSFormat, successors: dict[nn.Parameter, nn.Parameter]
+    module: nn.Module, fmt: LNSFormat, path: str, successors: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
     for name, parameter in parameters_of(module):
         if parameter in successors:
             setattr(module, name, successors[parameter])
-    _hook(module, _Encode(fmt, has_own_forward(module)))
+    _hook(module, _Encode(fmt, has_own_forward(module), path))
+    module.register_forward_hook(_Leave(), always_call=True)
 
 
 @dataclass(frozen=True)
@@ -301,12 +318,14 @@ def _convert_layers(
     """Convert layers, and return which parameters have taken the place of which."""
     encoded = _encoded(chosen) if scope == "everywhere" else {}
     successors = {parameter: successor(parameter, x) for parameter, x in encoded.items()}
-    for _, layer, picked in chosen:
+    for name, layer, picked in chosen:
+        path = name or "(root)"
         if scope == "matmul":
             _convert_matmul(layer, picked)
         else:
-            _convert_everywhere(layer, picked, successors)
-        layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
+            _convert_everywhere(layer, picked, path, successors)
+        conversion = Conversion(scope=scope, fmt=picked, name=path)
+        layer.lns_conversion = conversion  # type: ignore[assignment]
     return successors
 
 

@@ -23,11 +23,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from lns_ops._compat import reversed_padding
+from lns_ops.cuda import faults
 from lns_ops.nn import own_products
 from lns_ops.nn.layer_kinds import PRODUCTS_INSIDE
 from lns_ops.nn.products.context import Products
@@ -37,6 +39,22 @@ from lns_ops.spec.format import LNSFormat
 
 for _name in ("linear", "convolution"):
     fx.wrap(_name)  # torch.fx.symbolic_trace records calls of them as such
+
+
+def _named(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward within which faults on a GPU have the layer's name."""
+
+    @wraps(forward)
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        faults.enter(getattr(getattr(self, "lns_conversion", None), "name", ""))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            faults.leave()
+
+    return named
 
 
 class LNSMatmulLinear(nn.Linear):
@@ -55,6 +73,7 @@ class LNSMatmulLinear(nn.Linear):
 
     fmt: LNSFormat
 
+    @_named
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight^T`` in LNS, plus ``bias`` in float32.
 
@@ -73,6 +92,7 @@ class _LNSMatmulConv:
 
     fmt: LNSFormat
 
+    @_named
     def forward(self: Any, input: Tensor) -> Tensor:
         """Return the convolution of ``[B, I, ...]``: ``[B, O, ...]``, or both without B."""
         x, padding = input, self.padding
@@ -144,6 +164,7 @@ def _forward_of(original: type[nn.Module]) -> Callable[..., Any]:
     """Return a layer's own forward with its products in LNS, and with its signature."""
     follows = not original.forward.__module__.startswith("torch.")
 
+    @_named
     @wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, fx.Proxy) for x in (*args, *kwargs.values())):
