@@ -167,12 +167,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        names = [self._name(x) for x in tree_leaves((args, kwargs)) if _is_float(x)]
+        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        floats = [x for x in leaves if _is_float(x)]
+        names = [self._name(x) for x in floats]
         if func.overloadpacket.__name__ in _OPERATORS:
             self.found.update(name for name in names if name in self._weights)
-        elif names and None not in names and _is_float(result):
+        if names and None not in names and _is_float(result) and not _looks_up(leaves, floats):
             self._keep(result, str(names[0]))
         return result
+
+
+def _looks_up(leaves: list[Tensor], floats: list[Tensor]) -> bool:
+    """Return whether integers select rows of a matrix, as an embedding's do: not a weight then."""
+    selects = any(not x.is_floating_point() and x.dtype is not torch.bool for x in leaves)
+    return selects and max(x.dim() for x in floats) < 3
 
 
 def _is_float(x: Any) -> bool:

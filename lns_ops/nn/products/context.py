@@ -23,9 +23,9 @@ from lns_ops.nn.products import matrices
 from lns_ops.nn.products.convolutions import convolution, over_time, transposed_convolution
 from lns_ops.nn.products.einsum import einsum
 from lns_ops.nn.products.matrices import linear
-from lns_ops.nn.products.weights import Weights
+from lns_ops.nn.products.weights import Weights, is_real
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, in_float32
+from lns_ops.tensor import in_float32
 from lns_ops.tensor.dynamo import allow_in_graph, once_imported
 from lns_ops.tensor.registry import REPLACEMENTS
 
@@ -133,22 +133,24 @@ class Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.left:
             return func(*args, **kwargs)
-        if func in _PRODUCTS and not _has_lns_weight(args, kwargs):
-            self.used = True
-            return _PRODUCTS[func](self.fmt, *args, **kwargs)
-        if func in _PLACES and not _has_lns_weight(args, kwargs):
-            self.used = True
-            named = self.fmt.bits, self.fmt.fraction_bits, _PLACES[func]
-            return _composed(*named, *args, **kwargs)
-        if self.weights is None:
-            return func(*args, **kwargs)
-        result = self._of_weights(func, args, kwargs)
+        result = self._product(func, args, kwargs)
         if result is None:
             result = func(*args, **kwargs)
         else:
             self.used = True
-        self.weights.note(func, args, kwargs, result)
+        if self.weights is not None:
+            self.weights.note(func, args, kwargs, result)
         return result
+
+    def _product(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return a product in LNS, or None for other functions and operands."""
+        if func in _PRODUCTS:
+            real = _has_real_weight(args, kwargs)
+            return _PRODUCTS[func](self.fmt, *args, **kwargs) if real else None
+        if func in _PLACES:
+            named = self.fmt.bits, self.fmt.fraction_bits, _PLACES[func]
+            return _composed(*named, *args, **kwargs)
+        return None if self.weights is None else self._of_weights(func, args, kwargs)
 
     def _of_weights(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Return a product of weights in LNS, or None for other functions and operands."""
@@ -162,8 +164,10 @@ class Products(TorchFunctionMode):
         args = (*args, *(kwargs[name] for name in _NAMES if name in kwargs))
         rest = {k: v for k, v in kwargs.items() if k not in _NAMES and v is not None}
         first = 1 if call in _SUMS or func in _IN_PLACE else 0
+        if not rest.keys() <= _OPTIONS or len(args) < first + 2:
+            return None
         x, y = args[first : first + 2]
-        if not rest.keys() <= _OPTIONS or not self.weights.multiply(x, y):
+        if not self.weights.multiply(x, y):
             return None
         if dims and (x.dim(), y.dim()) != dims:
             return None  # torch's own error
@@ -173,10 +177,13 @@ class Products(TorchFunctionMode):
         return out if out.dtype == dtype else out.to(dtype)
 
 
-def _has_lns_weight(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a layer's weight is LNS: that of a layer converted in scope everywhere."""
+def _has_real_weight(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a weight is of real numbers and not LNS already, in scope everywhere.
+
+    What torch.fx traces is.
+    """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
-    return isinstance(weight, LNSTensor)
+    return is_real(weight) or isinstance(weight, fx.Proxy)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,11 @@ class Weights:
 
     def __contains__(self, x: Any) -> bool:
         """Return whether ``x`` is a weight of real numbers, dense and not LNS."""
-        return _is_real(x) and (self._made.get(x, False) or isinstance(x, nn.Parameter))
+        return is_real(x) and (self._made.get(x, False) or isinstance(x, nn.Parameter))
 
     def multiply(self, *factors: Any) -> bool:
         """Return whether these are factors of a product of real, dense tensors and one a weight."""
-        return all(isinstance(x, LNSTensor) or _is_real(x) for x in factors) and any(
+        return all(isinstance(x, LNSTensor) or is_real(x) for x in factors) and any(
             x in self for x in factors
         )
 
@@ -98,7 +98,8 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _is_real(x: Any) -> bool:
+def is_real(x: Any) -> bool:
+    """Return whether ``x`` is a dense float tensor and not LNS."""
     return (
         isinstance(x, Tensor)
         and not isinstance(x, LNSTensor)
