@@ -4,11 +4,12 @@ Scope ``matmul`` computes products of weights in LNS, and products of two activa
 scores) in float32. A module that multiplies by itself may transpose, scale, slice, mask or stack
 its weights first, so what is made of them is noted, one function after the other. Three kinds:
 
-- *weights*: parameters; results of functions of which a tensor argument is a weight and none is an
-  activation. Masks of booleans count as nothing.
+- *weights*: parameters; results of functions of which a tensor argument is a weight and no float
+  one is an activation. A mask of booleans may be one.
 - *constants*: buffers, what ``torch.ones`` and the like make, and what is made of these.
 - *activations*: everything else. Rows that integers select from a matrix, as embeddings, are
-  activations; matrices that they select from a stack of matrices (experts) are weights.
+  activations; matrices that they select from a stack of matrices (experts) are weights. What is
+  made of integers or booleans that are activations is one.
 
 Limits: what is written to a view of a constant is not noted for the whole constant.
 """
@@ -29,6 +30,12 @@ _WRITERS = {
     if promotion.writes(name) and (name[0] != "_" or name[:2] == "__")
 }
 """The functions that write to their first argument."""
+
+_SELECTORS = {
+    Tensor.__getitem__, torch.index_select, Tensor.index_select, torch.gather, Tensor.gather,
+    torch.take_along_dim, Tensor.take_along_dim,
+}  # fmt: skip
+"""The functions by which integers select matrices from a stack."""
 
 
 class Weights:
@@ -62,29 +69,31 @@ class Weights:
             found = [args[0]]
         if not found:
             return
-        kind = self._kind(args, kwargs)
+        kind = self._kind(func, args, kwargs)
         for x in found:
             if kind is not None:
                 self._made[x] = kind
             elif x in self._made:  # it was written to
                 del self._made[x]
 
-    def _kind(self, args: Any, kwargs: dict[str, Any]) -> bool | None:
-        """Return whether functions of these arguments make a weight (True), a constant (False) or
+    def _kind(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
+        """Return whether a function of these arguments makes a weight (True), a constant (False) or
         an activation (None)."""
-        weight, selects, dims = False, False, 0
+        weight, unknown, chooses, dims = False, False, False, 0
         for x in _tensors([*args, *kwargs.values()]):
-            if not x.dtype.is_floating_point and not x.dtype.is_complex:
-                selects = selects or x.dtype is not torch.bool
-                continue
+            of_numbers = x.dtype.is_floating_point or x.dtype.is_complex
             made = self._made.get(x)
-            if made is None:
-                if not isinstance(x, nn.Parameter):
-                    return None
+            if made is None and isinstance(x, nn.Parameter):
                 made = True
+            if made is None and of_numbers:
+                return None
             if made:
-                weight, dims = True, x.dim()
-        return None if weight and selects and dims < 3 else weight
+                weight, dims = True, max(dims, x.dim())
+            unknown = unknown or made is None
+            chooses = chooses or (not of_numbers and x.dtype is not torch.bool)
+        if not weight:
+            return None if unknown else False
+        return None if chooses and (dims < 3 or func not in _SELECTORS) else True
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -392,6 +393,44 @@ def test_complex_products_stay() -> None:
     model = lns_ops.convert_(copy.deepcopy(exact), "lns16")
     error = (model(x) - exact(x)).norm() / exact(x).norm()
     assert 0 < error < 0.02
+
+
+class Block(nn.Module):
+    """Embeddings, a layer, attention with a mask and a product with what is no weight either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(10, 8), nn.Parameter(torch.randn(4, 8))
+        self.qkv, self.out = nn.Linear(8, 24), nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("adjacency", torch.rand(4, 4))
+
+    def attend(self, x: Tensor, ids: Tensor) -> Tensor:
+        q, k, v = x.chunk(3, -1)
+        weights = torch.softmax(q @ k.t(), -1) * (x[:, :4] > 0).float()
+        h = torch.einsum("ij,jd->id", weights, v)
+        h = self.get_buffer("adjacency") @ torch.relu(h)
+        return F.one_hot(h.argmax(-1) % 4, 4).float() @ h + F.one_hot(ids % 4, 4).float() @ h
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids) + self.positions[torch.arange(4)]
+        return self.attend(self.qkv(F.layer_norm(x, (8,))), ids) @ self.out
+
+
+@pytest.mark.parametrize("way", ["called", "inferred", "compiled"])
+def test_products_of_activations_stay_float32(way: str) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model, ids = Block(), torch.arange(4)
+    x = F.layer_norm(model.table(ids) + model.positions, (8,))
+    parts = copy.deepcopy(model)
+    qkv = lns_ops.convert_(parts.qkv, "lns8")
+    alone = lns_ops.convert_(Product(model.out.detach(), torch.matmul), "lns8")
+    lns_ops.convert_(model, "lns8")
+    run: Any = model
+    if way == "compiled":
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode(way == "inferred"):
+        assert torch.equal(run(ids), alone(parts.attend(qkv(x), ids)))
 
 
 class Subclass(nn.Linear):
