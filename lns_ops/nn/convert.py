@@ -51,7 +51,8 @@ from lns_ops.nn.layer_kinds import (
 )
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.own_products import found_in
-from lns_ops.nn.products.context import StepIn, StepOut, look_for_others
+from lns_ops.nn.products.context import look_for_others
+from lns_ops.nn.products.stepping import StepIn, StepOut
 from lns_ops.nn.simulate import simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat

@@ -10,7 +10,6 @@ The innermost context counts. A layer that is left out steps out of those around
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -184,29 +183,6 @@ def _has_real_weight(args: Any, kwargs: dict[str, Any]) -> bool:
     """
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     return is_real(weight) or isinstance(weight, fx.Proxy)
-
-
-@dataclass(frozen=True)
-class StepOut:
-    """The forward hook of a layer that is left out: its products are none of the contexts' around.
-
-    The hook :class:`StepIn` ends it.
-    """
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for mode in _compat.function_modes():
-            if isinstance(mode, Products):
-                mode.left += 1
-
-
-@dataclass(frozen=True)
-class StepIn:
-    """The forward hook that ends :class:`StepOut`."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        for mode in _compat.function_modes():
-            if isinstance(mode, Products):
-                mode.left -= 1
 
 
 def _composed(bits: int, fraction_bits: int, which: int, /, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.functional.accumulation import get_matmul_accumulation
+from lns_ops.nn.products.stepping import step_in, step_out
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import in_float32, promotion, underflow
@@ -31,7 +32,11 @@ def product_form(function: type[torch.autograd.Function]) -> Callable[..., Tenso
 
     def product(*inputs: Any) -> Tensor:
         promotion.refuse_tangents("a product in LNS", *inputs)
-        return call(*inputs)
+        entered = step_out()
+        try:
+            return call(*inputs)
+        finally:
+            step_in(entered)
 
     return product
 
