@@ -146,6 +146,9 @@ def written_arguments(operator: Any) -> list[Any]:
     ]
 
 
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The contexts that see torch functions in this thread, which nothing public lists (torch 2.13)."""
+
 # --- torch: layers and optimizers
 
 scaled_mm = torch._scaled_mm
@@ -166,6 +169,7 @@ def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
             if isinstance(hook, kinds):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def active_replicas() -> DistributedDataParallel | None:

@@ -299,8 +299,8 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
         " the same bits under `torch.inference_mode`. *Off*: how far the results of the first step"
         " are from float32's of the same seeds, `|y - y32| / |y32|`, beside those of bfloat16, as"
         " coarse a format; more than ten per cent and five times bfloat16's are taken for wrong."
-        " *In part*: it trains, but a module multiplies weights itself, which scope `matmul` leaves"
-        " in float32 (`lns_ops.float32_products`); such networks are not counted.",
+        " *In part*: it trains, but in scope `matmul` some products with weights stay float32"
+        " (`lns_ops.float32_products`); such networks are not counted.",
         f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
         f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
         f" {share['matmul']} in `matmul` and {partly} more in part. Of the {len(copies)} trained"

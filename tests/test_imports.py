@@ -26,7 +26,7 @@ OWNERS = {"mlflow": {"study"}, "omegaconf": {"study"}, "ray": {"study", "trainer
 ORDER = {
     "lns_ops": [
         "_compat", "spec", "cpu.compiler", "cpu.kernels", "cpu.simd", "cpu", "cuda", "functional",
-        "formats", "tensor", "tensor.ops", "nn", "optim", "analysis",
+        "formats", "tensor", "tensor.ops", "nn.products", "nn", "optim", "analysis",
     ],
     "trainers": [
         "_compat", "text", "descendants", "output", "user_code", "object_store", "files", "config",

@@ -1,11 +1,12 @@
 """Faults on a GPU: values that LNS has no code for, counted by kernels and raised by the host.
 
 A kernel that meets a fault (a NaN to encode, a zero divisor, ...) adds to a counter in device
-memory, one for each operation and kind. The first fault also writes a word of pinned host memory.
-So the host notices a fault without waiting for the GPU: it reads that word before it launches a
-kernel that can fault, before an optimizer's step and a graph's replay, and after it has waited for
-a value (``item()``, ``cpu()``), and raises the error there. Kernels that were queued before still
-run; CUDA queues about a thousand.
+memory. There is one for each kind of fault, operation, and converted module in whose forward pass
+the kernel was launched; backward passes have no module. The first fault also writes a word of
+pinned host memory. So the host notices a fault without waiting for the GPU: it reads that word
+before it launches a kernel that can fault, before an optimizer's step and a graph's replay, and
+after it has waited for a value (``item()``, ``cpu()``), and raises the error there. Kernels that
+were queued before still run; CUDA queues about a thousand.
 
 A program that has to handle faults at places of its own, such as one whose ranks must agree,
 turns that off with :func:`raise_only_when_asked` and calls :func:`check_faults`.
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from lns_ops._compat import current_stream
-from lns_ops.cuda import runtime
+from lns_ops.cuda import later, runtime
 from lns_ops.spec.format import NonFiniteError
 
 NON_FINITE, ZERO_DIVISOR, NEGATIVE_ROOT, NO_VALUE = range(4)
@@ -44,14 +45,37 @@ _ERRORS = (
 )
 _ROW = 8
 """int32 words of a row: a counter for each kind, the address of the host's word, padding."""
-_ROWS = 256
-"""Operations that are told apart; further ones share row 0."""
+_ROWS = 2048
+"""Operations of modules that are told apart; further ones share row 0."""
 _SHOWN = 3
 """Operations that an error names."""
 
 _operations: dict[str, int] = {"other operations": 0}
+"""The rows of operations, named with the module in whose forward pass they were launched."""
+_entered = threading.local()
+"""The names of the converted modules whose forward passes go on in a thread, the inner ones last.
+"""
 _naming = threading.Lock()
 _asked_only = False
+
+
+def enter(module: str) -> None:
+    """Name a module in the faults of kernels that are launched until :func:`leave`."""
+    names = getattr(_entered, "names", None)
+    if names is None:
+        names = _entered.names = []
+    names.append(module)
+
+
+def leave() -> None:
+    """End what the last :func:`enter` began."""
+    if names := getattr(_entered, "names", None):
+        names.pop()
+
+
+def _named(operation: str) -> str:
+    names = getattr(_entered, "names", None)
+    return f"{operation} of module {names[-1]!r}" if names and names[-1] else operation
 
 
 class Counters:
@@ -73,6 +97,7 @@ class Counters:
 
     def address(self, operation: str) -> int:
         """Return the address of an operation's row."""
+        operation = _named(operation)
         row = _operations.get(operation)
         return self._start + 4 * _ROW * (_new_row(operation) if row is None else row)
 
@@ -131,12 +156,15 @@ def row_for(device: int, operation: str) -> int:
 def raise_seen(device: int) -> None:
     """Raise the faults of a GPU that the host has seen already; does not wait for more.
 
+    Values that are to be looked at without a wait (:mod:`.later`) are looked at, too.
+
     Does nothing on a CPU (-1, as ``Tensor.get_device`` says), while a graph is captured, and after
     :func:`raise_only_when_asked`.
 
     Raises:
         ValueError: see :func:`check_faults`.
     """
+    later.look()
     counters = _counters(device) if _of_devices else None
     if counters is not None and counters.seen[0]:
         _raise(counters)

@@ -123,7 +123,9 @@ def _normalization(
     mean, rest = x.new_empty(0), x.new_empty(0)  # results must not share memory
     if centred:
         x, mean, rest = centre(ops, x, dims, fmt)
-    about = rest if centred else None
+    about: Tensor | None = rest if centred else None
+    if centred and not x.is_cuda:  # where a difference costs no launch, take it once
+        x, about = ops.sub(x, rest, bits, fraction_bits), None
     variance = _mean(x, about, "squares", dims, fmt)
     scale = inverse_root(ops, variance, eps, fmt)
     w, b = (None if p is None else p.reshape(shape) for p in (weight, bias))

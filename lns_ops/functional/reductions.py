@@ -169,6 +169,23 @@ class _Reduction(NamedTuple):
     shifts: tuple[int, ...]
 
 
+def is_long(terms: int) -> bool:
+    """Return whether so many terms are summed in pieces.
+
+    Raises:
+        ValueError: nobody knows while code is compiled, as their number depends on values.
+    """
+    try:
+        return bool(terms > LONG_SUM)
+    except RuntimeError as error:  # of a torch.SymInt
+        raise ValueError(
+            f"a sum over {terms} terms in compiled code, where the values of a tensor say how many"
+            " (torch.bincount, nonzero, a mask, tolist): sums of more than 4,096 terms are cut, so"
+            " the number must be known; compile without fullgraph=True, or compute the sizes"
+            " outside of the compiled function and pass them as numbers"
+        ) from error
+
+
 def _reduction(
     sizes: Sequence[int], dims: Sequence[int], keepdim: bool, average: bool, fraction_bits: int
 ) -> _Reduction:
@@ -181,7 +198,7 @@ def _reduction(
     if average and reduced and terms == 0:
         raise ValueError("a mean of 0 values: LNS has no NaN; leave empty reductions out")
     scale, shifts = 1, []
-    while left > LONG_SUM:  # every piece of a mean is divided by 4096, exactly
+    while is_long(left):  # every piece of a mean is divided by 4096, exactly
         shifts.append(-_LONG_SUM_OCTAVES << fraction_bits if average else 0)
         left, scale = -(-left // LONG_SUM), scale * LONG_SUM
     shifts.append(-logarithm(terms / scale, fraction_bits) if average and reduced else 0)
@@ -245,7 +262,7 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
 
 def product(ops: Any, x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     """Return :func:`matmul` by ``ops``, torch's operators or the kernels of a device."""
-    if x.shape[-1] <= LONG_SUM:
+    if not is_long(x.shape[-1]):
         return ops.matmul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     cuts = zip(x.split(LONG_SUM, -1), y.split(LONG_SUM, -2), strict=True)
     pieces = torch.stack([ops.matmul(a, b, fmt.bits, fmt.fraction_bits) for a, b in cuts])

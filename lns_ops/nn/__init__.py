@@ -3,7 +3,8 @@
 :func:`convert_` converts, :func:`simulate_` simulates.
 """
 
-from lns_ops.nn.convert import SCOPES, Conversion, Filter, Format, convert_, revert_
+from lns_ops.nn.choice import Filter, Format
+from lns_ops.nn.convert import SCOPES, Conversion, convert_, revert_
 from lns_ops.nn.description import summary
 from lns_ops.nn.matmul_layers import LNSMatmulLinear
 from lns_ops.nn.simulate import Simulation, simulate_

@@ -6,11 +6,12 @@ Two scopes:
 
 - ``matmul``: parameters, activations and gradients stay float32; the products of each linear and
   convolution layer (recurrent layers and attention's projections too, and subclasses of all
-  these), forward and both backward ones, and their sums are LNS. The layer's class becomes one of
-  :mod:`lns_ops.nn.matmul_layers`; its parameters are untouched. Layers without products
-  (normalization, embeddings) are left alone; layers whose products have no LNS form (complex or
-  quantized weights, other functions than linear ones and convolutions) stay as they are,
-  which :func:`lns_ops.summary` notes.
+  these), forward and both backward ones, and their sums are LNS. So are products that a module
+  computes itself with a weight (``x @ self.w``, ``torch.einsum``); those of two activations are
+  float32. The layer's class becomes one of :mod:`lns_ops.nn.matmul_layers`; its parameters are
+  untouched. Layers without products (normalization, embeddings) are left alone; layers whose
+  products have no LNS form (complex or quantized weights) stay as they are, which
+  :func:`lns_ops.summary` notes.
 - ``everywhere``: the parameters become :class:`~lns_ops.tensor.LNSTensor`, and so every operation
   of forward, backward and update is LNS. Converted layers encode float inputs, so the module takes
   ordinary tensors; layers left out decode LNS inputs. Buffers stay float32, and are encoded where
@@ -26,21 +27,22 @@ meet in outside of a layer (a residual addition) raises.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.nn.parameter import is_lazy
 
 from lns_ops import functional as lns
 from lns_ops._compat import is_exporting, is_recorded, remove_forward_hooks, tree_map
+from lns_ops.cuda import faults
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn import replicas
+from lns_ops.nn.choice import Filter, Format, check, check_ties, choose
 from lns_ops.nn.layer_kinds import (
+    computes_weights,
     has_own_forward,
     is_quantized,
     multiplies,
@@ -48,14 +50,15 @@ from lns_ops.nn.layer_kinds import (
     parameters_of,
 )
 from lns_ops.nn.matmul_layers import layer_class, original_class
-from lns_ops.nn.simulate import layer_names, simulate_, stop_
+from lns_ops.nn.own_products import found_in
+from lns_ops.nn.products.context import look_for_others
+from lns_ops.nn.products.stepping import StepIn, StepOut
+from lns_ops.nn.simulate import simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, decays, in_float32, in_format, integers, promotion, underflow
 
 SCOPES = ("matmul", "everywhere")
-Format = LNSFormat | str
-Filter = Callable[[nn.Module, str], "bool | Format | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +68,12 @@ class Conversion:
     Attributes:
         scope: ``matmul`` or ``everywhere``.
         fmt: the format.
+        name: the layer's path in the module that was converted.
     """
 
     scope: str
     fmt: LNSFormat
+    name: str = field(default="", compare=False)
 
 
 def _in_lns(x: Any, fmt: LNSFormat, keeps_floats: bool = False) -> Any:
@@ -99,14 +104,18 @@ class _Encode:
     """The forward hook that encodes a converted layer's float inputs.
 
     Keyword arguments that are masks stay; of a layer with a forward of its own, all floats do.
+    Faults on a GPU have the layer's name until :class:`_Leave`.
     """
 
     fmt: LNSFormat
     keeps_floats: bool = False
+    name: str = ""
 
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
+        if not torch.compiler.is_compiling():
+            faults.enter(self.name)
         if is_exporting() or is_recorded():
             raise NotImplementedError(
                 f"torch.export, torch.jit.trace or make_fx of a layer in {self.fmt}: its graph"
@@ -137,6 +146,15 @@ class _Encode:
 
 
 @dataclass(frozen=True)
+class _Leave:
+    """The forward hook that ends what :class:`_Encode` began: faults have the name no more."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            faults.leave()
+
+
+@dataclass(frozen=True)
 class _Decode:
     """The forward hook that decodes a float layer's LNS inputs to float32."""
 
@@ -149,7 +167,7 @@ class _Decode:
 
 
 def _unhook(module: nn.Module) -> None:
-    remove_forward_hooks(module, (_Encode, _Decode, _OwnForward))
+    remove_forward_hooks(module, (_Encode, _Leave, _Decode, _OwnForward, StepOut, StepIn))
 
 
 def _hook(module: nn.Module, hook: _Encode | _Decode) -> None:
@@ -178,13 +196,14 @@ def _encoded(chosen: list[tuple[str, nn.Module, LNSFormat]]) -> dict[nn.Paramete
 
 
 def _convert_everywhere(
-    module: nn.Module, fmt: LNSFormat, successors: dict[nn.Parameter, nn.Parameter]
+    module: nn.Module, fmt: LNSFormat, path: str, successors: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """Give a layer the LNS forms of its parameters, which several may share; hook its inputs."""
     for name, parameter in parameters_of(module):
         if parameter in successors:
             setattr(module, name, successors[parameter])
-    _hook(module, _Encode(fmt, has_own_forward(module)))
+    _hook(module, _Encode(fmt, has_own_forward(module), path))
+    module.register_forward_hook(_Leave(), always_call=True)
 
 
 @dataclass(frozen=True)
@@ -203,111 +222,6 @@ def _convert_matmul(module: nn.Module, fmt: LNSFormat) -> None:
     module.fmt = fmt  # type: ignore[assignment]
     if isinstance(module, nn.MultiheadAttention):
         module.register_forward_pre_hook(_OwnForward())
-
-
-def _matched(formats: Mapping[str, Format], name: str) -> Format | None:
-    return next((fmt for pattern, fmt in formats.items() if fnmatchcase(name, pattern)), None)
-
-
-def _check_patterns(formats: Mapping[str, Format], names: list[str]) -> None:
-    """Refuse patterns that say nothing: which match no layer, or none that others leave to them.
-
-    Raises:
-        ValueError: there is one.
-    """
-    taken: dict[str, str] = {}  # by which pattern each layer is
-    for pattern in formats:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(f"format for {pattern!r} matches no layer: {layer_names(names)}")
-        if all(name in taken for name in matched):
-            earlier = ", ".join(map(repr, dict.fromkeys(taken[name] for name in matched)))
-            raise ValueError(
-                f"format for {pattern!r} is that of no layer: {earlier} before it takes all that"
-                " it matches, as the first pattern that matches counts; put the more specific"
-                " pattern first"
-            )
-        taken = dict.fromkeys(matched, pattern) | taken
-
-
-def _choose(
-    owners: list[tuple[str, nn.Module]],
-    fmt: Format | Mapping[str, Format],
-    filter_fn: Filter | None,
-) -> list[tuple[str, nn.Module, LNSFormat]]:
-    """Return which layers to convert, and into what.
-
-    Raises:
-        ValueError: a pattern of ``fmt``, or ``filter_fn``, matches no layer, or ``fmt`` has no
-            pattern.
-    """
-    names, chosen = [name for name, _ in owners], []
-    if isinstance(fmt, Mapping):
-        _check_patterns(fmt, names)
-        if not fmt and filter_fn is None:  # which could give formats
-            raise ValueError(
-                "fmt={}: has no pattern, so no layer would be converted; give patterns of layer"
-                f" names and their formats, {{'*': 'lns16'}}: {layer_names(names)}"
-            )
-    for name, layer in owners:
-        default = _matched(fmt, name) if isinstance(fmt, Mapping) else fmt
-        answer = filter_fn(layer, name) if filter_fn is not None else True
-        picked = default if answer is True else answer
-        if picked is not None and picked is not False:
-            chosen.append((name, layer, LNSFormat.of(picked)))
-    if filter_fn is not None and owners and not chosen:
-        raise ValueError(f"filter_fn matches no layer: {layer_names(names)}")
-    return chosen
-
-
-def _check(name: str, layer: nn.Module) -> None:
-    if hasattr(layer, "lns_conversion") or any(
-        isinstance(p, LNSTensor) for p in layer.parameters(recurse=False)
-    ):
-        raise ValueError(
-            f"layer {name or '(root)'!r}: is LNS already; convert a module once (or revert_ it), or"
-            " leave the layer out with filter_fn"
-        )
-    if isinstance(layer, torch.jit.ScriptModule):
-        raise ValueError(
-            f"layer {name or '(root)'!r}: is scripted, and takes no hook; convert the module before"
-            " torch.jit.script, or leave the layer out with filter_fn"
-        )
-    if any(is_lazy(p) for p in layer.parameters(recurse=False)):
-        raise ValueError(
-            f"layer {name or '(root)'!r} is a {type(layer).__name__} without parameters so far: run"
-            " a batch through the module first, which makes them"
-        )
-
-
-def _check_ties(
-    owners: list[tuple[str, nn.Module]], chosen: list[tuple[str, nn.Module, LNSFormat]]
-) -> None:
-    """Refuse what would turn a parameter that layers share into two.
-
-    Raises:
-        ValueError: layers that share a parameter would not be converted alike, or were not.
-    """
-    formats, first = (
-        {layer: fmt for _, layer, fmt in chosen},
-        dict[nn.Parameter, tuple[str, nn.Module]](),
-    )
-    for name, layer in owners:
-        for its_name, parameter in parameters_of(layer):
-            if layer in formats and hasattr(parameter, "lns_replaced"):
-                raise ValueError(
-                    f"layer {name!r}: its {its_name} was converted with another layer before, which"
-                    " would keep an own one from now on; convert layers that share a parameter in"
-                    " one call, or give the layer a parameter of its own"
-                )
-            other_name, other = first.setdefault(parameter, (name, layer))
-            if formats.get(layer) != formats.get(other):
-                mine, theirs = (str(formats.get(each, "as it is")) for each in (layer, other))
-                raise ValueError(
-                    f"layers {other_name!r} and {name!r} share the parameter {its_name}, and would"
-                    f" be {theirs} and {mine}: convert both alike or neither (filter_fn, formats by"
-                    " name), or give one of them a parameter of its own"
-                )
 
 
 def convert_(
@@ -378,20 +292,24 @@ def _convert_to_lns(
     if everywhere:
         replicas.refuse_within(module)
     owners = owners_of(module)
-    relevant = [(n, m) for n, m in owners if (everywhere and not is_quantized(m)) or multiplies(m)]
-    chosen = _choose(relevant, fmt, filter_fn)
+    relevant = (
+        [(n, m) for n, m in owners if multiplies(m) or not is_quantized(m)]
+        if everywhere
+        else [(n, m) for n, m in module.named_modules() if multiplies(m) or found_in(m)]
+    )
+    chosen = choose(relevant, fmt, filter_fn)
     for name, layer, _ in chosen:
-        _check(name, layer)
+        check(name, layer)
     if everywhere:
-        _check_ties(owners, chosen)
+        check_ties(owners, chosen)
     underflow.start_over()
     integers.start_over()
     decays.start_over()
     follow(module, _convert_layers(chosen, scope))
-    for part in module.modules() if not everywhere else ():
-        if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
-    if everywhere:
+    if not everywhere:
+        look_for_others()
+        _leave_out(module, relevant)
+    else:
         _decode_at_float_layers(owners)
 
 
@@ -401,13 +319,33 @@ def _convert_layers(
     """Convert layers, and return which parameters have taken the place of which."""
     encoded = _encoded(chosen) if scope == "everywhere" else {}
     successors = {parameter: successor(parameter, x) for parameter, x in encoded.items()}
-    for _, layer, picked in chosen:
+    for name, layer, picked in chosen:
+        path = name or "(root)"
         if scope == "matmul":
             _convert_matmul(layer, picked)
         else:
-            _convert_everywhere(layer, picked, successors)
-        layer.lns_conversion = Conversion(scope=scope, fmt=picked)  # type: ignore[assignment]
+            _convert_everywhere(layer, picked, path, successors)
+        conversion = Conversion(scope=scope, fmt=picked, name=path)
+        layer.lns_conversion = conversion  # type: ignore[assignment]
     return successors
+
+
+def _leave_out(module: nn.Module, relevant: list[tuple[str, nn.Module]]) -> None:
+    """Keep the products of modules that are left out from those that are converted around them."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
+    around = [
+        f"{name}." if name else ""
+        for name, layer in relevant
+        if hasattr(layer, "lns_conversion") and has_own_forward(layer)
+    ]
+    of_torch = [(n, m) for n, m in module.named_modules() if computes_weights(m)]
+    for name, layer in (*relevant, *of_torch):
+        remove_forward_hooks(layer, (StepOut, StepIn))
+        if not hasattr(layer, "lns_conversion") and any(map(name.startswith, around)):
+            layer.register_forward_pre_hook(StepOut())
+            layer.register_forward_hook(StepIn(), always_call=True)
 
 
 def _decode_at_float_layers(owners: list[tuple[str, nn.Module]]) -> None:

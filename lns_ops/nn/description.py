@@ -6,7 +6,7 @@ from torch import nn
 
 from lns_ops.nn import own_products
 from lns_ops.nn.convert import Conversion
-from lns_ops.nn.layer_kinds import has_own_forward, own_format, owners_of, reason_to_stay
+from lns_ops.nn.layer_kinds import has_own_forward, multiplies, own_format, owns, reason_to_stay
 from lns_ops.tensor import LNSTensor, promotion
 
 
@@ -27,10 +27,11 @@ def _that_keep_floats(module: nn.Module) -> list[str]:
 
 
 def summary(module: nn.Module) -> str:
-    """Describe the conversion of a module, one line for each layer that owns parameters.
+    """Describe the conversion of a module, one line for each module with parameters of its own.
 
-    A line has name, type, scope, format and number of parameters. Below are notes: layers with
-    products that scope ``matmul`` leaves as they are, modules that compute products themselves
+    A line has name, type, scope, format and number of parameters; modules that compute products
+    themselves have one, too. Below are notes: layers with products that scope ``matmul`` leaves as
+    they are, modules with products of their own that are left out
     (:mod:`lns_ops.nn.own_products`), and how many float tensors were encoded where they met LNS
     (:mod:`lns_ops.tensor.promotion`).
 
@@ -40,8 +41,12 @@ def summary(module: nn.Module) -> str:
     """
     rows = [("layer", "type", "scope", "format", "parameters")]
     notes = []
-    for name, layer in owners_of(module):
+    for name, layer in module.named_modules():
         conversion = getattr(layer, "lns_conversion", None)
+        if getattr(layer, "stays_float32", False) and not multiplies(layer):
+            conversion = None  # its code names products, and has none of weights
+        if not owns(layer) and (conversion is None or "stays_float32" not in vars(layer)):
+            continue  # or no forward so far
         count = sum(p.numel() for p in layer.parameters(recurse=False))
         kept = next((p.fmt for p in layer.parameters(False) if isinstance(p, LNSTensor)), None)
         if conversion is None and kept is not None:  # a layer was parametrized later
@@ -52,11 +57,10 @@ def summary(module: nn.Module) -> str:
             else ("-", own_format(layer))
         )
         if hasattr(layer, "simulation"):
-            scope, fmt = "simulated", str(layer.simulation.format)  # type: ignore[union-attr]
-        if getattr(layer, "stays_float32", False):
+            scope, fmt = "simulated", str(layer.simulation.format)
+        if conversion is not None and getattr(layer, "stays_float32", False):
             notes.append(
-                f"{name or '(root)'} stays float32: its forward calls neither linear functions nor"
-                " convolutions"
+                f"{name or '(root)'} stays float32: its forward computes no product with a weight"
             )
         if conversion is None and (kind := reason_to_stay(layer)):
             notes.append(f"{name or '(root)'} stays {fmt}: {kind}")

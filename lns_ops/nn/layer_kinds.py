@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
-_PRODUCTS_INSIDE = (
+PRODUCTS_INSIDE = (
     nn.RNNBase,
     nn.RNNCellBase,
     nn.MultiheadAttention,
@@ -32,16 +33,17 @@ def owners_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A parametrized layer's original ones are included.
     """
-    return [
-        (n, m)
-        for n, m in module.named_modules()
-        if parameters_of(m) or multiplies(m) or is_quantized(m)
-    ]
+    return [(name, part) for name, part in module.named_modules() if owns(part)]
+
+
+def owns(module: nn.Module) -> bool:
+    """Return whether a module owns parameters, or integers in their place."""
+    return bool(parameters_of(module)) or multiplies(module) or is_quantized(module)
 
 
 def multiplies(module: nn.Module) -> bool:
     """Return whether scope ``matmul`` converts a layer."""
-    return isinstance(module, _PRODUCTS_INSIDE) and not _is_complex(module)
+    return isinstance(module, PRODUCTS_INSIDE) and not _is_complex(module)
 
 
 def _is_complex(module: nn.Module) -> bool:
@@ -51,6 +53,11 @@ def _is_complex(module: nn.Module) -> bool:
         for name, parameter in module.named_parameters()
         if "weight" in name and ("." not in name or name.startswith("parametrizations."))
     )
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Return whether a module is a parametrization of torch, whose power iterations are its own."""
+    return type(module).__module__ == parametrizations.__name__
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -72,7 +79,7 @@ def reason_to_stay(layer: nn.Module) -> str:
     """Return why a layer's products have no LNS form, or nothing."""
     if is_quantized(layer):
         return "its weights are those of torch.ao.quantization"
-    complex_products = isinstance(layer, _PRODUCTS_INSIDE) and _is_complex(layer)
+    complex_products = isinstance(layer, PRODUCTS_INSIDE) and _is_complex(layer)
     return "LNS values are real" if complex_products else ""
 
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
 from lns_ops._compat import current_pass, is_accumulating, tensor_hooks
-from lns_ops.nn.two_forms import in_two_forms
+from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
 

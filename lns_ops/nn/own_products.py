@@ -1,12 +1,15 @@
-"""Products that modules compute themselves, which scope ``matmul`` leaves in float32.
+"""Modules that compute products themselves: ``x @ self.w``, ``torch.einsum``, an adapter's
+``F.linear(x, self.base.weight)``.
 
-Scope ``matmul`` converts layers. A module that writes ``x @ self.w``, ``torch.einsum`` or
-``F.linear(x, self.base.weight)`` (an adapter, a hand-made expert) has no layer for that product, so
-it stays float32. :func:`lns_ops.summary` names such modules by what their code calls;
-:func:`float32_products` counts the products that really happen.
+They are found by what their code calls, in methods and in functions that these call.
+:func:`lns_ops.convert_` converts them in scope ``matmul``, as it converts layers; those that are
+left out stay float32, which :func:`lns_ops.summary` says. :func:`float32_products` counts the
+products with weights that really are float32.
 
 Limits: products of two activations (attention's scores) are float32 in this scope and not counted,
-nor are weights that a network computes from activations.
+nor are weights that a network computes from activations. Not found are products in code of torch
+(power iterations of spectral norm, a torch.fx.GraphModule), in ``torch.jit.script`` and in
+functions that a module gets at run time; those that happen are counted.
 """
 
 from __future__ import annotations
@@ -16,21 +19,22 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lns_ops._compat import TorchDispatchMode, tree_leaves
 
-_OF_WEIGHTS = {
+_ANY = {
     "linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d",
+    "conv_transpose3d", "conv_tbc", "multi_head_attention_forward", "matmul", "mm", "bmm", "mv",
+    "dot", "einsum", "addmm", "addmv", "addbmm", "baddbmm", "tensordot", "inner", "grouped_mm",
+    "_grouped_mm", "addmm_", "addmv_", "addbmm_", "baddbmm_", "@",
 }  # fmt: skip
-_ANY = _OF_WEIGHTS | {
-    "matmul", "mm", "bmm", "mv", "einsum", "addmm", "addmv", "baddbmm", "tensordot", "inner", "@",
-}  # fmt: skip
+_TRACED = {"linear", "bilinear", "conv_tbc", "multi_head_attention_forward"}
 _OPERATORS = {
     "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "convolution", "linear",
     "_grouped_mm",
@@ -39,45 +43,102 @@ _OPERATORS = {
 
 @cache
 def _called(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the products that the code of a module's class names, without torch's own classes."""
+    """Return the products that a forward calls, itself and in what it calls, but torch's own."""
+    return _reached(kind, *_defined(kind, "forward"))
+
+
+def _reached(kind: type[nn.Module], *functions: Any) -> frozenset[str]:
+    """Return the products that functions call for a module of this class."""
     found: set[str] = set()
-    for each in kind.__mro__:
-        if each.__module__.startswith(("torch.", "lns_ops.")) or each is object:
+    waiting, seen = list(functions), set[int]()
+    while waiting:
+        function = _function(waiting.pop())
+        if function is None or id(function) in seen or _is_foreign(function):
             continue
-        for function in vars(each).values():
-            if isinstance(function, FunctionType):
-                found |= _named(function.__code__)
+        seen.add(id(function))
+        found |= _named(function.__code__)
+        cells = (cell for cell in function.__closure__ or () if cell != CellType())
+        waiting += [cell.cell_contents for cell in cells]
+        waiting.append(getattr(function, "__wrapped__", None))
+        for name in _names(function.__code__):
+            waiting += [function.__globals__.get(name), *_defined(kind, name)]
     return frozenset(found)
 
 
+def _defined(kind: type[nn.Module], name: str) -> list[Any]:
+    """Return what a class and its bases have under a name, without torch's own classes."""
+    return [
+        vars(each)[name] for each in kind.__mro__ if name in vars(each) and not _is_foreign(each)
+    ]
+
+
+def _is_foreign(x: Any) -> bool:
+    """Return whether torch, or this package, has made a class or function."""
+    return str(getattr(x, "__module__", "")).startswith(("torch.", "lns_ops."))
+
+
+def _function(member: Any) -> FunctionType | None:
+    """Return the function of a method, a property, a static or a class method."""
+    member = member.fget if isinstance(member, property) else member
+    function = getattr(member, "__func__", member)
+    return function if isinstance(function, FunctionType) else None
+
+
+def _names(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found
+
+
 def _named(code: CodeType) -> set[str]:
-    found = set(code.co_names) & _ANY
-    if any("@" in step.argrepr for step in dis.get_instructions(code) if "BINARY" in step.opname):
-        found.add("@")
+    """Return the products that code calls; ``self.linear`` is a layer and none."""
+    found, owner = set(), ""
+    mine = code.co_varnames[0] if code.co_argcount else None
+    for step in dis.get_instructions(code):
+        if "BINARY" in step.opname and "@" in step.argrepr:
+            found.add("@")
+        if "LOAD" in step.opname:
+            if step.argval in _ANY and owner != mine:
+                found.add(step.argval)
+            owner = step.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _named(constant)
     return found
 
 
-def _own_products(module: nn.Module) -> list[str]:
-    """Return the products by name that a module's code computes with weights, as far as it shows.
+def of_any(kind: type[nn.Module]) -> list[str]:
+    """Return the products of a class that torch.fx does not record as such."""
+    return sorted(
+        name
+        for name in _called(kind) - _TRACED  # type: ignore[arg-type]
+        if not name.startswith("conv")
+    )
 
-    A module without matrices of its own counts only for functions that take weights.
+
+def found_in(module: nn.Module) -> list[str]:
+    """Return the products by name that a module's code computes, if there are weights for them.
+
+    Functions that the module has as attributes count as its code.
     """
-    owns = any(p.dim() > 1 and p.is_floating_point() for p in module.parameters(recurse=False))
     kind: Any = type(module)
-    return sorted(_called(kind) & (_ANY if owns else _OF_WEIGHTS))
+    called = set(_called(kind))
+    for value in vars(module).values():
+        if isinstance(value, FunctionType):
+            called |= _reached(kind, value)
+    has_weights = any(is_lazy(p) or p.dim() > 1 for p in module.parameters()) if called else False
+    return sorted(called) if has_weights else []
 
 
 def lines(module: nn.Module) -> list[str]:
-    """Return what :func:`lns_ops.summary` says of modules that multiply weights themselves."""
+    """Return what :func:`lns_ops.summary` says of modules that multiply weights in float32."""
     return [
-        f"{name or '(root)'} computes products itself ({', '.join(found)}), and those with weights"
-        " stay float32, also with weights of its converted layers: use nn.Linear and call it, or"
-        " count them with lns_ops.float32_products"
+        f"{name or '(root)'} is left out and computes products itself ({', '.join(found)}): those"
+        " with weights stay float32; count them with lns_ops.float32_products"
         for name, part in module.named_modules()
-        if not hasattr(part, "lns_conversion") and (found := _own_products(part))
+        if not hasattr(part, "lns_conversion") and (found := found_in(part))
     ]
 
 
@@ -106,12 +167,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        names = [self._name(x) for x in tree_leaves((args, kwargs)) if _is_float(x)]
+        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        floats = [x for x in leaves if _is_float(x)]
+        names = [self._name(x) for x in floats]
         if func.overloadpacket.__name__ in _OPERATORS:
             self.found.update(name for name in names if name in self._weights)
-        elif names and None not in names and _is_float(result):
+        if names and None not in names and _is_float(result) and not _looks_up(leaves, floats):
             self._keep(result, str(names[0]))
         return result
+
+
+def _looks_up(leaves: list[Tensor], floats: list[Tensor]) -> bool:
+    """Return whether integers select rows of a matrix, as an embedding's do: not a weight then."""
+    selects = any(not x.is_floating_point() and x.dtype is not torch.bool for x in leaves)
+    return selects and max(x.dim() for x in floats) < 3
 
 
 def _is_float(x: Any) -> bool:

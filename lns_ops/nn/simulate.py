@@ -32,7 +32,7 @@ from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import NumberFormat, parse
 from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn.float8_linear import Float8Linear, real_format
-from lns_ops.nn.two_forms import in_two_forms
+from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.tensor import LNSTensor
 
 INITIAL_LOSS_SCALE = 2.0**16

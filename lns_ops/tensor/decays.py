@@ -7,8 +7,8 @@
 *Factors*: ``exp(-0.002)``, the decay of a state-space model's step, rounds to 1 in lns16, and
 ``exp(-0.003)`` to ``exp(-0.0054)``. ``exp`` warns if at least half of its negative arguments are
 off by more than half of themselves so. The first :data:`LOOKS` results after a conversion are
-looked at, so that a GPU is waited for in the first passes only; not while a graph is traced or
-captured.
+looked at, on a GPU without waiting for them (:mod:`lns_ops.cuda.later`); not while a graph is
+traced or captured.
 
 Both are inherent in the format: such states belong in float32.
 """
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops.cuda import later
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.underflow import is_real
 
@@ -34,12 +36,14 @@ IN_FLOAT32 = (
     " multi_avg_fn=...), or a float32 buffer that is changed in place"
 )
 _left = LOOKS
+_conversions = 0
+"""How many there were, and how many of them have warned; counts of before are not looked at."""
 
 
 def start_over() -> None:
     """Look at the next :data:`LOOKS` results: a network was converted."""
-    global _left
-    _left = LOOKS
+    global _left, _conversions
+    _left, _conversions = LOOKS, _conversions + 1
 
 
 def warn_of_average(what: str, weight: float, fmt: LNSFormat) -> None:
@@ -63,24 +67,36 @@ def warn_of_average(what: str, weight: float, fmt: LNSFormat) -> None:
 
 
 def warn_of_factors(name: str, arguments: Tensor, results: Tensor, fmt: LNSFormat) -> None:
-    """Warn, once a conversion, if most factors below 1 have another distance from 1 than exact."""
+    """Warn, once a conversion, if most factors below 1 have another distance from 1 than exact.
+
+    On a GPU the warning comes once the host has the counts, for which it does not wait.
+    """
     global _left
-    if _left <= 0 or not is_real(arguments):
+    later.look()
+    if _left <= 0 or not is_real(arguments) or not arguments.numel():
         return
     _left -= 1
     exact = -torch.expm1(lns.decode(arguments, fmt, torch.float64))
     stored = 1 - lns.decode(results, fmt, torch.float64)
     below = exact > 0
     off = below & ((stored - exact).abs() > exact / 2)
-    count, number = int(off.sum()), int(below.sum())
-    if 2 * count < number or not count:
+    worst = exact.masked_fill(~off, math.inf).amin()
+    counts = torch.stack([off.sum().double(), below.sum().double(), worst])
+    later.read(counts, partial(_judge, name, fmt, _conversions))
+
+
+def _judge(name: str, fmt: LNSFormat, conversions: int, counts: list[float]) -> None:
+    """Warn if at least half of the results below 1 are off: the first of a conversion."""
+    global _left, _conversions
+    count, number, worst = counts
+    if conversions != _conversions or 2 * count < number or not count:
         return
-    _left = 0
-    worst = float(exact[off].min())
+    _left, _conversions = 0, _conversions + 1  # what is under way is not looked at
     warnings.warn(
-        f"{name} in {fmt}: {count:,} of {number:,} results below 1, as 1 - {worst:.2g}, are nearer"
-        f" to 1 than a step of {fmt.epsilon:.2g} and count as 1 or as one step below it, so a decay"
-        " by them is too slow or too fast; compute such decays and the states that they act on in"
-        " float32 (x.to_float()), or leave out the module (filter_fn of lns_ops.convert_)",
-        stacklevel=4,
+        f"{name} in {fmt}: {count:,.0f} of {number:,.0f} results below 1, as 1 - {worst:.2g}, are"
+        f" nearer to 1 than a step of {fmt.epsilon:.2g} and count as 1 or as one step below it, so"
+        " a decay by them is too slow or too fast; compute such decays and the states that they"
+        " act on in float32 (x.to_float()), or leave out the module (filter_fn of"
+        " lns_ops.convert_)",
+        stacklevel=6,
     )

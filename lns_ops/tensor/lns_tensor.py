@@ -157,6 +157,8 @@ class LNSTensor(torch.Tensor):
             return promotion.written_to(func, args, kwargs)
         replacement = REPLACEMENTS.get(func)
         name = getattr(func, "__name__", "")
+        if name == "flex_attention":
+            promotion.refuse_flex_attention()
         if name in promotion.CONVERTED and kwargs.get("dtype") not in (None, torch.float32):
             x, *others = args or (kwargs.pop("input"),)
             return func(x.to(kwargs.pop("dtype")), *others, **kwargs)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -217,3 +217,16 @@ def mapped(change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, A
     """Apply a function to all leaves of arguments."""
     both: tuple[Any, Any] = tree_map(change, (args, kwargs))
     return both
+
+
+def refuse_flex_attention() -> NoReturn:
+    """Refuse ``torch.nn.attention.flex_attention`` of LNSTensors.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "flex_attention of LNSTensors: its kernels are compiled for floats; use"
+        " torch.nn.functional.scaled_dot_product_attention (masks and biases go into attn_mask), or"
+        " call it on x.to_float()"
+    )

@@ -26,6 +26,7 @@ saturate, and the weights add up to more than one: that warns.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,9 +37,10 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor import promotion
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
 from lns_ops.tensor.ops.reductions import centred, dimensions
-from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 from lns_ops.tensor.underflow import warn_of_terms
 
 _IN_FLOAT32 = "take it in float32, LNSTensor.from_float(x.to_float().softmax(dim), x.fmt)"
@@ -323,3 +325,22 @@ def multi_head_attention_forward(
         shown = probabilities.mean(1) if average_attn_weights else probabilities
         shown = shown.squeeze(0) if unbatched else shown
     return (out.squeeze(1) if unbatched else out), shown
+
+
+_FLEX, _DEPTH = "torch.nn.attention.flex_attention", 6
+"""A module of torch, and how many callers are between it and the function below at most."""
+
+
+@replaces_untraced(Tensor.is_nested.__get__)  # type: ignore[attr-defined]
+def is_nested(self: Tensor) -> bool:
+    """Return False. Refuse ``flex_attention``, which asks this first and then compiles itself.
+
+    Raises:
+        NotImplementedError: it asks.
+    """
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is not None and frame.f_globals.get("__name__") == _FLEX:
+            promotion.refuse_flex_attention()
+        frame = None if frame is None else frame.f_back
+    return False

@@ -213,11 +213,29 @@ def _avg_pool_backward(
         grad.codes, x.codes, positions, kernel, stride, padding, count_include_pad,
         divisor_override, fmt,
     ).reshape(-1, 1, *positions)  # fmt: skip
+    if all(step >= width for step, width in zip(stride, kernel, strict=True)):
+        return LNSTensor(_spread(share, x.shape, kernel, stride, padding), fmt)
     ones = torch.full((1, 1, *kernel), fmt.bias, dtype=torch.int16, device=share.device)
     geometry = conv.Geometry(stride, padding, (1,) * dims)
     return LNSTensor(
         conv.input_gradient(share, ones, x.shape[-dims:], geometry, fmt).reshape(x.shape), fmt
     )
+
+
+def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -> Tensor:
+    """Return the gradient of windows that do not overlap: each input has that of its window, or 0.
+
+    A sum with one term is the term, so these are the bits of :func:`conv.input_gradient`, which
+    would look at every place of the window for every input.
+    """
+    codes = share
+    for d, (width, step, before) in enumerate(zip(kernel, stride, padding, strict=True), start=2):
+        place = torch.arange(shape[d - 2 - len(kernel)], device=share.device) + before
+        window = place // step
+        inside = (place % step < width) & (window < codes.shape[d])
+        codes = codes.index_select(d, window.clamp(max=codes.shape[d] - 1))
+        codes = codes.where(inside.reshape(-1, *[1] * (codes.dim() - 1 - d)), 0)
+    return codes.reshape(shape)
 
 
 def _belongs(length: int, outputs: int) -> tuple[list[list[int]], list[int]]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import lns_ops
-from lns_ops import LNSTensor
+from lns_ops import LNSTensor, cuda
+from lns_ops.cuda import later
+from lns_ops.tensor import decays
 
 AVERAGES: dict[str, Callable[[LNSTensor, LNSTensor, float], object]] = {
     "number": lambda a, x, d: d * a + (1 - d) * x,
@@ -80,3 +82,64 @@ def test_decays_of_exp_that_round_to_one_warn() -> None:
     with warnings.catch_warnings():  # once a conversion
         warnings.simplefilter("error")
         slow.exp()
+
+
+def test_counts_that_are_not_there_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's, which the host reads where it comes by."""
+    there = False
+    monkeypatch.setattr(
+        decays.later, "read", lambda values, action: later.wait(lambda: there, values, action)
+    )
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    slow = lns(-0.002, -0.0005)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slow.exp()
+        slow.exp()
+    there = True
+    with pytest.warns(UserWarning, match=r"exp in lns16: 2 of 2 results below 1") as caught:
+        cuda.raise_seen(-1)
+    assert len(caught) == 1
+    assert not later._waiting
+
+
+def test_counts_of_an_earlier_conversion_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = False
+    monkeypatch.setattr(
+        decays.later, "read", lambda values, action: later.wait(lambda: there, values, action)
+    )
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    lns(-0.002).exp()
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    there = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lns(-0.2).exp()
+
+
+def test_nothing_to_look_at() -> None:
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    assert lns().exp().shape == (0,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+def test_a_gpu_is_not_waited_for() -> None:
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    x = LNSTensor.from_float(torch.full((64,), -0.002, device="cuda"), "lns16")
+    x.exp()  # compiles kernels
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        later.look()
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    torch.cuda._sleep(200_000_000)  # the values are not there for a while
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            y = [x.exp() for _ in range(40)][-1]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.warns(UserWarning, match=r"exp in lns16: 64 of 64 results below 1"):
+        y.sum().item()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lns_ops
-from lns_ops import LNSFormat, LNSTensor, convert_, decode, lns12, lns16
+from lns_ops import LNSFormat, LNSTensor, convert_, cuda, decode, lns12, lns16
 from lns_ops import functional as lns
 from tests.lns_ops.lns_formats import half_ulp
 
@@ -236,3 +236,50 @@ def test_a_linear_layer_over_micro_batches_has_the_gradient_of_the_batch() -> No
         F.mse_loss(layer(part), torch.zeros(4, 4), reduction="sum").backward()
     error = (values(gradient(layer.weight)) - whole).norm() / whole.norm()
     assert error < 8 * half_ulp(lns16)
+
+
+def moved(x: Any, device: str) -> Any:
+    return LNSTensor(x.detach().codes.to(device), x.fmt).requires_grad_()
+
+
+def gradients_on(device: str, function: Callable[..., Any], terms: list[Any], w: Any) -> Tensor:
+    """The codes of the gradients of uses, of micro-batches, and of both."""
+    there, terms = moved(w, device), [moved(x, device).detach() for x in terms]
+    found = []
+    for passes in (1, 2, 40):
+        there.grad = None
+        for _ in range(passes):
+            function(there, terms).backward()
+        found.append(gradient(there).codes.cpu().clone())
+    return torch.stack(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_gpu_has_the_bits_of_a_cpu(fmt: LNSFormat, compiled: bool) -> None:
+    w, terms = leaf(fmt, 1000), [leaf(fmt, 1000).detach() for _ in range(9)]
+    function: Any = three_uses
+    if compiled:
+        torch.compiler.reset()
+        function = torch.compile(three_uses, fullgraph=True, backend="aot_eager")
+    wanted = gradients_on("cpu", three_uses, terms, w)
+    assert torch.equal(gradients_on("cuda", function, terms, w), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}")
+def test_a_cell_over_many_steps_has_the_bits_of_a_cpu() -> None:
+    torch.manual_seed(0)
+    cell = convert_(nn.GRUCell(3, 4), lns16, scope="everywhere")
+    x = leaf(lns16, 100, 2, 3).detach()
+    found = []
+    for device in ("cpu", "cuda"):
+        net = copy.deepcopy(cell).to(device)
+        state = moved(x.new_zeros(2, 4), device).detach()
+        for step in moved(x, device).detach():
+            state = net(step, state)
+        state.sum().backward()
+        found.append([gradient(p).codes.cpu() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

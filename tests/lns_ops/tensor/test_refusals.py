@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 import lns_ops
 from lns_ops import LNSTensor, lns12
@@ -316,3 +317,40 @@ def test_equal_ends_of_a_segment_share_its_gradient_alone(
     assert x.grad is not None
     assert given.grad is not None
     assert torch.equal(x.grad.to_float(), given.grad)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("way", ["called", "compiled", "inside of compiled code"])
+def test_flex_attention_is_refused_with_what_to_use(way: str) -> None:
+    torch.compiler.reset()
+    x = LNSTensor.from_float(torch.randn(1, 2, 4, 8), "lns16")
+    call: Any = {
+        "called": flex_attention,
+        "compiled": torch.compile(flex_attention, backend="aot_eager"),
+        "inside of compiled code": torch.compile(
+            lambda q, k, v: flex_attention(q, k, v) * 2, backend="aot_eager"
+        ),
+    }[way]
+    with pytest.raises(NotImplementedError, match=r"flex_attention of LNSTensors.*scaled_dot_prod"):
+        call(x, x, x)
+    assert not x.is_nested
+
+
+def test_a_sum_over_as_many_terms_as_values_say_cannot_be_compiled_whole() -> None:
+    """``torch.bincount`` has as many counts as the largest value wants."""
+    torch.compiler.reset()
+
+    def scaled(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(groups)
+        return x.sum(0).expand(counts.shape[0], 3) * counts[:, None]
+
+    groups = torch.tensor([0, 1, 1, 2])
+    x: Any = LNSTensor.from_float(torch.rand(4, 3), "lns16").requires_grad_()
+    scaled(x, groups).sum().backward()
+    wanted, x.grad = x.grad, None
+    torch.compile(scaled, backend="aot_eager")(x, groups).sum().backward()
+    assert torch.equal(x.grad.codes, wanted.codes)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"sum over u\d+ terms .*bincount.*without fullgraph=True"):
+        torch.compile(scaled, backend="aot_eager", fullgraph=True)(x, groups)
