@@ -1,0 +1,68 @@
+"""Where trials fit on a cluster, by what its nodes have and what trials and others hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from study.execution.tune.hosts import NodeRoom
+from study.execution.tune.room import Room
+from trainers.workers.resources import WorkerResources
+
+NODES = [
+    NodeRoom(node="a", host="one", cpus=4.0, gpus=1.0),
+    NodeRoom(node="b", host="two", cpus=2.0, gpus=0.0),
+]
+
+
+def shape(workers: int = 1, threads: int = 1, gpus: float | None = None) -> WorkerResources:
+    return WorkerResources(workers, threads, "cpu" if gpus is None else "cuda", gpus)
+
+
+def test_trials_are_taken_until_every_cpu_is_held() -> None:
+    room = Room(nodes=NODES)
+    taken = [room.take(f"{number}", shape()) for number in range(7)]
+    assert taken == [True] * 6 + [False]
+    assert room.free == (0.0, 1.0)
+    room.release("0")
+    assert room.take("again", shape())
+
+
+def test_the_ranks_of_a_gang_may_be_on_several_nodes_and_one_rank_on_one() -> None:
+    room = Room(nodes=NODES)
+    assert not room.could_fit(shape(threads=5))
+    assert room.could_fit(shape(workers=3, threads=2))
+    assert not room.could_fit(shape(workers=2, threads=3))
+    assert room.take("gang", shape(workers=6))
+    assert {node for node, _, _ in room.held["gang"]} == {"a", "b"}
+
+
+def test_shares_of_a_gpu_fill_it() -> None:
+    room = Room(nodes=NODES)
+    assert [room.take(f"{n}", shape(gpus=0.4)) for n in range(3)] == [True, True, False]
+
+
+def test_what_others_hold_and_wait_for_is_left_free() -> None:
+    room = Room(nodes=NODES, others=(3.0, 0.0), kept=(1.0, 0.0))
+    assert [room.take(f"{n}", shape()) for n in range(3)] == [True, True, False]
+    room.kept = (0.0, 0.0)
+    assert room.take("one more", shape())
+
+
+def test_a_trial_is_held_where_ray_has_put_it() -> None:
+    room = Room(nodes=NODES)
+    assert room.take("small", shape())
+    room.place("small", ["b"])
+    assert not room.could_fit(shape(threads=5))
+    assert room.take("large", shape(threads=4))
+    assert not room.take("two threads", shape(threads=2))
+    room.place("unknown", ["b"])
+    assert room.held.keys() == {"small", "large"}
+
+
+@pytest.mark.parametrize("gone", ["a", "b"])
+def test_what_is_held_on_a_node_that_is_gone_is_not_missed_elsewhere(gone: str) -> None:
+    room = Room(nodes=NODES)
+    assert room.take("x", shape())
+    room.place("x", [gone])
+    room.nodes = [node for node in NODES if node.node != gone]
+    assert room.free == room.total
