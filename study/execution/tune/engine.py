@@ -205,7 +205,12 @@ class TuneEngine:
             if not self._goes_on:
                 self._trials.end_all("the study ends")
                 self._ends_at = now + END_SECONDS
-        elif self._trials.running and now > self._ends_at and self._controller is not None:
+        elif (
+            self._trials.running
+            and self._controller is not None
+            # of what Ray has not placed nobody would hear
+            and (now > self._ends_at or not self._trials.used)
+        ):
             self._controller.request_stop_experiment()
 
     def use(self, controller: Any) -> None:
@@ -216,16 +221,17 @@ class TuneEngine:
             if self._loop.waits or self._trials.started:
                 self._idle_since = time.monotonic()
             idle = time.monotonic() - self._idle_since > IDLE_SECONDS
-            if self._others_wait or self._gang_waits or idle:
+            if self._others_wait or self._gangs or idle:
                 evict_cached_actors(controller)
 
     @property
-    def _gang_waits(self) -> bool:
-        """Whether Ray Train may wait for CPUs that an idle actor of Tune's holds."""
-        return any(
-            handed.job.shape.executor == RAY_TRAIN and not handed.over
+    def _gangs(self) -> list[Handed]:
+        """Trials whose workers Ray Train places. It may wait for CPUs that an idle actor holds."""
+        return [
+            handed
             for handed in self._handed.values()
-        )
+            if handed.job.shape.executor == RAY_TRAIN and not handed.over
+        ]
 
     def _take_in(self, messages: list[Message]) -> None:
         if self._goes_on and messages:
@@ -248,14 +254,19 @@ class TuneEngine:
         if self._controller is None:
             return
         room, mine = self._trials.room, held_by_actors(self._controller)
+        gangs = [handed.job.shape for handed in self._gangs]  # Ray Train holds what they need
+        held = (
+            mine.get("CPU", 0.0) + sum(shape.cpus for shape in gangs),
+            mine.get("GPU", 0.0) + sum(shape.gpus_in_all for shape in gangs),
+        )
         used = [
-            max(0.0, have - use.free.get(name, 0.0) - mine.get(name, 0.0))
-            for name, have in zip(("CPU", "GPU"), room.total, strict=True)
+            max(0.0, have - use.free.get(name, 0.0) - ours)
+            for name, have, ours in zip(("CPU", "GPU"), room.total, held, strict=True)
         ]
         self._seen = [*self._seen, (used[0], used[1])][-LOOKS:]
         if len(self._seen) == LOOKS:
             room.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
-        ours = sum(not handed.nodes for handed in self._handed.values())
+        ours = sum(not handed.nodes for handed in self._handed.values()) + len(gangs)
         asked = [*use.requests, *use.groups[ours:]]
         self._others_wait = bool(asked)
         room.kept = max(asked) if asked and room.others[0] < room.total[0] / 2 else (0.0, 0.0)

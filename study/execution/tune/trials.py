@@ -144,9 +144,13 @@ class TuneTrials:
         self._tell(trials, "leave")
 
     def kill(self, trial: str, why: str) -> None:
-        """End the processes of a trial; its death will be reported with this reason."""
-        if trial in self._trials and self._trials[trial].killed is None:
-            self._trials[trial].killed = time.monotonic()
+        """End the processes of a trial; its death will be reported with this reason.
+
+        One that Ray has not placed yet has none, and goes on waiting.
+        """
+        handed = self._trials.get(trial)
+        if handed is not None and handed.nodes and handed.killed is None:
+            handed.killed = time.monotonic()
             self._tell([trial], "end", why)
 
     def end_all(self, why: str) -> None:
