@@ -92,6 +92,17 @@ def request_message(message: Any) -> Any:
     return _get_request_message(message)
 
 
+def is_login(user: str, password: str) -> bool:
+    """Tell whether MLflow's server knows a user by a password; the cache of its own checks is used.
+
+    Its public function takes flask's current request, for which the body has been read (MLflow
+    3.17).
+    """
+    from mlflow.server import auth
+
+    return auth._authenticate_cached(user, password) is not None
+
+
 def draining_nodes() -> set[str]:
     """Return the ids of the nodes that Ray drains; ``ray.nodes()`` does not tell (Ray 2.60)."""
     from ray._private.state import state

@@ -45,6 +45,7 @@ from study.tracking.sinks import Sinks
 from study.tracking.supervisor import NoTracker, Tracker, check_tracking, make_tracker
 from study.tracking.writer import sync
 from study.tracking_uri import REMEDY, name_address, stored
+from trainers.files import check_own_folder
 from trainers.object_store import local_folder
 from trainers.workers.node import Node
 
@@ -465,6 +466,7 @@ def _reportable(folder: Path) -> StudyState:
             f"{folder}: holds no study (no ledger with a plan); run one with"
             f" `{lns_study('run', 'CONFIG')}`, or name its storage with --storage"
         )
+    check_own_folder(folder / "report")
     state = read(folder)
     if not state.outcome and not is_locked(folder):
         state.outcome = "interrupted"

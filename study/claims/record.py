@@ -18,7 +18,7 @@ from study.ledger.state import StudyState
 from study.results.statistics import interval
 from study.results.summary import Row, Summary, test_figures
 from study.text import printable_json
-from trainers.files import write_whole
+from trainers.files import read_own_json, write_whole
 
 FILE = "figures.json"
 SAME = "before the first trial"
@@ -53,7 +53,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         ValueError: the file is no JSON.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_own_json(folder / FILE)
     except FileNotFoundError:
         return {}
     except ValueError as error:

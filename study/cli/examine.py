@@ -23,7 +23,7 @@ from study.manage.repair import needs_repair, repair
 from study.manage.studies import find, folders, placed
 from study.program import lns_study
 from study.text import counted
-from study.tracking.address import OFF, store_of
+from study.tracking.address import OFF, check_owner, store_of
 from study.tracking.supervisor import check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 from trainers.object_store import is_url, local_folder, place_of
@@ -158,6 +158,8 @@ def _store(folder: Path, tracking_uri: str | None) -> str | None:
     """Return the MLflow store that may know the study; None if there is none."""
     plan = fold(read_ledger(folder)).plan
     uri = tracking_uri or default_tracking_uri(place_of(folder.parent))
+    if not plan and not tracking_uri:
+        check_owner(uri)
     if plan:
         uri = store_of(placed(StudyConfig.from_dict(plan["study"]), folder), tracking_uri)
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()

@@ -154,12 +154,12 @@ def add_storage(parser: argparse.ArgumentParser) -> None:
 
 
 def _open(options: argparse.Namespace) -> tuple[Path, StudyState]:
-    from study.manage.studies import find, read
+    from study.manage.studies import find, read_whole
 
     with refusals():
         folder = find(options.study, options.storage)
-        state = read(folder)
-        name = state.config.name  # or it is of another version
+        state = read_whole(folder)
+    name = state.config.name
     if state.damage:
         print(f"lns-study: {name}: {state.damage}", file=sys.stderr)
     return folder, state

@@ -456,7 +456,7 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     else:
         print(f"MLflow:  {how_to_open(outcome.tracking, storage, outcome.page)}")
     if outcome.tracking_error:
-        to = naming(outcome.tracking)
+        to = naming(outcome.tracking, storage)
         if not to and outcome.tracking != study.tracking:
             to = ["--tracking-uri", outcome.tracking]
         again = lns_study("sync", study.slug, *to, storage=storage)

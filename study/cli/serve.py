@@ -9,7 +9,7 @@ from study.cli.manage import add_storage
 from study.cli.run import say_plainly
 from study.errors import UserError, refusals
 from study.ledger.storage import check_writable
-from study.tracking_uri import reveal
+from study.tracking_uri import WHOLE, reveal, without_password
 from trainers.object_store import local_folder
 
 
@@ -54,10 +54,14 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.serve.ui import check_servable, listen, serve
-    from study.tracking.address import pages_of
+    from study.tracking.address import check_owner, pages_of
 
     with refusals():
+        if options.tracking_uri:
+            refuse_password(options.tracking_uri)
         uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
+        if not options.tracking_uri:
+            check_owner(uri)
     storage = local_folder(options.storage)
     if options.team:
         return _ui_of_team(options, uri, storage)
@@ -73,6 +77,21 @@ def _ui(options: argparse.Namespace) -> int:
         listen(options.port).close()
     pages = pages_of(storage, uri)
     return serve(uri, storage / "artifacts", options.port, say_plainly, pages)
+
+
+def refuse_password(uri: str) -> None:
+    """Refuse a database's address with its password: the command line stays while the server runs.
+
+    Raises:
+        ValueError: it has one.
+    """
+    shown = without_password(uri)
+    if shown != uri:
+        raise ValueError(
+            f"--backend-store-uri {shown}: holds a password, and every user of the machine can read"
+            " command lines; give the address as it is shown here, with ***, and the password in"
+            f" PGPASSWORD or ~/.pgpass, or the whole address in {WHOLE}"
+        )
 
 
 def _ui_of_team(options: argparse.Namespace, uri: str, storage: Path) -> int:

@@ -12,6 +12,7 @@ from study.cli.manage import Commands, add_command, print_table
 from study.errors import UserError, refusals
 from study.program import lns_study
 from study.tracking.sqlite import where_damaged
+from trainers.files import check_own_folder, write_whole
 
 if TYPE_CHECKING:
     from study.config import StudyConfig
@@ -81,10 +82,15 @@ def _compare(options: argparse.Namespace) -> int:
     print_table(["row", "pairs", *found.names, "difference"], lines(found))
     print(f"\n{verdict(found)}")
     path = Path(options.output or folder / "report" / f"compared-with-{second.config.slug}.png")
-    try:
+    with refusals():
         if not options.output:
+            check_own_folder(path.parent)
+    try:
+        if options.output:
+            path.write_bytes(draw(found))
+        else:
             path.parent.mkdir(exist_ok=True)
-        path.write_bytes(draw(found))
+            write_whole(path, draw(found))
     except OSError as error:
         raise UserError(
             f"--output {path}: cannot be written ({error.strerror}); choose another file"
@@ -136,11 +142,13 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
 
 def _sync(options: argparse.Namespace) -> int:
     from study.api import sync_study
+    from study.report.write import rewrite_report
     from study.tracking.address import how_to_open, naming, page
 
     folder, study = _study(options)
-    report = folder / "report"
-    error, where = sync_study(folder, study, report if report.exists() else None)
+    with refusals():
+        report = rewrite_report(folder)
+    error, where = sync_study(folder, study, report)
     if error:
         more = where_damaged(study.tracking)
         print(f"lns-study: MLflow lacks part of {study.name}: {error}{more}", file=sys.stderr)
@@ -149,13 +157,13 @@ def _sync(options: argparse.Namespace) -> int:
     if audits is None:
         return 1
     if not audits[1].equal:
-        again = lns_study("reconcile", study.slug, *naming(study.tracking), storage=study.storage)
+        named = naming(study.tracking, study.storage)
+        again = lns_study("reconcile", study.slug, *named, storage=study.storage)
         print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
         return 1
-    print(
-        f"{study.name}: MLflow has everything:"
-        f" {how_to_open(study.tracking, study.storage, page(where['experiment'], where['view']))}"
-    )
+    address = page(where["experiment"], where["view"]) if where else ""
+    opens = how_to_open(study.tracking, study.storage, address)
+    print(f"{study.name}: MLflow has everything: {opens}")
     return 0
 
 
@@ -178,11 +186,13 @@ def _audit(folder: Path, study: StudyConfig, **changes: bool) -> tuple[Audit, Au
 
     Prints the reason and returns None if the store fails.
     """
+    from study.report.write import rewrite_report
     from study.tracking.reconcile import reconcile
     from study.tracking.writer import reason
 
+    artifacts = folder.parent / "artifacts"
     try:
-        return reconcile(folder, study.tracking, folder.parent / "artifacts", **changes)
+        return reconcile(folder, study.tracking, artifacts, report=rewrite_report, **changes)
     except ValueError as error:
         raise UserError(str(error)) from None
     except Exception as error:  # whatever the store raises

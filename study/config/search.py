@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,10 @@ SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
 OBJECTIVES = {"validation/error": "min"}
 """Default of the objectives, for which a study of another metric takes that one."""
+MOST_VALUES = 100_000
+"""Most seeds, or rows, of a study."""
+MOST_SAMPLES = 1_000_000
+"""Most configurations of a row."""
 FEW = 250
 """Most configurations for which ``auto`` takes a Gaussian process.
 
@@ -29,12 +34,15 @@ BOUND = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
-    """Refuse a list with a value twice.
+    """Refuse a list with a value twice, or of more than :data:`MOST_VALUES`.
 
     Raises:
         ValueError: it has; the message ends in ``remedy``.
     """
-    repeated = sorted({str(value) for value in values if values.count(value) > 1})
+    if len(values) > MOST_VALUES:
+        raise ValueError(f"{name}: {len(values):,}; must be at most {MOST_VALUES:,}; {remedy}")
+    counts = Counter(map(str, values))
+    repeated = sorted(text for text, count in counts.items() if count > 1)
     if repeated:
         raise ValueError(f"{name}: {', '.join(repeated)} appears more than once; {remedy}")
 
@@ -106,6 +114,12 @@ class SearchConfig:
         one_of("search.algorithm", self.algorithm, ALGORITHMS)
         one_of("search.scheduler", self.scheduler, SCHEDULERS)
         at_least("search.num_samples", self.num_samples, 1, "use for example 16")
+        require(
+            f"search.num_samples={self.num_samples}",
+            self.num_samples <= MOST_SAMPLES,
+            f"must be at most {MOST_SAMPLES:,}",
+            "use for example 16",
+        )
         at_least("search.seed", self.seed, 0, "use for example 0")
         at_least("search.grace_period", self.grace_period, 1, "use for example 1")
         at_least("search.reduction_factor", self.reduction_factor, 2, "use for example 3")

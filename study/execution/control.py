@@ -35,7 +35,7 @@ from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
 from study.results.objectives import gpu_seconds, joules
-from trainers.files import write_whole
+from trainers.files import MOST_JSON, read_own, read_own_json, write_whole
 from trainers.object_store import is_url, open_store, place_of
 
 FILE = "control.json"
@@ -219,7 +219,7 @@ class Control:
         self._fetched = time.monotonic()
         with suppress(OSError):
             content = self._store.get(FILE)
-            if not self._path.exists() or self._path.read_bytes() != content:
+            if not self._path.exists() or read_own(self._path, MOST_JSON) != content:
                 write_whole(self._path, content)
 
     def _read(self) -> None:
@@ -228,7 +228,7 @@ class Control:
             stamp = self._path.stat().st_mtime_ns
             if stamp == self._stamp:
                 return
-            values = json.loads(self._path.read_text())
+            values = read_own_json(self._path)
             wish = Wish[str(values.get("wish", "run")).upper()]
             limits = values.get("limits")
             wanted = self._limits if limits is None else LimitsConfig(**limits)
@@ -279,7 +279,7 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
 
     def before() -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(store.get(FILE) if store else path.read_text())
+            found: dict[str, Any] = json.loads(store.get(FILE)) if store else read_own_json(path)
         except (FileNotFoundError, ValueError):
             return {}
         return found

@@ -30,6 +30,14 @@ MARK = b', "check": "'
 SEAL = len(MARK) + 8 + len(b'"}')
 """Number of bytes of a line from :data:`MARK` to its end."""
 
+MOST_BYTES, LATEST, DEEPEST = 2**26, 1e11, 100
+"""Bounds of an event: bytes of its line, its time in seconds since 1970, and its nesting."""
+HINTED = 2**16
+"""Bytes of a damaged line that are searched for what it was."""
+MOST_LOST = 10_000
+"""Most missing lines that are named each."""
+_LONG = re.compile(rb"\d{19}")
+
 Event: TypeAlias = dict[str, Any]
 
 
@@ -151,10 +159,11 @@ class Lines:
         self._lose(range(expected, number), self._line)
 
     def _lose(self, numbers: range, line: int) -> None:
-        for number in numbers:
-            entry = Damage(
-                line=line, number=number, text=f"number {number} is missing here", hints={}
-            )
+        for number in numbers[:MOST_LOST]:
+            text = f"number {number} is missing here"
+            if number == numbers[MOST_LOST - 1 : MOST_LOST].start and len(numbers) > MOST_LOST:
+                text = f"numbers {number} to {numbers[-1]} are missing here"
+            entry = Damage(line=line, number=number, text=text, hints={})
             self.damage.append(entry)
             self._missing[number] = entry
 
@@ -192,20 +201,59 @@ def unseal(line: bytes) -> tuple[int | None, Event | None]:
     sealed = end.startswith(MARK)
     if sealed and end != MARK + b'%08x"}' % zlib.crc32(body):
         return None, None
+    if len(line) > MOST_BYTES:
+        return None, None
     try:
         event = json.loads(body + b"}" if sealed else line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, None
-    if not isinstance(event, dict) or "event" not in event or "time" not in event:
+    if not _is_event(event, line):
         return None, None
     if sealed:
-        return int(event.pop("n")), event
+        number = event.pop("n", None)
+        return (number, event) if isinstance(number, int) else (None, None)
     return (None, None) if event["event"] == HEADER or "n" in event else (None, event)
+
+
+def _is_event(event: Any, line: bytes) -> bool:
+    """Tell whether the values of a line have the form of an event, in bounds that every study keeps
+    and that no figure or date of ours overflows."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return False
+    if not (isinstance(event.get("time"), int | float) and 0 <= event["time"] < LATEST):
+        return False
+    forms = {"trial": str, "epoch": int, "metrics": dict}
+    if not all(isinstance(event[key], kind) for key, kind in forms.items() if key in event):
+        return False
+    figures = event.get("metrics", {}).values()
+    if not all(value is None or isinstance(value, int | float) for value in figures):
+        return False
+    # what follows looks at every value, which only an odd line needs
+    odd = _LONG.search(line) or line.count(b"[") + line.count(b"{") > DEEPEST
+    return not odd or _is_bounded(event)
+
+
+def _is_bounded(values: Any) -> bool:
+    """Tell whether nested values are no deeper than :data:`DEEPEST`, and integers below 2^63."""
+    level = [values]
+    for _ in range(DEEPEST):
+        inner = [
+            value
+            for each in level
+            for value in (each.values() if isinstance(each, dict) else each)
+            if isinstance(value, dict | list | int)
+        ]
+        if any(isinstance(value, int) and abs(value) >= 2**63 for value in inner):
+            return False
+        level = [value for value in inner if not isinstance(value, int)]
+        if not level:
+            return True
+    return False
 
 
 def hints(line: bytes) -> dict[str, str]:
     """Return the readable parts of a damaged line: ``event``, ``trial`` and ``epoch``, if there."""
-    text = line.decode(errors="replace")
+    text = line[:HINTED].decode(errors="replace")
     patterns = {
         "event": r'"event": "(\w+)"',
         "trial": r'"(?:trial": |planned": \{"id": )"(\w+)"',

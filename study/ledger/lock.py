@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import tempfile
@@ -16,9 +15,14 @@ from typing import IO, Any
 
 from study.errors import UserError
 from study.ledger import storage
+from trainers.files import check_own_folder, open_own, open_own_text, read_own_json
 
 LOCK = storage.LOCK
+OWN_FOLDERS = ("checkpoints", "profiles", "report", "tensorboard", "train")
+"""Folders of a study's folder in which a run writes; a link in their place is refused."""
 LOCK_ATTEMPTS = 6
+MOST_LINES = 10**9
+"""Most lines that a ledger is taken to have had."""
 BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 """Errors of a lock that mean that another process has it."""
 
@@ -28,7 +32,7 @@ def is_locked(folder: Path) -> bool:
 
     The process may be on another machine if the storage's locks reach that far.
     """
-    with suppress(OSError), (folder / LOCK).open(encoding="utf-8") as lock:
+    with suppress(OSError), open(open_own(folder / LOCK, os.O_RDONLY), "rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -41,10 +45,14 @@ def take_lock(folder: Path) -> IO[str]:
     """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
 
     Raises:
-        ValueError: another process has the lock, or the storage has no locks.
+        ValueError: another process has the lock, the storage has no locks, or a folder of the
+            study's is a link.
+        OSError: the lock's file is a link, or cannot be opened.
     """
+    for name in OWN_FOLDERS:
+        check_own_folder(folder / name)
     for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
-        lock = (folder / LOCK).open("a+", encoding="utf-8")
+        lock = open_own_text(folder / LOCK)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -76,7 +84,7 @@ def this_process() -> dict[str, Any]:
 def _read_lock(path: Path) -> dict[str, Any]:
     """Return the note in the lock file; version 1 wrote the process id alone."""
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = read_own_json(path)
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {"pid": note}
@@ -91,7 +99,8 @@ def _describe_owner(path: Path) -> str:
 
 def closed_at(path: Path) -> int:
     """Return how many lines the last writer left if it closed in order; 0 if that is unknown."""
-    return int(_read_lock(path).get("lines", 0))
+    lines = _read_lock(path).get("lines", 0)
+    return lines if isinstance(lines, int) and lines <= MOST_LINES else 0
 
 
 def last_copy(path: Path, descriptor: int) -> str:

@@ -66,6 +66,7 @@ from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable,
 from study.ledger.lock import LOCK, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
+from trainers.files import open_own, read_own
 from trainers.object_store import is_url, place_of
 
 FILE = storage.FILE
@@ -106,7 +107,7 @@ def open_ledger(folder: Path) -> Contents:
     storage.refresh(folder)
     closed = closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
     try:
-        content = (folder / FILE).read_bytes()
+        content = read_own(folder / FILE, storage.MOST_BYTES)
     except FileNotFoundError:
         content = b""
     except OSError as error:
@@ -164,13 +165,13 @@ class Follower:
         place is not read.
         """
         try:
-            with (self._folder / FILE).open("rb") as file:
+            with open(open_own(self._folder / FILE, os.O_RDONLY), "rb") as file:
                 found = os.fstat(file.fileno())
                 self._file = self._file or found
                 if not os.path.samestat(found, self._file):
                     return []
                 file.seek(self._position)
-                content = file.read()
+                content = file.read(storage.MOST_BYTES)
         except FileNotFoundError:
             return []
         whole = content.rfind(b"\n") + 1
@@ -375,7 +376,7 @@ class Ledger:
         except ValueError:
             raise stale from None
         storage.write_lock(self._lock, this_process())
-        content = (self.folder / FILE).read_bytes()
+        content = read_own(self.folder / FILE, storage.MOST_BYTES)
         if not content[:end].endswith(self._last) or len(content) < end:
             raise stale
         self._file = _open_for_append(self.folder / FILE)
@@ -475,8 +476,8 @@ def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
 
 def _open_for_append(path: Path) -> io.FileIO:
     """Open the file for appending, at the start of a line even after a crash, its name on disk."""
-    file = path.open("ab", buffering=0)
-    if file.tell() and not (content := path.read_bytes()).endswith(b"\n"):
+    file = io.FileIO(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+    if file.tell() and not (content := read_own(path, storage.MOST_BYTES)).endswith(b"\n"):
         start = content.rfind(b"\n") + 1
         if unseal(content[start:])[1] is None:
             file.truncate(start)

@@ -15,6 +15,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.config.keys import apply
+from study.config.search import MOST_VALUES
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
 from study.tracking_uri import without_passwords
@@ -253,6 +254,9 @@ class StudyState:
         return {"seconds": origin.took.get(event["epoch"]), "commits": origin.commits, **event}
 
     def _plan(self, event: Event) -> None:
+        seeds = event["study"].get("seeds")
+        if isinstance(seeds, list) and len(seeds) > MOST_VALUES:  # before whatever takes a minute
+            raise ValueError(f"seeds: {len(seeds):,}; must be at most {MOST_VALUES:,}")
         # earlier versions let two rows plan the same trial
         trials = {trial["id"]: trial for trial in event["trials"]}
         self.plan = event | {

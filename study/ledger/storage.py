@@ -44,10 +44,12 @@ from typing import IO, Any, TypeVar
 import psutil
 
 from study.ledger.lines import Event, Lines
-from trainers.files import write_whole
+from trainers.files import check_own_folder, open_own_text, read_own, write_whole
 from trainers.object_store import Store, access, is_url, local_folder, open_store, place_of
 
 FILE, LOCK = "ledger.jsonl", "ledger.lock"
+MOST_BYTES = 2**30
+"""Largest ledger: some two million epochs."""
 SEGMENTS, PACKS, LOCKS, REPORT = "ledger", "packs", "locks", "report"
 PACKED = 100
 """Least number of objects that are packed."""
@@ -138,7 +140,7 @@ def refresh(folder: Path) -> None:
     if store is None or (not folder.exists() and not answered(store.names, SEGMENTS)):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+", encoding="utf-8") as lock, suppress(BlockingIOError):
+    with open_own_text(folder / LOCK) as lock, suppress(BlockingIOError):
         kept = False
         while not kept:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,6 +199,7 @@ def fetch_report(folder: Path) -> None:
     """
     if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
         return
+    check_own_folder(folder / REPORT)
     for name in answered(store.names, REPORT):
         path, key = folder / REPORT / name, f"{REPORT}/{name}"
         written = path.stat().st_mtime if path.exists() else 0.0
@@ -410,7 +413,7 @@ def _keep(folder: Path, lock: IO[str], found: _Fetched) -> bool:
 
 def _copy(folder: Path) -> bytes:
     path = folder / FILE
-    return path.read_bytes() if path.exists() else b""
+    return read_own(path, MOST_BYTES) if path.exists() else b""
 
 
 @dataclass(frozen=True)
@@ -464,7 +467,7 @@ def _pack(folder: Path, store: Store) -> None:
     loose = [piece for piece in _pieces(store) if piece.name.startswith(SEGMENTS)]
     if len(loose) < PACKED:
         return
-    lines = (folder / FILE).read_bytes().splitlines(keepends=True)
+    lines = _copy(folder).splitlines(keepends=True)
     begin = loose[0].begin
     content = b"".join(lines[begin - 1 :])
     whole = len(content) == sum(piece.size for piece in loose) and not _damaged(lines)

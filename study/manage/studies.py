@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from study.program import lns_study
 from study.results.configurations import groups_of_seeds
 from study.results.objectives import diverged
 from trainers.object_store import local_folder, place_of
+
+WHY = 200
+"""Most characters of a reason for which a study cannot be read."""
 
 
 def find(study: str, storage: str) -> Path:
@@ -91,6 +95,25 @@ def read(folder: Path) -> StudyState:
     return state
 
 
+def read_whole(folder: Path) -> StudyState:
+    """Return what :func:`read` does, if its config can be read as well.
+
+    Raises:
+        ValueError: whatever is wrong with what the ledger holds.
+    """
+    try:
+        state = read(folder)
+        _ = state.config
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # values that no version of ours has written, or a later one
+        raise ValueError(
+            f"{folder / FILE}: holds what this version cannot read ({type(error).__name__}:"
+            f" {str(error)[:WHY]}); use the version that wrote it"
+        ) from None
+    return state
+
+
 def damage_of(folder: Path) -> str:
     """Return what is wrong with the ledger in ``folder``, and what repairs it; "" if nothing is."""
     return _damage(folder, open_ledger(folder))
@@ -159,10 +182,14 @@ def overview(folder: Path) -> dict[str, Any]:
     event.
     """
     try:
-        contents = open_ledger(folder)
-        events, state = contents.events, fold(contents.events)
-    except ValueError:  # another's permissions, or a folder in its place
-        return _unreadable(folder, 0.0)
+        return _entry(folder)
+    except Exception as error:  # whatever a stranger, or a later version, wrote: others are shown
+        return _unreadable(folder, error)
+
+
+def _entry(folder: Path) -> dict[str, Any]:
+    contents = open_ledger(folder)
+    events, state = contents.events, fold(contents.events)
     state.damage = describe_damage(contents.damage)
     if not state.plan:
         return {
@@ -172,10 +199,7 @@ def overview(folder: Path) -> dict[str, Any]:
             "best": "-",
             "time": events[-1]["time"] if events else 0.0,
         }
-    try:
-        metric = state.config.search.first
-    except (TypeError, ValueError):  # a key or value of a later version
-        return _unreadable(folder, events[-1]["time"])
+    metric = state.config.search.first
     values = [
         group.objectives[metric.name]
         for group in groups_of_seeds(state.trials, [metric.name], state.config.search.constraints)
@@ -200,11 +224,16 @@ def overview(folder: Path) -> dict[str, Any]:
     }
 
 
-def _unreadable(folder: Path, time: float) -> dict[str, Any]:
-    """Return the entry of a study that this version cannot read."""
+def _unreadable(folder: Path, error: Exception) -> dict[str, Any]:
+    """Return the entry of a study that this version cannot read: another's permissions, a folder in
+    the place of its ledger, a key or value of a later version."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    time = 0.0
+    with suppress(OSError):
+        time = (folder / FILE).lstat().st_mtime
     return {
         "name": folder.name,
-        "condition": "unreadable",
+        "condition": f"unreadable: {why if len(why) <= WHY else f'{why[:WHY]}...'}",
         "trials": "?",
         "best": "-",
         "time": time,

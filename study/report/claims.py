@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,8 +58,20 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> l
 
 
 def markdown_cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table has it: one line, bars escaped."""
-    return " ".join(text.splitlines()).replace("|", "\\|")
+    """Return a text as a cell of a Markdown table has it: one line, bars escaped, see
+    :func:`markdown_text` too."""
+    return markdown_text(" ".join(text.splitlines())).replace("|", "\\|")
+
+
+_LIVE = re.compile(r"(\\*)(\](?=\s*[(:\[])|<(?=[A-Za-z/!?]))")
+
+
+def markdown_text(text: str) -> str:
+    """Return a text without links, pictures and HTML of Markdown: their brackets are escaped.
+
+    Names and labels may be a stranger's: a picture of theirs would tell them who reads a report.
+    """
+    return _LIVE.sub(lambda found: f"{2 * found[1]}\\{found[2]}", text)
 
 
 def claims_markdown(claims: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,6 @@ study's folder, says where they are.
 from __future__ import annotations
 
 import base64
-import json
 import statistics
 import urllib.parse
 import warnings
@@ -59,6 +58,7 @@ from study.results.statistics import (
 from study.results.summary import Summary
 from study.text import duration
 from study.tracking.address import HOST, PORT, WHERE, is_server, page
+from trainers.files import read_own_json
 
 T = TypeVar("T")
 
@@ -427,10 +427,11 @@ class Links:
 def links(state: StudyState, folder: Path) -> Links:
     """Return the addresses of the runs, from the writer's note in the study's folder."""
     try:
-        place: dict[str, Any] = json.loads((folder / WHERE).read_text())
+        place: dict[str, Any] = read_own_json(folder / WHERE)
         local = not is_server(place["uri"])
         base = f"http://{HOST}:{PORT}/" if local else f"{place['uri'].rstrip('/')}/"
-    except (OSError, ValueError, KeyError):
+        whole = base + page(place["experiment"], place["view"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # anybody may have written
         return Links()
 
     def search(condition: str) -> str:
@@ -441,7 +442,6 @@ def links(state: StudyState, folder: Path) -> Links:
 
     rows = {row: search(f"tags.row = {_quoted(row)}") for row in state.rows()}
     trials = {trial.id: search(f"tags.trial = '{trial.id}'") for trial in state.trials}
-    whole = base + page(place["experiment"], place["view"])
     return Links(study=whole, local=local, rows=rows, trials=trials)
 
 

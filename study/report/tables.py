@@ -20,7 +20,7 @@ from study.config.keys import is_number
 from study.config.space import describe, show
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
-from study.report.claims import claims_markdown, markdown_table
+from study.report.claims import claims_markdown, markdown_table, markdown_text
 from study.results.answer import answer
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking
@@ -50,21 +50,19 @@ def render_markdown(
     names = headings(state, summary)
     rows = [cells(row, summary) for row in summary.rows]
     lines = markdown_table(names, rows)
-    notices = [
-        f"- {remark}" for remark in (*remarks(state, summary), *facts(state).values(), *notes)
-    ]
+    notices = (*remarks(state, summary), *facts(state).values(), *notes)
     return "\n".join(
         [
-            f"# {state.config.name}",
+            f"# {markdown_text(state.config.name)}",
             "",
-            state.config.question,
+            markdown_text(state.config.question),
             "",
-            f"**{answer(state, summary)}**",
+            f"**{markdown_text(answer(state, summary))}**",
             "",
             *lines,
             "",
             *claims_markdown(claims),
-            *notices,
+            *(f"- {markdown_text(notice)}" for notice in notices),
             "",
         ]
     )

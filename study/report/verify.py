@@ -56,6 +56,7 @@ from study.tracking.reconcile import audit
 from study.tracking.runs import own_runs
 from study.tracking.supervisor import check_tracking
 from study.tracking.writer import connect
+from trainers.files import MOST_JSON, read_own
 
 ALPHA = 0.05
 
@@ -186,7 +187,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
         yield state.damage
         return
     source, text = Source(folder), folder / "report" / "report.md"
-    page = text.read_text(encoding="utf-8", errors="replace") if text.is_file() else ""
+    page = read_own(text, MOST_JSON).decode(errors="replace") if text.is_file() else ""
     summary = summarise(state)
     wanted = record(state, summary, judge(state, folder))
     if not has_form_of(figures, wanted):

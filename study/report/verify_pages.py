@@ -31,6 +31,7 @@ from study.report.pictures import Links, Parts, parts
 from study.report.write import PICTURES, render_files
 from study.results.idle_time import sentences
 from study.results.summary import Summary
+from trainers.files import MOST_JSON, read_own
 
 LINKED = ">All runs in MLflow"
 """Text of the link of a page whose study has runs in MLflow."""
@@ -61,7 +62,9 @@ def verify_pages(
         folder: folder of the report.
     """
     names = ("report.md", "report.html", "configurations.csv", *PICTURES)
-    found = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    found = {
+        name: read_own(folder / name, MOST_JSON) for name in names if (folder / name).is_file()
+    }
     text, page = (_text(found.get(name, b"")) for name in names[:2])
     made = _parts_of(text, page, parts(state, summary, sentences(state)))
     wanted = render_files(state, summary, made, _links_of(page, state), claims)

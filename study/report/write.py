@@ -19,13 +19,15 @@ from typing import Any
 from study.claims.record import record, write_record
 from study.claims.verdicts import judge
 from study.ledger.state import StudyState
+from study.ledger.storage import REPORT
+from study.manage.studies import read
 from study.report.html import render_html
 from study.report.pictures import TITLES, Links, Parts, links, parts
 from study.report.tables import render_csv, render_markdown
 from study.results.idle_time import sentences
 from study.results.summary import Summary, summarise
 from study.text import printable
-from trainers.files import write_whole
+from trainers.files import check_own_folder, write_whole
 
 PICTURES = tuple(f"{name}.png" for name in TITLES)
 """Names of the files of all pictures that a report may have."""
@@ -38,7 +40,11 @@ def write_report(state: StudyState, folder: Path, study: Path | None = None) -> 
         state: the study's state.
         folder: folder of the report.
         study: folder of the study, for the checks of its claims; None if the report lies in it.
+
+    Raises:
+        ValueError: the folder of the report is a link.
     """
+    check_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
     figures = record(state, summary, judge(state, study or folder.parent))
@@ -50,6 +56,19 @@ def write_report(state: StudyState, folder: Path, study: Path | None = None) -> 
         write_whole(folder / file, content)
     write_record(figures, folder)
     return folder
+
+
+def rewrite_report(folder: Path) -> Path | None:
+    """Write the report of the study in ``folder`` again if it has one, and return its folder.
+
+    What lies there may be a stranger's, and is not sent to MLflow.
+    """
+    report = folder / REPORT
+    if not report.exists():
+        return None
+    state = read(folder)
+    state.outcome = state.outcome or "interrupted"
+    return write_report(state, report)
 
 
 def render_files(

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import html
 import secrets
-import shutil
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from study.serve.guard import Guard, link, with_port
 from study.serve.ui import listen
 from study.text import printable
 from study.tracking.address import HOST, WHERE
+from trainers.files import MOST_JSON, read_own
 
 RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
 
@@ -61,8 +61,9 @@ class Page:
     def _render(self, state: StudyState) -> str:
         shown = dataclasses.replace(state, outcome=state.outcome or condition(self._folder, state))
         with tempfile.TemporaryDirectory() as scratch:
-            if (self._folder / WHERE).exists():
-                shutil.copy(self._folder / WHERE, scratch)  # the links to MLflow are made from it
+            with contextlib.suppress(OSError):  # the links to MLflow are made from it
+                note = read_own(self._folder / WHERE, MOST_JSON)
+                (Path(scratch) / WHERE).write_bytes(note)
             written = write_report(shown, Path(scratch) / "report", self._folder)
             return (written / "report.html").read_text(encoding="utf-8")
 

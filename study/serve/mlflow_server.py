@@ -24,7 +24,8 @@ import socket
 import sys
 from typing import Any
 
-from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES
+from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES, is_login
+from study.serve.confined import confine
 from study.serve.guard import Guard
 from study.serve.routes import is_allowed
 from study.serve.team_guard import refuse_places
@@ -35,9 +36,10 @@ TOKEN = "LNS_STUDY_UI_TOKEN"
 STORE = "MLFLOW_BACKEND_STORE_URI"
 """Environment variable with the database's address."""
 HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
-FRIENDS = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
 LOGINS = "MLFLOW_AUTH_CONFIG_PATH"
 """Environment variable with the file of MLflow's settings of logins; a team's server has it."""
+DESTINATION = MLFLOW_SERVER_VARIABLES["ARTIFACTS_DESTINATION_ENV_VAR"]
+"""Environment variable with the folder or address in which the server keeps artifacts."""
 ROOT = "mlflow-artifacts:/"
 """Artifact root of new experiments: the server serves their artifacts."""
 
@@ -45,7 +47,7 @@ ROOT = "mlflow-artifacts:/"
 def application() -> Guard:
     """Return MLflow's application behind the guard, as the environment says.
 
-    It refuses artifacts at places that clients name.
+    It refuses artifacts at places that clients name, and at those that a database names.
 
     Raises:
         ImportError, AttributeError: this version of MLflow has other parts.
@@ -53,6 +55,7 @@ def application() -> Guard:
     from mlflow.server import app as pages
     from mlflow.server import handlers
 
+    confine(os.environ[STORE], os.environ[DESTINATION])
     served: Any
     if LOGINS in os.environ:
         from mlflow.server.auth import create_app
@@ -67,8 +70,8 @@ def application() -> Guard:
         served,
         is_allowed,
         os.environ[HOSTS].split(","),
-        friends=[url.partition("://")[2] for url in os.environ[FRIENDS].split(",") if url],
         token=os.environ.pop(TOKEN, ""),
+        is_login=is_login if LOGINS in os.environ else None,
         command="lns-study ui",
     )
 
@@ -98,7 +101,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="a socket that listens")
     parser.add_argument("--artifacts", required=True)
     parser.add_argument("--allowed-hosts", required=True)
-    parser.add_argument("--allowed-origins", default="")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument(
         "--open",
@@ -117,11 +119,7 @@ def main() -> None:
     """Run the process; see the head of this file."""
     options = _options()
     uri = os.environ[STORE]
-    os.environ |= {
-        HOSTS: options.allowed_hosts,
-        FRIENDS: options.allowed_origins,
-        MLFLOW_SERVED_BY: "uvicorn",
-    }
+    os.environ |= {HOSTS: options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
     os.environ |= dict(
         zip(
             MLFLOW_SERVER_VARIABLES.values(),

@@ -163,20 +163,15 @@ def command(
         artifacts: folder or address for artifacts of new experiments.
         listening: socket to listen on.
         workers: number of processes that answer requests; several need uvloop and httptools.
-        names: hosts, beside 127.0.0.1 and localhost, by which the server may be called; their pages
-            may change things too.
+        names: hosts, beside 127.0.0.1 and localhost, by which the server may be called.
     """
     port = listening.getsockname()[1]
-    friends = [
-        f"{scheme}://{name}" for name in with_port(names, port) for scheme in ("http", "https")
-    ]
     return [
         *module_command("study.serve.mlflow_server"),
         f"--fd={listening.fileno()}",
         f"--artifacts={artifacts}",
         f"--workers={workers}",
         f"--allowed-hosts={','.join(with_port((HOST, 'localhost', *names), port))}",
-        f"--allowed-origins={','.join(friends)}",
     ]
 
 

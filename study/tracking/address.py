@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import urllib.parse
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +10,8 @@ from pathlib import Path
 from study.config import StudyConfig, default_tracking_uri
 from study.program import lns_study
 from study.tracking_uri import WHOLE, is_named, without_login, without_password
+from trainers.files import read_own_json
+from trainers.object_store import local_folder
 
 OFF = "none"
 """Tracking URI with which nothing is sent to MLflow."""
@@ -41,8 +43,8 @@ def pages_of(folder: Path, uri: str) -> dict[str, str]:
     pages = {}
     notes = list(folder.glob(f"*/{WHERE}"))
     for note in sorted(notes, key=lambda note: note.stat().st_mtime, reverse=True):
-        with suppress(OSError, ValueError, KeyError):
-            place = json.loads(note.read_text())
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            place = read_own_json(note)
             if place["uri"] == without_login(uri):
                 pages[note.parent.name] = page(place["experiment"], place["view"])
     return pages
@@ -73,26 +75,65 @@ def store_of(study: StudyConfig, given: str | None) -> str:
     study's own.
 
     A ledger may be a stranger's, and a client sends its user's login, or files that the address
-    makes it read, to whatever it connects to. So an address other than a local file's must be named
-    by the command, by ``MLFLOW_TRACKING_URI``, or by a study that this process has run.
+    makes it read, to whatever it connects to, and writes a database. So an address other than a
+    database in the storage must be named by the command, by ``MLFLOW_TRACKING_URI``, or by a study
+    that this process has run; so must a database of another user of the machine, whose files say
+    where artifacts lie.
 
     Raises:
-        ValueError: only the ledger names it.
+        ValueError: only the ledger names it, or another user of the machine owns it.
     """
     uri = study.tracking
-    if given or uri == OFF or uri.startswith(FILE) or is_named(uri):
+    if given or uri == OFF or is_named(uri):
         return given or uri
+    if is_within(uri, study.storage):
+        check_owner(uri)
+        return uri
     raise ValueError(
-        f"tracking_uri={uri!r}: only the study's ledger names this address, and logins are sent to"
-        f" none that its reader has not named; give `--tracking-uri {without_password(uri)}`, or"
+        f"tracking_uri={uri!r}: only the study's ledger names this address, and"
+        f" {'nothing is written there' if uri.startswith(FILE) else 'logins are sent to none'}"
+        f" that its reader has not named; give `--tracking-uri {without_password(uri)}`, or"
         f" set {WHOLE} in the environment; `--tracking-uri {OFF}` connects to none"
     )
 
 
-def naming(uri: str) -> list[str]:
-    """Return the option with which a command names a store, see :func:`store_of`; none for a local
-    file."""
-    return [] if uri == OFF or uri.startswith(FILE) else ["--tracking-uri", without_password(uri)]
+def is_within(uri: str, storage: str) -> bool:
+    """Tell whether an address is that of a sqlite file in a storage, with no link out of it."""
+    path = uri.removeprefix(FILE)
+    if not uri.startswith(FILE) or "?" in path or path.startswith("file:"):
+        return False
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(local_folder(storage)))
+
+
+def check_owner(uri: str) -> None:
+    """Refuse a sqlite file that is, or lies in a folder that is, another user's of the machine.
+
+    Raises:
+        ValueError: it is; root's are not refused.
+    """
+    path = Path(uri.removeprefix(FILE))
+    for place in (path, path.parent):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            owner = owner_of(place)
+            if owner not in (os.geteuid(), 0):
+                raise ValueError(
+                    f"tracking_uri={uri!r}: {place} belongs to another user of the machine"
+                    f" (uid {owner}), who says in it where files are written and read; if you"
+                    f" trust them, give `--tracking-uri {uri}`, else `--tracking-uri {OFF}`"
+                )
+
+
+def owner_of(path: Path) -> int:
+    """Return the number of the user who owns a file."""
+    return path.stat().st_uid
+
+
+def naming(uri: str, storage: str) -> list[str]:
+    """Return the option with which a command names a store, see :func:`store_of`; none for a
+    database in the storage."""
+    return (
+        [] if uri == OFF or is_within(uri, storage) else ["--tracking-uri", without_password(uri)]
+    )
 
 
 def is_server(uri: str) -> bool:

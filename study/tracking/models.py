@@ -10,6 +10,7 @@ more than :data:`MOST_BYTES` stays where it is; the ledger names the run's check
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,23 +20,35 @@ from study.config import Metric
 from study.ledger.state import FINISHED, StudyState, TrialState
 from study.results.objectives import diverged, last_value
 from study.results.summary import summarise
+from study.tracking.artifacts import Artifacts
 from study.tracking.names import sanitise
-from trainers.checkpoint.manifest import read_state
+from trainers.checkpoint.manifest import STATE, file_digests, read_state
 from trainers.checkpoint.remote import fetched
-from trainers.files import has_links
+from trainers.files import has_links, regular_files
+from trainers.object_store import is_url, place_of
 
 MOST_BYTES = 200 * 2**20
 MODEL_TYPE = "lns-study checkpoint (safetensors)"
 
 
-def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, str]) -> None:
+def log_models(
+    client: Any,
+    artifacts: Artifacts,
+    experiment: str,
+    state: StudyState,
+    runs: dict[str, str],
+    storage: Path,
+) -> None:
     """Log each row's best model unless the store has it.
 
     Args:
         client: an ``MlflowClient``.
+        artifacts: the store's artifacts.
         experiment: id of the study's experiment.
         state: state of the study.
         runs: run ids by trial id.
+        storage: folder that holds the study's; checkpoints elsewhere, which a stranger's ledger may
+            name, stay where they are.
     """
     summary = summarise(state)
     best = {
@@ -47,15 +60,16 @@ def log_models(client: Any, experiment: str, state: StudyState, runs: dict[str, 
     folders = {
         run: folder
         for run, trial in wanted.items()
-        if trial.checkpoints_left() and (folder := _checkpoint(trial.checkpoints_left()[0]))
+        if (left := trial.checkpoints_left()) and (folder := _checkpoint(left[0], storage))
     }
     have = _sources(client, experiment) if folders else {}
     for run in folders.keys() & have.keys():
         if have[run].tags.get("row") != wanted[run].row:  # its row has another label since
             client.set_logged_model_tags(have[run].model_id, {"row": wanted[run].row})
     for run, folder in folders.items():
-        if run not in have and sum(file.stat().st_size for file in folder.iterdir()) <= MOST_BYTES:
-            _log_model(client, experiment, run, wanted[run], folder)
+        files = _files(folder)
+        if run not in have and sum(file.stat().st_size for file in files) <= MOST_BYTES:
+            _log_model(client, artifacts, experiment, run, wanted[run], folder)
 
 
 def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
@@ -70,13 +84,26 @@ def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
     return min(done, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
-def _checkpoint(place: str) -> Path | None:
-    """Return the folder of a checkpoint; None if what the ledger names is none, or holds links."""
+def _checkpoint(place: str, storage: Path) -> Path | None:
+    """Return the folder of a checkpoint; None if what the ledger names is none, holds links, or
+    lies outside the storage."""
+    if is_url(place):
+        inside = place.startswith(f"{place_of(storage).rstrip('/')}/")
+    else:
+        inside = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(storage))
+    if not inside or ".." in place.split("/"):
+        return None
     folder = fetched(place)
     with suppress(ValueError):
         read_state(folder)
         return None if has_links(folder) else folder
     return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint that its manifest names, and the manifest."""
+    names = {STATE, *file_digests(read_state(folder))}
+    return [file for file in regular_files(folder) if file.name in names]
 
 
 def _sources(client: Any, experiment: str) -> dict[str, Any]:
@@ -91,7 +118,9 @@ def _sources(client: Any, experiment: str) -> dict[str, Any]:
             return found
 
 
-def _log_model(client: Any, experiment: str, run: str, trial: TrialState, folder: Path) -> None:
+def _log_model(
+    client: Any, artifacts: Artifacts, experiment: str, run: str, trial: TrialState, folder: Path
+) -> None:
     name = "".join(
         character if character.isalnum() or character in "-_ " else "-"
         for character in f"{trial.row} seed {trial.seed}"
@@ -111,5 +140,5 @@ def _log_model(client: Any, experiment: str, run: str, trial: TrialState, folder
         params=params,
         model_type=MODEL_TYPE,
     )
-    client.log_model_artifacts(model.model_id, str(folder))
+    artifacts.put(model.artifact_location, f"model {model.model_id}", _files(folder))
     client.finalize_logged_model(model.model_id, "READY")

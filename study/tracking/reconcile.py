@@ -27,7 +27,7 @@ import http
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from study._compat import tracking_store
 from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
-from study.tracking.address import is_server
+from study.tracking.artifacts import Artifacts
 from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
     BITS,
@@ -114,16 +114,24 @@ class Audit:
 
 
 def reconcile(
-    folder: Path, uri: str, artifacts: Path, *, repair: bool = True, delete: bool = True
+    folder: Path,
+    uri: str,
+    artifacts: Path,
+    *,
+    repair: bool = True,
+    delete: bool = True,
+    report: Callable[[Path], Path | None] = lambda folder: None,
 ) -> tuple[Audit, Audit]:
     """Compare a store with the ledger in ``folder``, repair it, compare again.
 
     Args:
         folder: folder of the study.
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts if the store is a database.
+        artifacts: the storage's folder for artifacts.
         repair: whether anything may be changed.
         delete: whether what is too much may be deleted; if not, what is missing is still sent.
+        report: writes the report of the study in a folder, to be sent, and returns its folder; None
+            for none. It is called if something is sent.
 
     Returns:
         The audits before and after; the same one twice if nothing had to, or might, be changed.
@@ -147,7 +155,7 @@ def reconcile(
         before = audit(client, state)
         if before.equal or not repair or not (delete or before.missing):
             return before, before
-        _repair(client, state, before, None if is_server(uri) else artifacts, folder, delete)
+        _repair(client, state, before, Artifacts(uri, artifacts), folder, delete, report)
         return before, audit(client, state)
 
 
@@ -346,9 +354,10 @@ def _repair(
     client: Any,
     state: StudyState,
     before: Audit,
-    artifacts: Path | None,
+    artifacts: Artifacts,
     folder: Path,
     delete: bool,
+    report: Callable[[Path], Path | None],
 ) -> None:
     for run in before.strangers if delete else []:
         client.delete_run(run)
@@ -362,5 +371,4 @@ def _repair(
     for trial in state.known.values():
         runs.settle(trial)
     runs.describe(view_key(state.plan))
-    report = folder / "report"
-    runs.finish(state, report if report.exists() else None)
+    runs.finish(state, report(folder))

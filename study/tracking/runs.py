@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from study._compat import latest_metrics
-from study.claims.record import read_record
+from study.claims.record import FILE, read_record
 from study.ledger.lines import Event
 from study.ledger.state import ENDED, StudyState, TrialState, name_of
+from study.tracking.artifacts import Artifacts
 from study.tracking.models import log_models
 from study.tracking.names import NONFINITE, SETTING
 from study.tracking.payload import (
@@ -59,11 +60,16 @@ from study.tracking.payload import (
     trial_tags,
 )
 from study.tracking.view import view_tag
-from trainers.files import has_links
+from trainers.files import regular_files
 
 BATCH = 1000
 MOST_TAGS = 100
 NAME_TAG = "mlflow.runName"
+SENT = ("report.html", "report.md", FILE, "configurations.csv")
+"""Files of a report that are sent, beside pictures (:data:`PICTURE`)."""
+PICTURE = re.compile(r"[a-z][a-z_]*\.png")
+TRACE = re.compile(r"rank-?\d+\.(json|json\.gz|txt)")
+"""Files of a profile that are sent."""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +89,7 @@ class _Known:
         row, name: label of the trial's row when it was sent, and the run's name.
         sent: epochs sent by this process.
         marked: whether it says which ledger it was sent from; earlier versions did not note that.
+        place: address of its artifacts, which has been checked.
     """
 
     run: str
@@ -98,6 +105,7 @@ class _Known:
     name: str = ""
     sent: set[int] = field(default_factory=set)
     marked: bool = True
+    place: str = ""
 
 
 class Runs:
@@ -106,18 +114,21 @@ class Runs:
     Args:
         client: an ``MlflowClient``.
         state: state of the study, with a plan; kept up to date.
-        artifacts: folder for artifacts of a new experiment; None leaves it to the store.
+        artifacts: the store's artifacts.
         folder: folder of the study, with the profiles of its trials.
+
+    Raises:
+        PlaceError: the store names a place for artifacts that is neither the storage's nor the
+            named server's; nothing was written.
     """
 
-    def __init__(
-        self, client: Any, state: StudyState, artifacts: Path | None, folder: Path
-    ) -> None:
+    def __init__(self, client: Any, state: StudyState, artifacts: Artifacts, folder: Path) -> None:
         self._client, self._state, self._folder = client, state, folder
+        self._artifacts = artifacts
         self.plan = plan = state.plan
         self._name = plan["study"]["name"]
         self._key = str(plan["ledger"])
-        self._experiment = self._ensure_experiment(artifacts)
+        self._experiment = self._ensure_experiment()
         self._known = self._runs_of_ledger()
         self._parent = self._ensure_parent()
         self._attach_to_parent()
@@ -162,7 +173,8 @@ class Runs:
         self._log_inputs(known, trial)
         if trial.status in ENDED:
             for profile in profiles(self._folder, trial):
-                self._client.log_artifacts(known.run, str(profile), PROFILE)
+                files = [file for file in regular_files(profile) if TRACE.fullmatch(file.name)]
+                self._put(known, files, PROFILE)
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
@@ -178,6 +190,7 @@ class Runs:
                 row=known.row,
                 name=known.name,
                 marked=known.marked,
+                place=known.place,
             )
 
     def replace(self, trial: TrialState) -> None:
@@ -203,15 +216,26 @@ class Runs:
 
     def finish(self, state: StudyState, report: Path | None) -> None:
         """Send the report, each row's mean and spread, the verdicts on claims, and the best models;
-        close the parent."""
+        close the parent.
+
+        Args:
+            state: state of the study.
+            report: folder with the report that was just written; None for none. Files of other
+                names, and links, stay there.
+        """
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
         figures = list(self._new_figures(state, time_))
         self._log(self._parent, figures, tags={MARK_TAG: state.latest})
         if report is not None and report.exists():
             self._log(self._parent, [], tags=claim_tags(read_record(report)))
-            if not has_links(report):
-                self._client.log_artifacts(self._parent, str(report), "report")
-        log_models(self._client, self._experiment, state, self.run_ids())
+            files = [
+                file
+                for file in regular_files(report)
+                if file.name in SENT or PICTURE.fullmatch(file.name)
+            ]
+            self._put(self._known[self._key], files, "report")
+        storage = self._folder.parent
+        log_models(self._client, self._artifacts, self._experiment, state, self.run_ids(), storage)
         outcome = {"finished": "FINISHED", "failed": "FAILED"}.get(state.outcome, "KILLED")
         self._end(self._known[self._key], outcome, time_ or None)
 
@@ -223,16 +247,21 @@ class Runs:
         name, value = view_tag(self.plan, view)
         self._client.set_experiment_tag(self._experiment, name, value)
         self._client.set_experiment_tag(self._experiment, KIND_TAG, "custom_model_development")
-        for file, text in documents_of(self.plan).items():
-            self._client.log_text(self._parent, text, file)
+        parent = self._known[self._key]
+        self._artifacts.put_texts(parent.place, f"run {parent.run}", documents_of(self.plan))
 
     # ----------------------------------------------------------------------------------------------
 
-    def _ensure_experiment(self, artifacts: Path | None) -> str:
+    def _put(self, known: _Known, files: Sequence[Path], folder: str) -> None:
+        self._artifacts.put(known.place, f"run {known.run}", files, folder)
+
+    def _ensure_experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._name)
         if found is None:
+            artifacts = self._artifacts.for_experiments
             location = (artifacts / re.sub(r"\W+", "-", self._name)).as_uri() if artifacts else None
             return str(self._client.create_experiment(self._name, artifact_location=location))
+        self._artifacts.check(found.artifact_location, f"experiment {self._name!r}")
         if found.lifecycle_stage == "deleted":
             self._client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
@@ -263,6 +292,8 @@ class Runs:
         Of twins the oldest is kept, the others are deleted.
         """
         found, twins = own_runs(self._client, self._experiment, self._state)
+        for run in found.values():
+            self._artifacts.check(run.info.artifact_uri, f"run {run.info.run_id}")
         for run in twins:
             self._client.delete_run(run.info.run_id)
         return {key: _known(run) for key, run in found.items()}
@@ -289,8 +320,10 @@ class Runs:
             tags={KEY_TAG: key, MARK_TAG: self._state.latest, **tags},
             run_name=name,
         )
+        place = run.info.artifact_uri
+        self._artifacts.check(place, f"run {run.info.run_id}")
         parent, row = tags.get(PARENT_TAG, ""), tags.get("row", "")
-        return _Known(run=run.info.run_id, parent=parent, row=row, name=name)
+        return _Known(run=run.info.run_id, parent=parent, row=row, name=name, place=place)
 
     # ----------------------------------------------------------------------------------------------
 
@@ -454,4 +487,5 @@ def _known(run: Any) -> _Known:
         results={name: run.data.tags[name] for name in RESULT_TAGS if name in run.data.tags},
         parent=run.data.tags.get(PARENT_TAG, ""), row=run.data.tags.get("row", ""),
         name=run.info.run_name or "", marked=MARK_TAG in run.data.tags,
+        place=run.info.artifact_uri,
     )  # fmt: skip

@@ -48,6 +48,7 @@ from study.program import module_command
 from study.results.configurations import best, groups_of_seeds, signed
 from study.tracking.supervisor import MOST_STARTS
 from study.tracking.writer import LINGER_SECONDS, ROUND_SECONDS, tracking_lock
+from trainers.files import MOST_JSON, check_own_folder, open_own_text, read_own, write_whole
 
 LOCK = "sinks.lock"
 TENSORBOARD = "tensorboard"
@@ -155,6 +156,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
+        check_own_folder(folder)
         self._folder = folder
         self._writers: dict[str, Any] = {}
         shutil.rmtree(folder, ignore_errors=True)
@@ -214,9 +216,9 @@ class Alerts:
         self._folder, self._study, self._best = folder, study, math.inf
         path = folder / NOTES
         self.first = not path.exists()
-        text = "" if self.first else path.read_text(encoding="utf-8")
+        text = "" if self.first else read_own(path, MOST_JSON).decode()
         if text and not text.endswith("\n"):  # torn as a machine died
-            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+            write_whole(path, (text := text[: text.rfind("\n") + 1]).encode())
         self._known = {json.loads(line)["key"] for line in text.splitlines()}
         self._lanes: dict[str, ThreadPoolExecutor] = {}
         self._until = math.inf
@@ -279,7 +281,7 @@ class Alerts:
 
     def _carry_out(self, key: str, command: str, environment: Mapping[str, str]) -> None:
         self._note(key)
-        with (self._folder / LOG).open("a", encoding="utf-8") as log:
+        with open_own_text(self._folder / LOG) as log:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
             log.write(f"{when} UTC {key}\n")
             log.flush()
@@ -287,7 +289,7 @@ class Alerts:
             log.write(f"{key}: {_outcome(command, environment, log, seconds)}\n")
 
     def _note(self, key: str) -> None:
-        with self._writing, (self._folder / NOTES).open("a", encoding="utf-8") as notes:
+        with self._writing, open_own_text(self._folder / NOTES) as notes:
             notes.write(json.dumps({"key": key}) + "\n")
             notes.flush()
             os.fsync(notes.fileno())
@@ -380,7 +382,7 @@ class Feed:
             write()
         except Exception as error:
             self._board = None
-            with suppress(OSError), (self._folder / LOG).open("a", encoding="utf-8") as log:
+            with suppress(OSError), open_own_text(self._folder / LOG) as log:
                 log.write(f"no more TensorBoard files in this run: {error}\n")
 
 

@@ -252,8 +252,9 @@ class Tracker:
         )
 
     def _sync_later(self) -> str:
-        words = ["sync", self._folder.name, *naming(self._uri)]
-        return lns_study(*words, storage=place_of(self._folder.parent))
+        storage = place_of(self._folder.parent)
+        words = ["sync", self._folder.name, *naming(self._uri, storage)]
+        return lns_study(*words, storage=storage)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["kind"] == "opened":

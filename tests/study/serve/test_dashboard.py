@@ -41,7 +41,7 @@ def live_page(study: StudyConfig) -> Iterator[Callable[..., tuple[int, str]]]:
             assert not {"Set-Cookie", "Location", "Access-Control-Allow-Origin"} & {
                 name.title() for name in answer.headers
             }
-            assert answer.headers["Referrer-Policy"] == "same-origin"
+            assert answer.headers["Referrer-Policy"] == "no-referrer"
             there.close()
             return answer.status, text
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -219,7 +220,7 @@ def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
     """By the path of everything that it asks for, so no other server gets to see the token."""
     for path in (f"/{SECRET}", f"/{SECRET}/"):
         status, headers, text = visit(guarded, path)
-        assert (status, headers["referrer-policy"]) == (200, "same-origin")
+        assert (status, headers["referrer-policy"]) == (200, "no-referrer")
         assert headers["x-frame-options"] == "SAMEORIGIN"
         assert "set-cookie" not in headers
     assert 'src="static-files/' in text
@@ -351,3 +352,46 @@ def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: P
             ]
         engine.dispose()
     assert settings == {"log": ["wal", 1], "other": ["delete", 2]}
+
+
+def artifacts_of(server: Server, place: str) -> tuple[str, str]:
+    """A run whose database says that its artifacts are elsewhere, and the experiment's id."""
+    client = connect(f"sqlite:///{server.folder}/mlflow.db")
+    run = client.create_run("0").info.run_id
+    with closing(sqlite3.connect(server.folder / "mlflow.db")) as database, database:
+        database.execute("UPDATE runs SET artifact_uri=? WHERE run_uuid=?", (place, run))
+    return run, f"/get-artifact?run_uuid={run}&path="
+
+
+def test_no_file_elsewhere_that_a_database_names_is_served(guarded: Server, tmp_path: Path) -> None:
+    """A file that its user alone may read; nor one that a link among the artifacts leads to."""
+    (tmp_path / "id_rsa").write_text("a secret key")
+    own = guarded.folder / "artifacts" / "own"
+    (own / "report").mkdir(parents=True)
+    (own / "page.txt").write_text("a page")
+    (own / "link.txt").symlink_to(tmp_path / "id_rsa")
+    (own / "linked").symlink_to(tmp_path)
+    token = {"Authorization": f"Bearer {SECRET}"}
+    _, pages = artifacts_of(guarded, own.as_uri())
+    assert visit(guarded, f"{pages}page.txt", **token)[::2] == (200, "a page")
+    asked = [f"{pages}link.txt", f"{pages}linked/id_rsa"]
+    lists = [f"/api/2.0/mlflow/artifacts/list?run_id={artifacts_of(guarded, own.as_uri())[0]}"
+             "&path=linked"]  # fmt: skip
+    for place in (tmp_path.as_uri(), str(tmp_path), f"{own.as_uri()}/../../../.."):
+        run, path = artifacts_of(guarded, place)
+        asked.append(f"{path}id_rsa")
+        lists.append(f"/api/2.0/mlflow/artifacts/list?run_id={run}")
+    for path in (*asked, *lists):
+        status, _, text = visit(guarded, path, **token)
+        assert status >= 400, path
+        assert not {"a secret key", "id_rsa"} & set(text.split()), path
+
+
+def test_no_web_address_that_a_database_names_is_asked(guarded: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        there.settimeout(1.0)
+        _, path = artifacts_of(guarded, f"http://127.0.0.1:{there.getsockname()[1]}/x")
+        status, _, _ = visit(guarded, f"{path}y", Authorization=f"Bearer {SECRET}")
+        assert status >= 400
+        with pytest.raises(TimeoutError):
+            there.accept()

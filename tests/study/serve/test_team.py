@@ -57,8 +57,16 @@ NAME = "mlflow.team.example"
             ("mysql+pymysql://me:***@host/db",),
         ),
         (
+            ["--team", "--backend-store-uri", "postgresql://me@127.0.0.1:1/db"],
+            ("does not answer", "me@", "PGPASSWORD"),
+        ),
+        (
             ["--team", "--backend-store-uri", "postgresql://me:secret@127.0.0.1:1/db"],
-            ("does not answer", "me:***@", "PGPASSWORD"),
+            ("holds a password", "me:***@", "PGPASSWORD", "MLFLOW_TRACKING_URI"),
+        ),
+        (
+            ["--tracking-uri", "postgresql://127.0.0.1:1/db?user=me&password=secret"],
+            ("holds a password", "password=***", "PGPASSWORD"),
         ),
         (
             ["--team", "--workers", "1", "--host", "0.0.0.0"],
@@ -265,9 +273,15 @@ def test_hosts_and_pages_of_strangers_are_refused(team: tuple[str, int]) -> None
         assert ask(address, "POST", SEARCH, ANY, ADA, Host=host)[0] == 200, host
     for host in ("10.0.0.1", "evil.example", f"x.{NAME}"):
         assert ask(address, "POST", SEARCH, ANY, ADA, Host=host)[0] == 403, host
-    for origin in (f"https://{NAME}", f"http://{NAME}:{port}"):
-        assert ask(address, "POST", SEARCH, ANY, ADA, Host=NAME, Origin=origin)[0] == 200, origin
-    for origin in ("https://evil.example", "http://127.0.0.1:1", "http://localhost:1", "null"):
+    by_proxy = {"Host": NAME, "Origin": f"https://{NAME}", "X-Forwarded-Proto": "https"}
+    direct = {"Host": f"{NAME}:{port}", "Origin": f"http://{NAME}:{port}"}
+    for own in (by_proxy, direct):
+        assert ask(address, "POST", SEARCH, ANY, ADA, **own)[0] == 200, own
+        assert (
+            ask(address, "POST", SEARCH, ANY, ADA, **own | {"Origin": f"http://{NAME}"})[0] == 403
+        )
+    strangers = ("https://evil.example", "http://127.0.0.1:1", "http://localhost:1", "null")
+    for origin in strangers:
         for method in ("POST", "GET"):
             assert ask(address, method, SEARCH, ANY, ADA, Origin=origin)[0] == 403, origin
 

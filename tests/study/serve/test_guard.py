@@ -1,0 +1,140 @@
+"""The guard before an application of a few lines: what gets through to it, and with what around."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import pytest
+
+from study.serve.guard import MOST_BYTES, POLICY, Guard, with_port
+
+NAME, PORT = "mlflow.example.org", 5001
+ADA = "Basic " + base64.b64encode(b"ada:secret").decode()
+CALL, UPLOAD = "/api/2.0/mlflow/runs/create", "/api/2.0/mlflow-artifacts/artifacts/1/x/model.bin"
+
+
+class Asked:
+    """One request to a guarded application: its answer, and what the application got of it."""
+
+    def __init__(self, guard: Guard, heard: list[Any]) -> None:
+        self._guard, self.heard, self.read = guard, heard, 0
+
+    def __call__(
+        self, path: str = "/", method: str = "GET", body: list[bytes] | None = None, **fields: str
+    ) -> tuple[int, dict[str, str]]:
+        """Return status and headers; what is read of the body is counted in ``read``."""
+        parts, sent = list(body or [b""]), list[Any]()
+        self.read = 0
+
+        async def receive() -> dict[str, Any]:
+            part = parts.pop(0)
+            self.read += len(part)
+            return {"type": "http.request", "body": part, "more_body": bool(parts)}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        fields = {"host": f"{NAME}:{PORT}", **fields}
+        headers = [(key.replace("_", "-").encode(), text.encode()) for key, text in fields.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        asyncio.run(self._guard(scope, receive, send))
+        answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+        return sent[0]["status"], answered
+
+
+def guarded(**options: Any) -> Asked:
+    heard: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        heard.append((scope, body))
+        headers = [(b"access-control-allow-origin", b"*"), (b"x-other", b"1")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    names = with_port((NAME, "127.0.0.1"), PORT)
+    return Asked(Guard(application, lambda method, path: True, names, **options), heard)
+
+
+@pytest.mark.parametrize(
+    ("origin", "fields"),
+    [
+        (f"http://{NAME}:{PORT}", {}),
+        (f"http://{NAME}", {"host": NAME}),
+        (f"https://{NAME}", {"host": NAME, "x_forwarded_proto": "https"}),
+        (f"https://{NAME}", {"host": NAME, "x_forwarded_proto": "HTTPS"}),
+        (f"http://127.0.0.1:{PORT}", {"host": f"127.0.0.1:{PORT}"}),
+    ],
+)
+def test_a_page_of_the_servers_own_origin_is_answered(origin: str, fields: dict[str, str]) -> None:
+    ask = guarded()
+    status, headers = ask(origin=origin, **fields)
+    assert status == 200
+    assert "access-control-allow-origin" not in headers
+    assert headers["x-other"] == "1"
+    assert b"origin" not in dict(ask.heard[0][0]["headers"])
+
+
+@pytest.mark.parametrize(
+    ("origin", "fields"),
+    [
+        (f"http://{NAME}", {}),
+        (f"https://{NAME}", {}),
+        (f"https://{NAME}:{PORT}", {}),
+        (f"http://{NAME}", {"host": NAME, "x_forwarded_proto": "https"}),
+        (f"https://{NAME}", {"host": NAME}),
+        (f"http://{NAME}:{PORT}", {"host": f"127.0.0.1:{PORT}"}),
+        ("null", {}),
+        ("", {}),
+    ],
+)
+def test_a_page_of_the_same_name_at_another_port_or_scheme_is_refused(
+    origin: str, fields: dict[str, str]
+) -> None:
+    ask = guarded()
+    for method in ("GET", "POST", "OPTIONS"):
+        status, headers = ask(CALL, method, origin=origin, **fields)
+        assert status == 403
+        assert not [name for name in headers if name.startswith("access-control")]
+    assert ask.heard == []
+
+
+def test_nobody_is_told_an_address_with_a_token_and_pages_stay_here() -> None:
+    for options, policy in (({"token": "t"}, "no-referrer"), ({}, "same-origin")):
+        _, headers = guarded(**options)("/t/" if options else "/")
+        assert headers["referrer-policy"] == policy
+        assert headers["content-security-policy"] == POLICY
+
+
+def is_ada(user: str, password: str) -> bool:
+    return (user, password) == ("ada", "secret")
+
+
+@pytest.mark.parametrize("path", [CALL, UPLOAD])
+@pytest.mark.parametrize("login", ["", "Basic !", "Bearer secret", ADA[:-4]])
+@pytest.mark.parametrize("length", [{"content_length": "9"}, {"transfer_encoding": "chunked"}])
+def test_no_body_is_read_before_a_login(path: str, login: str, length: dict[str, str]) -> None:
+    ask = guarded(is_login=is_ada)
+    status, headers = ask(path, "POST", [b"x" * 9], authorization=login, **length)
+    assert (status, headers["www-authenticate"]) == (401, 'Basic realm="mlflow"')
+    assert (ask.read, ask.heard) == (0, [])
+    assert ask(path, "POST", [b"x" * 9], authorization=ADA, **length)[0] == 200
+    assert ask.heard[0][1] == b"x" * 9
+
+
+def test_a_call_has_a_bounded_body_and_an_artifact_is_passed_on_as_it_comes() -> None:
+    ask, part = guarded(is_login=is_ada), b"x" * 2**20
+    parts = [part] * (MOST_BYTES // 2**20 + 1)
+    whole = str(sum(map(len, parts)))
+    assert ask(CALL, "POST", parts, authorization=ADA, content_length=whole)[0] == 413
+    assert ask.read == 0
+    assert ask(CALL, "POST", parts, authorization=ADA, transfer_encoding="chunked")[0] == 413
+    assert ask.read <= MOST_BYTES + len(part)
+    assert ask.heard == []
+    assert ask(UPLOAD, "PUT", parts, authorization=ADA, content_length=whole)[0] == 200
+    assert len(ask.heard[0][1]) == int(whole)

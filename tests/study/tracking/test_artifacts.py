@@ -1,0 +1,230 @@
+"""Where runs of a store that somebody else wrote may have files put: nowhere of the reader's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from study.cli.entry import main
+from study.config import StudyConfig
+from study.tracking import address
+from study.tracking.artifacts import Artifacts, PlaceError
+from study.tracking.models import _checkpoint
+from study.tracking.writer import connect
+from study.tracking_uri import PASSWORD, USER
+from tests.study.conftest import made_up_events, write_ledger
+from tests.study.tracking.conftest import Tiny, break_store, runs_of, send
+from trainers.checkpoint.manifest import STATE, sealed
+
+COMMANDS = [["report"], ["sync"], ["reconcile"]]
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """The reader's own code."""
+    folder = tmp_path / "home" / "study"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def strangers(tracked: Tiny, name: str, place: str) -> StudyConfig:
+    """A study in a storage whose database names a place for the artifacts of its runs."""
+    study = tracked(name)
+    assert send(study, made_up_events(study))[0] == ""
+    report = study.folder / "report"
+    report.mkdir()
+    (report / "__init__.py").write_text("a stranger's code")
+    (report / "report.html").write_text("a stranger's page")
+    break_store(study, f"UPDATE runs SET artifact_uri='{place}', status='RUNNING'")
+    return study
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_run_has_files_put_into_a_folder_of_the_readers(
+    tracked: Tiny, victim: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = strangers(tracked, f"puts {command[0]}", victim.as_uri())
+    assert main([*command, study.slug, "--storage", study.storage]) > 0
+    said = "".join(capsys.readouterr())
+    assert victim.as_uri() in said
+    assert "artifacts must lie in" in said
+    assert "--tracking-uri" in said
+    assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_experiment_leads_files_into_a_folder_of_the_readers(
+    tracked: Tiny, victim: Path, command: list[str]
+) -> None:
+    study = tracked(f"experiment {command[0]}")
+    events = made_up_events(study)
+    connect(study.tracking).create_experiment(study.name, artifact_location=victim.as_uri())
+    write_ledger(study, events)
+    assert main([*command, study.slug, "--storage", study.storage]) > 0
+    assert list(victim.iterdir()) == []
+
+
+@pytest.fixture
+def web() -> Iterator[SimpleNamespace]:
+    """A web server that notes what it is sent."""
+    heard: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            heard.append(str(self.headers))
+            self.send_response(200)
+            self.end_headers()
+
+        do_GET = do_POST = do_PUT  # noqa: N815  names of http.server's
+
+        def log_message(self, *_: object) -> None:
+            """Nothing is printed."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield SimpleNamespace(uri=f"http://127.0.0.1:{server.server_port}", heard=heard)
+        server.shutdown()
+        thread.join()
+
+
+def test_a_login_goes_to_no_address_of_artifacts(
+    tracked: Tiny, web: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(USER, "ada")
+    monkeypatch.setenv(PASSWORD, "secret")
+    for scheme in ("", "mlflow-artifacts:"):
+        place = f"{web.uri}/x" if not scheme else f"{scheme}{web.uri.removeprefix('http:')}/x"
+        study = strangers(tracked, f"web {bool(scheme)}", place)
+        assert main(["sync", study.slug, "--storage", study.storage]) == 1
+    assert web.heard == []
+
+
+def test_only_the_files_of_the_report_just_written_are_sent(tracked: Tiny) -> None:
+    study = tracked("just written")
+    folder = write_ledger(study, made_up_events(study))
+    (folder / "report").mkdir()
+    for name in ("__init__.py", "report.html", "evil.html"):
+        (folder / "report" / name).write_text("a stranger's")
+    assert main(["sync", study.slug, "--storage", study.storage]) == 0
+    client, parent, _ = runs_of(study)
+    sent = {file.path: file for file in client.list_artifacts(parent.info.run_id, "report")}
+    assert {"report/report.html", "report/report.md", "report/figures.json"} <= sent.keys()
+    assert not {"report/__init__.py", "report/evil.html"} & sent.keys()
+    for name in sent:
+        content = Path(client.download_artifacts(parent.info.run_id, name)).read_bytes()
+        assert b"a stranger's" not in content
+
+
+@pytest.mark.parametrize("where", ["artifacts", "artifacts/linked", "artifacts/linked/report"])
+def test_a_link_among_the_artifacts_leads_nowhere(
+    tracked: Tiny, tmp_path: Path, victim: Path, where: str
+) -> None:
+    study = tracked("linked", f"storage={tmp_path}/studies")
+    link = Path(study.storage) / where
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    place = (Path(study.storage) / "artifacts" / "linked").as_uri()
+    artifacts = Artifacts(study.tracking, Path(study.storage) / "artifacts")
+    (tmp_path / "page.html").write_text("x")
+    with pytest.raises((PlaceError, OSError)):
+        artifacts.put(place, "run", [tmp_path / "page.html"], "report")
+    assert list(victim.iterdir()) == []
+
+
+def test_a_storage_that_is_a_link_keeps_its_artifacts(tracked: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "studies").symlink_to(tmp_path / "disk")
+    study = tracked("by a link", f"storage={tmp_path}/studies")
+    assert send(study, made_up_events(study))[0] == ""
+    found = [path.name for path in (tmp_path / "disk" / "artifacts").rglob("*.yaml")]
+    assert sorted(found) == ["config.yaml", "environment.yaml", "plan.yaml"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "file:///home/ada/studies/artifacts/../code",
+        "file:///home/ada/studies/artifacts/%2e%2e/code",
+        "file://host/home/ada/studies/artifacts/x",
+        "home/ada/studies/artifacts/x",
+        "s3://bucket/x",
+        "mlflow-artifacts:/1/x",
+        "file:///home/ada/studies/artifacts2/x",
+    ],
+)
+def test_an_address_elsewhere_is_refused(place: str) -> None:
+    root = Path("/home/ada/studies/artifacts")
+    artifacts = Artifacts(f"sqlite:///{root.parent}/mlflow.db", root)
+    with pytest.raises(PlaceError, match=r"artifact_uri=.* must lie in .*"):
+        artifacts.check(place, "run 1")
+    artifacts.check("file:///home/ada/studies/artifacts/x", "run 1")
+    artifacts.check("/home/ada/studies/artifacts/x", "run 1")
+
+
+def test_a_server_keeps_artifacts_itself_and_names_no_other() -> None:
+    artifacts = Artifacts("http://127.0.0.1:5000", Path("/home/ada/studies/artifacts"))
+    artifacts.check("mlflow-artifacts:/1/x", "run 1")
+    for place in ("mlflow-artifacts://evil.example/1/x", "http://127.0.0.1:5000/x", "/home/ada"):
+        with pytest.raises(PlaceError, match="lns-study ui"):
+            artifacts.check(place, "run 1")
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["sync"], ["reconcile"], ["report"]])
+def test_a_database_outside_the_storage_is_written_if_its_reader_names_it(
+    tracked: Tiny, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ledger's word does not do, nor does a link in the storage."""
+    other = tmp_path / "home" / "other.db"
+    other.parent.mkdir()
+    (tmp_path / "link.db").symlink_to(other)
+    for number, uri in enumerate((f"sqlite:///{other}", f"sqlite:///{tmp_path}/link.db")):
+        own = f"storage={tmp_path}/studies{number}"
+        study = tracked(f"outside {command[0]}", own, f"tracking_uri={uri}")
+        write_ledger(study, made_up_events(study))
+        words = [*command, study.slug, "--storage", study.storage]
+        assert main(words) == (0 if command == ["report"] else 2)
+        assert f"--tracking-uri {uri}" in "".join(capsys.readouterr())
+        assert not other.exists()
+    assert main([*words, "--tracking-uri", f"sqlite:///{other}"]) == 0
+    assert other.exists()
+
+
+@pytest.mark.parametrize("owned", ["the database", "its folder"])
+def test_a_database_of_another_user_is_written_if_its_reader_names_it(
+    tracked: Tiny, owned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tracked("another's")
+    write_ledger(study, made_up_events(study))
+    path = Path(study.tracking.removeprefix("sqlite:///"))
+    given = path if owned == "the database" else path.parent
+    monkeypatch.setattr(address, "owner_of", lambda place: 12345 if place == given else 0)
+    words = ["sync", study.slug, "--storage", study.storage]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"{given} belongs to another user" in said
+    assert f"--tracking-uri {study.tracking}" in said
+    assert main([*words, "--tracking-uri", study.tracking]) == 0
+    monkeypatch.setattr(address, "owner_of", lambda place: 0)  # root's are no stranger's
+    address.check_owner(study.tracking)
+
+
+def test_a_checkpoint_outside_the_storage_is_not_sent(tmp_path: Path) -> None:
+    """A stranger's ledger may name any of the reader's."""
+    folder = tmp_path / "home" / "checkpoints" / "trial" / "1"
+    folder.mkdir(parents=True)
+    (folder / STATE).write_text(sealed({"files": {}}))
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "link").symlink_to(tmp_path / "home")
+    for place in (folder, tmp_path / "studies" / "link" / "checkpoints" / "trial" / "1"):
+        assert _checkpoint(str(place), tmp_path / "studies") is None
+    assert _checkpoint("s3://another/home/checkpoints/trial/1", tmp_path / "studies") is None
+    assert _checkpoint(str(folder), tmp_path / "home") == folder
