@@ -254,8 +254,7 @@ def _run(
     ledger.listen(view.listen)
     view.start(state)
     edited = lambda limits: ledger.append("edited", limits=limits)  # noqa: E731
-    control = Control(folder, state, plan.study.limits, edited, spent)
-    outcome = "interrupted"
+    control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
     try:
         run_plan(plan, ledger, state, control, node, ids, say, options)
         decision = control.decide(fresh=True)

@@ -117,7 +117,7 @@ class SearchConfig:
         require(
             f"search.num_samples={self.num_samples}",
             self.num_samples <= MOST_SAMPLES,
-            f"must be at most {MOST_SAMPLES:,}",
+            f"must be at most {MOST_SAMPLES}",
             "use for example 16",
         )
         at_least("search.seed", self.seed, 0, "use for example 0")
