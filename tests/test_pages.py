@@ -62,6 +62,7 @@ RUNS = {
     "docs/howto/cluster.md: Ray": 5,
     "docs/howto/cluster.md: S3": 3,
     "docs/howto/gpus.md: GPU": 1,
+    "docs/howto/ray-tune.md": 1,
     "docs/howto/team-mlflow.md: PostgreSQL": 8,
     "docs/tracking.md: TensorBoard": 6,
 }
@@ -91,6 +92,7 @@ NOT_HERE = {
         "program: train.py": "another program's, for comparison",
     },
     "docs/howto/gpus.md": {"lns-study run formats_by_layout": "eight GPUs"},
+    "docs/howto/ray-tune.md": {"lns-study run mine.yaml": "a Ray cluster that runs"},
     "docs/howto/studies.md": {
         "lns-study pause": "a study that runs; tests/study: execution/test_steering.py, manage"
     },

@@ -29,6 +29,7 @@ def plan(
     config: TrialConfig, folder: Path, executor: str = IN_PROCESS, **values: Any
 ) -> dict[str, Any]:
     """Return what a worker process needs for a trial."""
+    folder.mkdir(parents=True, exist_ok=True)  # the folder of a study is never empty
     defaults = {
         "checkpoint_every": 1,
         "resume_from": [],
