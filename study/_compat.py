@@ -7,6 +7,7 @@ version has changed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,16 @@ def joined_on_loopback() -> Iterator[None]:
 RAY_CURRENT = "ray_current_cluster"
 """File in Ray's temporary folder with the address of its control store, which ``ray start``
 tells otherwise only in text for people (Ray 2.60)."""
+
+
+def reread_ray_variables() -> None:
+    """Have a Ray that this process has loaded read its variables of tokens again, as its own set-up
+    of tokens does (Ray 2.60)."""
+    if "ray" in sys.modules:
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def latest_metrics(run: Any) -> list[Any]:

@@ -43,6 +43,7 @@ from study._compat import (
     draining_nodes,
     joined_on_loopback,
     pending_requests,
+    reread_ray_variables,
 )
 from study.config import StudyConfig
 from study.errors import UserError
@@ -166,6 +167,7 @@ class OwnRay(Session):
         ours = token | RAY_FOR_NOBODY_ELSE
         self._before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
+        reread_ray_variables()
         self._options = [
             f"--num-cpus={cpus:g}",
             f"--num-gpus={gpus}",
@@ -240,6 +242,7 @@ class OwnRay(Session):
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+        reread_ray_variables()
 
     def _end(self) -> None:
         if self._process.poll() is None:
