@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sqlite3
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,12 @@ class Done:
         return (self.folder / FILE).read_bytes().splitlines(keepends=True)
 
     def copy(self, storage: Path) -> StudyConfig:
-        """The same in another storage, to be damaged."""
+        """The same in another storage, to be damaged, as if it had run there."""
         shutil.copytree(self.folder.parent, storage)
+        with closing(sqlite3.connect(storage / "mlflow.db")) as database, database:
+            for table, place in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                change = f"UPDATE {table} SET {place} = replace({place}, ?, ?)"
+                database.execute(change, (str(self.folder.parent), str(storage)))
         return dataclasses.replace(self.study, storage=str(storage))
 
 
@@ -161,7 +167,7 @@ def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: boo
     (folder / FILE).write_bytes(b"".join(lines))
     shutil.copy(done.folder / LOCK, folder / LOCK)
     if checkpoints:
-        (folder / "checkpoints").symlink_to(done.folder / "checkpoints")
+        shutil.copytree(done.folder / "checkpoints", folder / "checkpoints")
     return folder
 
 
