@@ -176,8 +176,8 @@ def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
     with mounted(place) if "unmounted" in how else nullcontext():
         with pytest.raises(StorageError, match="was removed, moved, unmounted") as ended:
             run(study, take_away)
-        if how.startswith("its"):
-            assert list(place.iterdir()) == []
+        if "unmounted" in how:  # a trial that had just looked may still write a checkpoint
+            assert not (study.folder / FILE).exists()
         else:
             assert not study.folder.exists()
         said = str(ended.value).split()[2:]
