@@ -49,6 +49,7 @@ from typing import Any
 
 import psutil
 import ray
+from bench.view import View
 from omegaconf import OmegaConf
 from ray import tune
 
@@ -56,8 +57,7 @@ from study.api import run_study
 from study.config import RowConfig, StudyConfig
 from study.config.compose import _layers, find_study, load
 from study.execution.ray_session import ENVIRONMENT
-from study.ledger.lines import Event
-from study.ledger.state import FINISHED, StudyState
+from study.ledger.state import FINISHED
 from study.plan.plan import make_plan
 from tests.study.raylets import cluster_of
 from trainers.config import DataConfig, ModelConfig, TrialConfig
@@ -117,28 +117,6 @@ class SleepTwoSeconds(Sleep):
     """One report after two seconds."""
 
     seconds = 2.0
-
-
-class View:
-    """A view that sees events go by and shows nothing.
-
-    Attributes:
-        events: when trials started and finished, with the CPU seconds of this process till then.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def start(self, state: StudyState) -> None:
-        """Do nothing: there is nothing to show."""
-
-    def listen(self, event: Event) -> None:
-        """Keep those that tell times."""
-        if event["event"] in ("started", "finished"):
-            self.events.append({**event, "cpu": time.process_time()})
-
-    def stop(self) -> None:
-        """Do nothing: there is nothing to clear."""
 
 
 def report(name: str, value: float, unit: str, note: str = "") -> None:

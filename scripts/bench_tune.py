@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from bench.view import View
 from ray import tune
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
@@ -40,30 +41,11 @@ from study.api import run_study
 from study.config import RowConfig, StudyConfig
 from study.execution.ray_session import ENVIRONMENT
 from study.execution.tune.engine import ENVIRONMENT as TUNE
-from study.ledger.lines import Event
-from study.ledger.state import FINISHED, StudyState
+from study.ledger.state import FINISHED
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
 from trainers.workers import resources
 
 RESULTS: dict[str, float] = {}
-
-
-class View:
-    """A view that keeps when the driver heard of starts and ends, and its CPU seconds then."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def start(self, state: StudyState) -> None:
-        """Do nothing: there is nothing to show."""
-
-    def listen(self, event: Event) -> None:
-        """Keep those that tell times."""
-        if event["event"] in ("started", "finished"):
-            self.events.append({**event, "cpu": time.process_time()})
-
-    def stop(self) -> None:
-        """Do nothing: there is nothing to clear."""
 
 
 class Sleep(tune.Trainable):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.engine import Engine
+from study.execution.engine import EPSILON, Engine
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.plan.durations import expected_seconds
@@ -26,7 +26,6 @@ from study.text import counted
 from trainers.config import TrialConfig
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
-EPSILON = 1e-6
 LONELY_SECONDS = 10.0
 """Seconds after which a study says that no machine has room for its next trial."""
 Start = Callable[[PlannedTrial], bool]

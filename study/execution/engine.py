@@ -6,10 +6,34 @@ cluster (:mod:`study.execution.tune`).
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from trainers.workers.resources import WorkerResources
+
+EPSILON = 1e-6
+"""How far sums of shares may be off by rounding."""
+
+
+class Slots:
+    """Numbers of what runs at a time: a rank has the lowest that was free, which is its place in a
+    picture of the study."""
+
+    def __init__(self) -> None:
+        self._new, self._free = itertools.count(), list[int]()
+
+    def take(self, count: int) -> list[int]:
+        """Return so many numbers that nobody has."""
+        while len(self._free) < count:
+            heapq.heappush(self._free, next(self._new))
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def give_back(self, numbers: Iterable[int]) -> None:
+        """Make numbers free again."""
+        for number in numbers:
+            heapq.heappush(self._free, number)
 
 
 class Started(Protocol):

@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from study.execution.engine import EPSILON
 from trainers.config import TrialConfig
 from trainers.workers.messages import last_line
 from trainers.workers.node import Node, differing, versions
@@ -47,7 +48,6 @@ END_SECONDS = 10.0
 """Seconds for which the end waits for a node that no longer answers."""
 NODE_LABEL = "ray.io/node-id"
 """Label by which Ray knows a node."""
-EPSILON = 1e-6
 Call = tuple[str, tuple[Any, ...]]
 OnEvents = Callable[["Lease", "list[tuple[int, bytes]] | None"], None]
 """Function called with the messages of a lease's processes; with None when the lease ends."""

@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from study.execution.local.leases import EPSILON, POLL_SECONDS, Local, OnEvents
+from study.execution.engine import EPSILON
+from study.execution.local.leases import POLL_SECONDS, Local, OnEvents
 from trainers.workers.node import Node
 
 AGAIN_SECONDS = 10.0

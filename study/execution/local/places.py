@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from study.execution.local.leases import EPSILON, Lease
+from study.execution.engine import EPSILON
+from study.execution.local.leases import Lease
 from trainers.workers.resources import WorkerResources
 
 Spot = tuple[Lease, int | None]

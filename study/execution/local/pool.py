@@ -15,7 +15,6 @@ and its resources are free; a gang ends with the first of its processes.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import math
 import pickle
@@ -27,7 +26,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from study.execution.local.leases import EPSILON, Call, Lease
+from study.execution.engine import EPSILON, Slots
+from study.execution.local.leases import Call, Lease
 from study.execution.local.places import Spot, find, fits
 from trainers.workers.messages import (
     BEGAN,
@@ -125,9 +125,8 @@ class Pool:
         self._trials: dict[str, _Group] = {}
         self._pids: dict[int, int] = {}
         self._calls: dict[Lease, list[Call]] = defaultdict(list)
-        self._keys, self._new_slots = itertools.count(1), itertools.count()
+        self._keys, self._slots = itertools.count(1), Slots()
         self._idle: list[_Group] = []
-        self._free_slots: list[int] = []
         self._reasons: dict[str, str] = {}
 
     def use(self, machines: Machines | None) -> None:
@@ -203,7 +202,7 @@ class Pool:
             trial=trial,
             shape=shape,
             spots=spots,
-            slots=self._take_slots(len(spots)),
+            slots=self._slots.take(len(spots)),
             plan=make_plan(),
         )
         self._take(running, 1.0)
@@ -442,16 +441,10 @@ class Pool:
         del group.running[running.trial]
         del self._trials[running.trial]
         self._take(running, -1.0)
-        for slot in running.slots:
-            heapq.heappush(self._free_slots, slot)
+        self._slots.give_back(running.slots)
 
     def _take(self, running: Running, sign: float) -> None:
         for (lease, gpu), bundle in zip(running.spots, running.shape.bundles, strict=True):
             lease.free -= sign * bundle["CPU"]
             if gpu is not None:
                 lease.gpus[gpu] -= sign * bundle["GPU"]
-
-    def _take_slots(self, count: int) -> list[int]:
-        while len(self._free_slots) < count:
-            heapq.heappush(self._free_slots, next(self._new_slots))
-        return [heapq.heappop(self._free_slots) for _ in range(count)]

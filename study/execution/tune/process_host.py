@@ -58,13 +58,12 @@ class NodeCheck:
     """What a host tells of its node before it is used.
 
     Attributes:
-        host, address: name of the machine, and the address at which other machines reach it.
+        host: name of the machine.
         versions: see :func:`trainers.workers.node.versions`.
         data: answer of :meth:`trainers.workers.node.Node.examine`; None if nothing was asked.
     """
 
     host: str
-    address: str
     versions: dict[str, str]
     data: Message | None
 
@@ -91,8 +90,6 @@ class ProcessHost:
 
         To be called first, once.
         """
-        import ray
-
         found = None
         if trials:
             environment = {"CUDA_VISIBLE_DEVICES": ""}
@@ -101,7 +98,6 @@ class ProcessHost:
         self._listener = asyncio.create_task(self._listen())
         return NodeCheck(
             host=os.uname().nodename,
-            address=str(ray.util.get_node_ip_address()),
             versions=await asyncio.to_thread(versions, modules),
             data=found,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from study.execution.local.leases import EPSILON
+from study.execution.engine import EPSILON
 from study.execution.tune.hosts import NodeRoom
 from trainers.workers.resources import WorkerResources
 

@@ -8,15 +8,13 @@ messages in Tune's results; what the loop answers becomes Tune's decision.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from study.execution.local.leases import EPSILON
+from study.execution.engine import EPSILON, Slots
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.room import Room
 from study.execution.tune.supervisor import Job
@@ -66,7 +64,7 @@ class TuneTrials:
         self._trials: dict[str, Handed] = {}
         self._waiting: deque[Handed] = deque()
         self._starts: Counter[str] = Counter()
-        self._new_slots, self._free_slots = itertools.count(), list[int]()
+        self._slots = Slots()
         self._asked: tuple[float, list[dict[str, float]]] = (0.0, [])
 
     @property
@@ -125,7 +123,7 @@ class TuneTrials:
             plan=make_plan(),
             labels=self._hosts.labels,
         )
-        handed = Handed(job=job, slots=self._take_slots(shape.workers))
+        handed = Handed(job=job, slots=self._slots.take(shape.workers))
         self._trials[trial] = handed
         self._waiting.append(handed)
         return handed
@@ -216,10 +214,4 @@ class TuneTrials:
         trial = handed.job.trial
         self._trials.pop(trial, None)
         self.room.release(trial)
-        for slot in handed.slots:
-            heapq.heappush(self._free_slots, slot)
-
-    def _take_slots(self, count: int) -> list[int]:
-        while len(self._free_slots) < count:
-            heapq.heappush(self._free_slots, next(self._new_slots))
-        return [heapq.heappop(self._free_slots) for _ in range(count)]
+        self._slots.give_back(handed.slots)

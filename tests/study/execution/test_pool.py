@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from study.execution.local.leases import EPSILON, Lease, Local
+from study.execution.engine import EPSILON
+from study.execution.local.leases import Lease, Local
 from study.execution.local.pool import Pool
 from tests.trainers.leaking import LEAKING
 from tests.trainers.nodes import SMALL, plan, reports
