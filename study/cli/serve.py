@@ -55,6 +55,7 @@ def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.serve.ui import check_servable, listen, serve
     from study.tracking.address import check_owner, pages_of
+    from study.tracking.artifacts import Artifacts
 
     with refusals():
         if options.tracking_uri:
@@ -75,6 +76,7 @@ def _ui(options: argparse.Namespace) -> int:
         check_servable(uri)
         check_writable(storage, "storage")
         listen(options.port).close()
+    Artifacts(uri, storage / "artifacts").follow()
     pages = pages_of(storage, uri)
     return serve(uri, storage / "artifacts", options.port, say_plainly, pages)
 

@@ -10,6 +10,9 @@ that the user has named keeps them (``mlflow-artifacts:``).
 MLflow's client would follow links as well. So files in the storage are written here, from folder to
 folder without a link, and a server is sent them by MLflow's repository at the checked address.
 
+A database names whole paths. One that was moved or copied with its storage would name the folder
+where the storage was: :meth:`Artifacts.follow` has it name the one where it is.
+
 Limits: servers that name buckets to their clients (``mlflow server --no-serve-artifacts``) get no
 artifacts, and so nothing.
 """
@@ -18,13 +21,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from study.tracking.address import FILE, is_server
+from study.tracking.sqlite import rename_folder
 from study.tracking_uri import reveal, without_password
 from trainers.files import folder_within, open_own, write_at
 
@@ -79,8 +85,18 @@ class Artifacts:
 
     @property
     def for_experiments(self) -> Path | None:
-        """Folder in which new experiments get theirs; None where the server chooses."""
-        return None if is_server(self._uri) else self._root
+        """Folder in which new experiments get theirs: beside a database in a file, which studies of
+        other storages may use too; None where the server chooses."""
+        return None if is_server(self._uri) else self._roots[-1]
+
+    def follow(self) -> None:
+        """Have a database in the storage, which was moved or copied with it, name the folder of
+        artifacts where it is now; what it names of another shape stays."""
+        if self._uri.startswith(FILE) and len(self._roots) == 1:
+            with suppress(sqlite3.Error):  # whoever uses the database tells of its faults
+                rename_folder(
+                    self._uri, self._roots[0], lambda place: local_place(place, self._roots) is None
+                )
 
     def check(self, location: str, of: str) -> None:
         """Refuse an address of artifacts that is neither in the storage nor the named server's.
@@ -100,8 +116,8 @@ class Artifacts:
             allowed = f"{SERVED}:/..., which the server keeps, or {allowed}"
         else:
             remedy = (
-                "if the storage was moved, rename its mlflow.db and `lns-study sync` makes a new"
-                " one, or name another store with --tracking-uri"
+                "name another store with --tracking-uri, or rename the database, and `lns-study"
+                " sync` makes a new one"
             )
         raise PlaceError(
             f"artifact_uri={without_password(location)!r} of {of}: artifacts must lie {allowed};"

@@ -128,6 +128,7 @@ class Runs:
         self.plan = plan = state.plan
         self._name = plan["study"]["name"]
         self._key = str(plan["ledger"])
+        self._artifacts.follow()
         self._experiment = self._ensure_experiment()
         self._known = self._runs_of_ledger()
         self._parent = self._ensure_parent()

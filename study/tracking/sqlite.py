@@ -20,6 +20,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,13 @@ PREFIX = "sqlite:///"
 
 BY_KEY = ("latest_metrics", "params", "tags")
 """Tables in which MLflow looks up one key of all runs, to sort or filter by it."""
+
+PLACES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+)
+"""Columns with addresses of artifacts."""
 
 
 def prepare(uri: str) -> None:
@@ -105,6 +113,39 @@ def write_statistics(uri: str) -> None:
                 )
     except sqlite3.Error:
         return  # busy, or no tables yet: the next start or study will
+
+
+def rename_folder(uri: str, folder: Path, is_elsewhere: Callable[[str], bool]) -> None:
+    """Have a database name ``folder`` in place of the folder in which an experiment's artifacts
+    were, if that has the same name.
+
+    Args:
+        uri: address of a sqlite file; one that is not there stays so.
+        folder: absolute path of the folder of artifacts.
+        is_elsewhere: tells of the address of an experiment's artifacts whether it is to be changed.
+    """
+    path = Path(uri.removeprefix(PREFIX))
+    if not path.is_file():
+        return
+    with closing(sqlite3.connect(path, timeout=10.0)) as database, database:
+        database.execute("PRAGMA trusted_schema=OFF")
+        if not database.execute(
+            "SELECT 1 FROM sqlite_master WHERE name = 'experiments'"
+        ).fetchone():
+            return
+        query = "SELECT DISTINCT artifact_location FROM experiments"
+        places = [place for (place,) in database.execute(query) if isinstance(place, str)]
+        ends = {place.rpartition("/")[0] for place in places if is_elsewhere(place)}
+        for old in sorted(ends):
+            if old.rpartition("/")[2] != folder.name:
+                continue
+            new = folder.as_uri() if ":" in old else str(folder)
+            for table, column in PLACES:
+                database.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?)"
+                    f" WHERE substr({column}, 1, ?) = ?",
+                    (new, len(old) + 1, len(old) + 1, f"{old}/"),
+                )
 
 
 def _commit_to_the_log(connection: Any, _: object) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from study._compat import RAY_JOB
 from study.api import Outcome, report_study, run_study
 from study.config import StudyConfig
-from study.config.compose import change
+from study.config.compose import change, load
 from study.errors import UserError
 from study.execution.control import GRACE_VARIABLE, grace_seconds
 from study.execution.runner import DOUBLED_SECONDS
@@ -28,7 +28,7 @@ from study.report.tables import protocol
 from study.tracking.payload import data_of
 from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
-from tests.study.conftest import SilentView
+from tests.study.conftest import TINY, SilentView
 from tests.study.execution.conftest import Tiny, count_reports, killing_once, results, run
 from tests.study.servers import Server
 from trainers.checkpoint.manifest import STATE
@@ -66,9 +66,6 @@ def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, storage: Path
 ) -> tuple[StudyConfig, Outcome]:
     """The tiny study, run once without trouble."""
-    from study.config.compose import load
-    from tests.study.conftest import TINY
-
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(TINY)
     study = load(str(path), ["name=undisturbed", f"storage={storage}"])
@@ -77,6 +74,21 @@ def undisturbed(
         "finished"
     ] * 2
     return study, outcome
+
+
+LONG = "trial.epochs=40"
+"""So many that a trial does not end before its process is killed."""
+
+
+@pytest.fixture(scope="module")
+def long_undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, storage: Path
+) -> tuple[StudyConfig, Outcome]:
+    """The same with many epochs."""
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    study = load(str(path), ["name=long", f"storage={storage}", "tracking_uri=none", LONG])
+    return study, run(study)[0]
 
 
 def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) -> None:
@@ -194,15 +206,15 @@ def test_report_makes_the_report_again(undisturbed: tuple[StudyConfig, Outcome])
 
 
 def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(
-    undisturbed: tuple[StudyConfig, Outcome], both: Tiny
+    long_undisturbed: tuple[StudyConfig, Outcome], both: Tiny
 ) -> None:
-    study, killed = both("killed"), []
+    study, killed = both("killed", LONG), []
 
     outcome, view = run(study, killing_once(killed))
     assert [event["trial"] for event in view.events if event["event"] == "restarted"] == killed
     assert set(count_reports(study).values()) == {1}
-    assert results(outcome.state) == results(undisturbed[1].state)
-    for ours, theirs in zip(outcome.state.trials, undisturbed[1].state.trials, strict=True):
+    assert results(outcome.state) == results(long_undisturbed[1].state)
+    for ours, theirs in zip(outcome.state.trials, long_undisturbed[1].state.trials, strict=True):
         one, other = weights(ours), weights(theirs)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -210,14 +222,14 @@ def test_a_killed_process_loses_no_epoch_and_ends_bit_equal(
 
 @pytest.mark.slow
 def test_packed_trials_share_a_process_whose_death_loses_no_epoch(
-    undisturbed: tuple[StudyConfig, Outcome], both: Tiny
+    long_undisturbed: tuple[StudyConfig, Outcome], both: Tiny
 ) -> None:
-    study, killed = both("packed", "executor=packed"), list[str]()
+    study, killed = both("packed", LONG, "executor=packed"), list[str]()
     outcome, view = run(study, killing_once(killed))  # whose process is the host of all
     assert killed
     assert [event for event in view.events if event["event"] == "restarted"]
     assert set(count_reports(study).values()) == {1}
-    assert results(outcome.state) == results(undisturbed[1].state)
+    assert results(outcome.state) == results(long_undisturbed[1].state)
     assert not workers()
 
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sqlite3
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +48,6 @@ class Done:
     def copy(self, storage: Path) -> StudyConfig:
         """The same in another storage, to be damaged, as if it had run there."""
         shutil.copytree(self.folder.parent, storage)
-        with closing(sqlite3.connect(storage / "mlflow.db")) as database, database:
-            for table, place in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-                change = f"UPDATE {table} SET {place} = replace({place}, ?, ?)"
-                database.execute(change, (str(self.folder.parent), str(storage)))
         return dataclasses.replace(self.study, storage=str(storage))
 
 

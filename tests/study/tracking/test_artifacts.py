@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +71,63 @@ def test_no_experiment_leads_files_into_a_folder_of_the_readers(
     write_ledger(study, events)
     assert main([*command, study.slug, "--storage", study.storage]) > 0
     assert list(victim.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["sync", "run", "ui"])
+def test_a_storage_that_is_copied_with_its_database_keeps_its_artifacts(
+    tracked: Tiny, tmp_path: Path, command: str
+) -> None:
+    """Every address in the copy is one in the copy; the original's stay."""
+    study = tracked("copied", f"storage={tmp_path}/a 1/studies")
+    events = made_up_events(study)
+    assert send(study, events)[0] == ""
+    copied = tmp_path / "b" / "studies"
+    shutil.copytree(study.storage, copied)
+    uri, before = f"sqlite:///{copied}/mlflow.db", places(Path(study.storage))
+    assert all(f"{tmp_path}/a%201/" in place for place in before), before
+    if command == "sync":
+        assert main(["sync", study.slug, "--storage", str(copied)]) == 0
+        assert main(["reconcile", "--check", study.slug, "--storage", str(copied)]) == 0
+    elif command == "run":
+        there = dataclasses.replace(study, storage=str(copied))
+        assert send(there, events)[0] == ""
+    else:
+        Artifacts(uri, copied / "artifacts").follow()
+    assert places(copied) == [place.replace("/a%201/", "/b/") for place in before]
+    assert places(Path(study.storage)) == before
+
+
+def places(storage: Path) -> list[str]:
+    """Every address of artifacts of experiments, but MLflow's own, and of runs."""
+    with closing(sqlite3.connect(storage / "mlflow.db")) as database:
+        query = (
+            "SELECT artifact_location FROM experiments WHERE experiment_id > 0"
+            " UNION ALL SELECT artifact_uri FROM runs"
+        )
+        return [place for (place,) in database.execute(query)]
+
+
+@pytest.mark.parametrize("shape", ["{}/artifacts/../code", "{}/artifacts", "{}/code/x", "x"])
+def test_only_a_folder_of_that_name_is_followed(tracked: Tiny, victim: Path, shape: str) -> None:
+    study = tracked(f"shape {len(shape)}")
+    client = connect(study.tracking)
+    made = client.create_experiment(study.name, artifact_location=shape.format(victim))
+    before = places(Path(study.storage))
+    artifacts = Artifacts(study.tracking, Path(study.storage) / "artifacts")
+    artifacts.follow()
+    assert places(Path(study.storage)) == before
+    with pytest.raises(PlaceError):
+        artifacts.check(client.get_experiment(made).artifact_location, "experiment")
+
+
+def test_studies_of_two_storages_share_a_database_that_lies_elsewhere(
+    tracked: Tiny, tmp_path: Path
+) -> None:
+    for storage in ("one", "other"):
+        uri = f"tracking_uri=sqlite:///{tmp_path}/mlflow.db"
+        study = tracked("shared", f"storage={tmp_path}/{storage}", uri)
+        assert send(study, made_up_events(study))[0] == ""
+    assert len(list((tmp_path / "artifacts" / "shared").rglob("config.yaml"))) == 2
 
 
 @pytest.fixture
