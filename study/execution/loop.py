@@ -40,6 +40,7 @@ from trainers.workers.messages import (
     REFUSED,
     REPORT,
     STOPPED,
+    UNPLACED,
     Message,
 )
 from trainers.workers.out_of_memory import relief
@@ -231,6 +232,10 @@ class Loop:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == PLACED:
                 events += self._note_place(message.trial, message.payload["hosts"])
+            elif message.kind == UNPLACED:
+                self._watch.forget(message.trial)
+                del self._unplaced[message.trial]
+                again.append(message.trial)
             elif message.kind in (BEGAN, REPORT):
                 take = began if message.kind == BEGAN else self._reports.take
                 news = take(message.trial, message.payload)

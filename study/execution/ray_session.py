@@ -271,6 +271,8 @@ class Joined(Session):
     def __init__(self, address: str, insecure: bool, files: Path | None = None) -> None:
         self._given, self._insecure = address, insecure
         self._environment = {"py_modules": [str(files)]} if files else None
+        self._wanted: list[dict[str, float]] | None = None
+        """What the autoscaler is to be asked for; None if it knows."""
         keep_token(Path.home() / ".ray" / "auth_token")
         try:
             self._join()
@@ -312,10 +314,11 @@ class Joined(Session):
         threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
 
     def _ask(self, left: threading.Event) -> None:
-        """Ask for the nodes again and again, until this cluster is left."""
+        """Ask for the nodes again and again, and for more, until this cluster is left."""
         while not left.wait(LOOK_SECONDS):
             # the cluster may be ending; look() notices that no answer comes
             with contextlib.suppress(Exception):
+                self._request()
                 nodes, use = _nodes(), _use()
                 if not left.is_set():
                     self._nodes, self._use, self._answered = nodes, use, time.monotonic()
@@ -329,11 +332,17 @@ class Joined(Session):
         return self._use
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
-        """Ask the cluster's autoscaler, if it has one, for room for these workers in all."""
+        """Have the cluster's autoscaler, if it has one, asked for room for these workers in all; at
+        once, and without waiting for a control store that may be gone."""
+        self._wanted = bundles
+
+    def _request(self) -> None:
         from ray.autoscaler.sdk import request_resources
 
-        with contextlib.suppress(Exception):  # the cluster may be ending
-            request_resources(bundles=bundles)
+        if (wanted := self._wanted) is not None:
+            request_resources(bundles=wanted)
+            if self._wanted is wanted:
+                self._wanted = None
 
     def look(self) -> bool:
         """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""
@@ -382,6 +391,8 @@ class Joined(Session):
 
         self._left.set()
         if not self.silent:
+            with contextlib.suppress(Exception):  # the cluster may be ending
+                self._request()
             ray.shutdown()
         elif sys.excepthook.__module__.startswith("ray."):
             # Ray's hook first reports the error to the control store, and waits for an answer

@@ -52,6 +52,9 @@ had."""
 PLACED = "placed"
 """Kind of message that who supervises a trial on a cluster sends first, with where its ranks are:
 ``hosts``, Ray's ``nodes``, and the supervisor's ``actor`` and ``pid``."""
+UNPLACED = "unplaced"
+"""Kind of message that it sends in place of that where a node did not take the trial, by no fault
+of the trial's (why)."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",

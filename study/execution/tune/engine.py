@@ -31,7 +31,7 @@ from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.supervisor import JOB, MESSAGES, TrialSupervisor
 from study.execution.tune.trials import Handed, TuneTrials
-from trainers.workers.messages import DIED, Message, last_line
+from trainers.workers.messages import DIED, UNPLACED, Message, last_line
 from trainers.workers.resources import RAY_TRAIN
 
 ENVIRONMENT = {
@@ -221,7 +221,7 @@ class TuneEngine:
             if self._loop.waits or self._trials.started:
                 self._idle_since = time.monotonic()
             idle = time.monotonic() - self._idle_since > IDLE_SECONDS
-            if self._others_wait or self._gangs or idle:
+            if self._others_wait or self._gangs or self._hosts.draining or idle:
                 evict_cached_actors(controller)
 
     @property
@@ -237,6 +237,8 @@ class TuneEngine:
         if self._goes_on and messages:
             self._loop.take_in(messages)
             self._next_round = 0.0
+        if any(message.kind in (DIED, UNPLACED) for message in messages):
+            self._next_look = 0.0  # its node may be gone, and it must not start there again
 
     def _look_after_ray(self) -> Use:
         try:

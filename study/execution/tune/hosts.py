@@ -24,6 +24,8 @@ from trainers.config import TrialConfig
 from trainers.workers.messages import NAMESPACE, last_line
 from trainers.workers.node import differing, versions
 
+LOST_SECONDS = 30.0
+"""Longest time after which Ray knows of a node's end."""
 CALLS = 10_000
 """Most calls that a host answers at once: two for each of its runs."""
 
@@ -88,6 +90,8 @@ class Hosts:
         self._told: set[str] = set()
         self._waits: dict[str, tuple[float, float]] = {}
         """Wait after the last failure of a node, and the time when it ends."""
+        self._lost: dict[str, float] = {}
+        """When a node that was used lost its host."""
         self._looked, self._gave_back = -float("inf"), False
         self.rooms: list[NodeRoom] = []
         """The nodes that may be used now."""
@@ -95,17 +99,15 @@ class Hosts:
         """Nodes that are about to end."""
 
     def poll(self, waiting: bool, used: Collection[str]) -> None:
-        """Look for nodes that joined, left, drain or have answered; once a second at most.
+        """Look for nodes that joined, left, drain or have answered; to be called every second.
 
         Args:
             waiting: whether a trial waits for room.
             used: nodes with trials.
         """
-        if time.monotonic() - self._looked < POLL_SECONDS:
-            return
         self._looked = time.monotonic()
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
-        self.draining = {name for name, node in nodes.items() if node.get("Draining")}
+        self._drain({n: node for n, node in nodes.items() if node.get("Draining")}, used)
         self._end_idle(waiting, used)
         for name, node in nodes.items() if not self._gave_back else ():
             if self._may_ask(name):
@@ -147,6 +149,17 @@ class Hosts:
             with contextlib.suppress(Exception):  # Ray may be gone
                 ray.kill(host.actor)
         self._hosts.clear()
+
+    def _drain(self, nodes: dict[str, dict[str, Any]], used: Collection[str]) -> None:
+        """Keep further trials from nodes that are about to end; leave one once it has none."""
+        for name in nodes.keys() & set(used) - self.draining:
+            self._say(
+                f"Ray drains the node {nodes[name]['NodeManagerHostname']}: its trials finish the"
+                " epoch under way, write a checkpoint and go on elsewhere, those that can"
+            )
+        self.draining = set(nodes)
+        for name in self.draining & self._hosts.keys() - set(used):
+            self._drop(self._hosts[name])
 
     def _end_idle(self, waiting: bool, used: Collection[str]) -> None:
         """End the hosts that were not needed for a while; none is made before a trial waits."""
@@ -192,11 +205,15 @@ class Hosts:
         except (AttributeError, TypeError):
             self._refuse(host, {"lns-study": "of a version before this check"})
         except ray.exceptions.RayError as error:
-            what = last_line(str(error)) or type(error).__name__
-            problem = f"this study's code does not start ({what}); install there what this machine"
-            self._put_off(host, f"{problem} has")
+            if host.ready:
+                self._lost[host.node] = time.monotonic()
+            self._put_off(host, "" if self._may_be_gone(host.node) else _cannot_start(error))
         else:
             self._judge(host, found)
+
+    def _may_be_gone(self, node: str) -> bool:
+        """Tell whether a node has lost its host so lately that Ray may not yet know it as dead."""
+        return time.monotonic() - self._lost.get(node, -float("inf")) < LOST_SECONDS
 
     def _judge(self, host: _Host, found: NodeCheck) -> None:
         host.checked, host.name = None, found.host
@@ -205,6 +222,7 @@ class Hosts:
         elif problem := self._lacks(found):
             self._put_off(host, problem)
         else:
+            host.actor.admit.remote()
             host.ready, host.lives = True, host.actor.live.remote()
             self._waits.pop(host.node, None)
 
@@ -234,11 +252,11 @@ class Hosts:
         )
 
     def _put_off(self, host: _Host, problem: str) -> None:
-        """Ask a node again after a while; say why, the first time."""
+        """Ask a node again after a while; say of a problem the first time."""
         self._drop(host)
         wait = min(2 * self._waits.get(host.node, (POLL_SECONDS / 2, 0.0))[0], LONGEST_SECONDS)
         self._waits[host.node] = wait, time.monotonic() + wait
-        if host.node not in self._told:
+        if problem and host.node not in self._told:
             self._told.add(host.node)
             self._say(f"Not used: on the node {host.name} {problem}, and it is tried again")
 
@@ -248,3 +266,8 @@ class Hosts:
         self._hosts.pop(host.node, None)
         with contextlib.suppress(Exception):
             ray.kill(host.actor)
+
+
+def _cannot_start(error: Exception) -> str:
+    what = last_line(str(error)) or type(error).__name__
+    return f"this study's code does not start ({what}); install there what this machine has"

@@ -83,12 +83,14 @@ class ProcessHost:
         self._runs: dict[str, _Run] = {}
         self._opened: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Set once a run is open: Ray may bring calls of an asynchronous actor in any order."""
+        self._admitted = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
 
     async def check(self, modules: Sequence[str], trials: Sequence[TrialConfig]) -> NodeCheck:
         """Describe this node: what must be the same on all, and the data of some trials.
 
-        To be called first, once.
+        To be called first, once. Runs come once the caller has admitted the node: the check hears
+        the processes itself.
         """
         found = None
         if trials:
@@ -102,8 +104,13 @@ class ProcessHost:
             data=found,
         )
 
+    async def admit(self) -> None:
+        """Note that this node is used."""
+        self._admitted.set()
+
     async def name(self) -> str:
-        """Return the machine's name."""
+        """Return the machine's name, once this node is used."""
+        await self._admitted.wait()
         return os.uname().nodename
 
     async def open(

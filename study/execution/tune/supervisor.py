@@ -39,6 +39,7 @@ from trainers.workers.messages import (
     STOP,
     STOPPED,
     TRAIN,
+    UNPLACED,
     Message,
 )
 from trainers.workers.resources import RAY_TRAIN, WorkerResources
@@ -47,6 +48,8 @@ JOB = "job"
 """Key of a trial's config with its :class:`Job`."""
 MESSAGES = "messages"
 """Key of a result with what the trial's processes have said, a list of messages."""
+LAST = (ENDED, DIED, UNPLACED)
+"""Kinds of messages after which nothing more comes of a start of a trial."""
 SLIVER = 0.001
 """CPUs of the supervisor of a trial whose workers Ray Train places."""
 HOST_SECONDS = 60.0
@@ -143,7 +146,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             if message.kind == REPORT:
                 figures = message.payload
                 self._figures = {k: v for k, v in figures.items() if isinstance(v, int | float)}
-        return {**self._figures, MESSAGES: messages, "done": messages[-1].kind in (ENDED, DIED)}
+        return {**self._figures, MESSAGES: messages, "done": messages[-1].kind in LAST}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save nothing: a trial's processes write its checkpoints into the study's storage."""
@@ -169,17 +172,20 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         job = self._job
         try:
             places = _places(job)
-            self._ranks = [
-                _Rank(run=f"{job.run}/{rank}", node=node, host=host, machine=machine)
-                for rank, (node, _) in enumerate(places)
-                for host, machine in [_host(job.engine, node)]
-            ]
-            self._meets = len(places) > 1
-            first = [] if self._meets else [Message(TRAIN, job.trial, job.plan)]
-            for rank, (_, gpus) in zip(self._ranks, places, strict=True):
-                rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
+        except ray.exceptions.RayError as error:
+            return [Message(DIED, job.trial, f"its place is gone: {_first_line(error)}")]
+        try:
+            hosts = [_host(job.engine, node) for node, _ in places]
         except (ray.exceptions.RayError, ValueError) as error:
-            return [Message(DIED, job.trial, f"no process could be made: {error}")]
+            return [Message(UNPLACED, job.trial, _first_line(error))]
+        self._ranks = [
+            _Rank(run=f"{job.run}/{rank}", node=node, host=host, machine=machine)
+            for rank, ((node, _), (host, machine)) in enumerate(zip(places, hosts, strict=True))
+        ]
+        self._meets = len(places) > 1
+        first = [] if self._meets else [Message(TRAIN, job.trial, job.plan)]
+        for rank, (_, gpus) in zip(self._ranks, places, strict=True):
+            rank.host.open.remote(rank.run, job.trial, job.shape, gpus, first)
         context = ray.get_runtime_context()
         place = {
             "hosts": [rank.machine for rank in self._ranks],
@@ -244,7 +250,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
     def _add_what_follows(self, messages: list[Message]) -> None:
         """Add what the trial says within :data:`FOLLOWS_SECONDS`: a short trial is one result."""
         until = time.monotonic() + FOLLOWS_SECONDS
-        while not (self._meets or self._waits or messages[-1].kind in (ENDED, DIED)):
+        while not (self._meets or self._waits or messages[-1].kind in LAST):
             if not self._listen(until - time.monotonic()):
                 return
             messages += self._next()
@@ -323,10 +329,12 @@ def _gpus_of() -> str:
 def _host(engine: str, node: str) -> tuple[Any, str]:
     """Return the process host of a node, and its machine's name.
 
-    The driver makes the host when the node joins.
+    The driver makes the host when the node joins, checks the node, and ends the host if the node
+    cannot be used.
 
     Raises:
         ValueError: there is none after :data:`HOST_SECONDS`.
+        RayError: it has ended.
     """
     until = time.monotonic() + HOST_SECONDS
     while True:

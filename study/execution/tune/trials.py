@@ -17,8 +17,8 @@ from typing import Any
 from study.execution.engine import EPSILON, Slots
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.room import Room
-from study.execution.tune.supervisor import Job
-from trainers.workers.messages import DIED, ENDED, PLACED, STOPPED, Message
+from study.execution.tune.supervisor import LAST, Job
+from trainers.workers.messages import ENDED, PLACED, STOPPED, Message
 from trainers.workers.resources import WorkerResources
 
 DEAF_SECONDS = 15.0
@@ -182,7 +182,7 @@ class TuneTrials:
             if message.kind == PLACED:
                 handed.nodes = message.payload["nodes"]
                 self.room.place(handed.job.trial, handed.nodes)
-            elif message.kind in (ENDED, DIED):
+            elif message.kind in LAST:
                 self._release(handed)
         return messages
 

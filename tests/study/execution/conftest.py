@@ -6,14 +6,16 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from study.api import Outcome, run_study
 from study.config import StudyConfig
+from study.config.compose import load
 from study.ledger.lines import Event
-from tests.study.conftest import SilentView, raw_lines
+from tests.study.conftest import TINY, SilentView, raw_lines
 
 Tiny = Callable[..., StudyConfig]
 
@@ -37,6 +39,16 @@ def run(
     view = SilentView(react)
     outcome = run_study(study, view, lambda line: None)
     return outcome, view
+
+
+def run_tiny(folder: Path, *overrides: str) -> tuple[StudyConfig, Outcome]:
+    """The tiny study, run once without trouble."""
+    path = folder / "tiny.yaml"
+    path.write_text(TINY)
+    study = load(str(path), list(overrides))
+    outcome, view = run(study)
+    assert [event["event"] for event in view.events].count("finished") == 2
+    return study, outcome
 
 
 def killing_once(killed: list[str]) -> Callable[[Event], None]:

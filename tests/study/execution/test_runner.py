@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from study._compat import RAY_JOB
 from study.api import Outcome, report_study, run_study
 from study.config import StudyConfig
-from study.config.compose import change, load
+from study.config.compose import change
 from study.errors import UserError
 from study.execution.control import GRACE_VARIABLE, grace_seconds
 from study.execution.runner import DOUBLED_SECONDS
@@ -28,8 +28,8 @@ from study.report.tables import protocol
 from study.tracking.payload import data_of
 from study.tracking.supervisor import Tracker
 from study.tracking.writer import connect, sync
-from tests.study.conftest import TINY, SilentView
-from tests.study.execution.conftest import Tiny, count_reports, killing_once, results, run
+from tests.study.conftest import SilentView
+from tests.study.execution.conftest import Tiny, count_reports, killing_once, results, run, run_tiny
 from tests.study.servers import Server
 from trainers.checkpoint.manifest import STATE
 from trainers.config import TrialConfig
@@ -61,34 +61,22 @@ def workers() -> list[psutil.Process]:
     ]
 
 
+LONG = "trial.epochs=40"
+"""So many that a trial does not end before its process is killed."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, storage: Path
 ) -> tuple[StudyConfig, Outcome]:
-    """The tiny study, run once without trouble."""
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    study = load(str(path), ["name=undisturbed", f"storage={storage}"])
-    outcome, view = run(study)
-    assert [event["event"] for event in view.events if event["event"] == "finished"] == [
-        "finished"
-    ] * 2
-    return study, outcome
-
-
-LONG = "trial.epochs=40"
-"""So many that a trial does not end before its process is killed."""
+    return run_tiny(tmp_path_factory.mktemp("a"), "name=undisturbed", f"storage={storage}")
 
 
 @pytest.fixture(scope="module")
 def long_undisturbed(
     tmp_path_factory: pytest.TempPathFactory, storage: Path
 ) -> tuple[StudyConfig, Outcome]:
-    """The same with many epochs."""
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    study = load(str(path), ["name=long", f"storage={storage}", "tracking_uri=none", LONG])
-    return study, run(study)[0]
+    return run_tiny(tmp_path_factory.mktemp("a"), "name=long", f"storage={storage}", LONG)
 
 
 def test_rows_of_different_sizes_of_data_are_continued_and_extended(tiny: Tiny) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from study.ledger.log import read_ledger
@@ -211,7 +212,10 @@ def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that
         seen = wait_until(process, folder, three)
         (node,) = cluster.worker_nodes
         drain(cluster, node)
+        (raylet,) = node.all_processes["raylet"]
+        theirs = psutil.Process(raylet.process.pid).children(recursive=True)
         cluster.remove_node(node, allow_graceful=False)
+        assert not psutil.wait_procs(theirs, timeout=60)[1]  # or the trial could end there
         assert len(fold(read_ledger(folder)).trials[0].reports) < 100
         slow.unlink()
         cluster.add_node(num_cpus=2)
