@@ -46,9 +46,9 @@ bit; a factor gives the same bits on both.
 
 
 class Codec(ABC):
-    """A writer of rows of values into rows of bytes and back, for tensors on any device.
+    """Writes rows of values into rows of bytes, and reads them back, on any device.
 
-    Values are float32, for :class:`CodesCodec` int16 codes.
+    Values are float32, but :class:`CodesCodec` takes and returns int16 codes.
     """
 
     @abstractmethod

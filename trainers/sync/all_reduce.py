@@ -145,9 +145,9 @@ class GradientSync:
             self._sharded_sum(name).residues[leg] = value
 
     def _segments(self, gradients: list[Tensor]) -> dict[str, list[Tensor]]:
-        """Return the gradients that travel together: all, or those of one LNS format.
+        """Return the gradients that travel together, by name.
 
-        Formats travel apart where the wire's values may be their codes.
+        Where gradients may travel as their own codes, each LNS format travels apart.
         """
         segments: dict[str, list[Tensor]] = {}
         for gradient in gradients:
@@ -160,7 +160,7 @@ class GradientSync:
         codec = make_codec(self._wire, format_of(gradients[0]))
         if self._tree and codec is None:
             codec = FloatCodec()
-        held = what_travels(gradients, codec)
+        held = as_taken(gradients, codec)
         unflatten_(held, self._sum(name, flatten(held), codec))
 
     def _sum(self, name: str, flat: Tensor, codec: Codec | None) -> Tensor:
@@ -183,8 +183,12 @@ def format_of(tensor: Tensor) -> LNSFormat | None:
     return tensor.fmt if isinstance(tensor, LNSTensor) else None
 
 
-def what_travels(tensors: Sequence[Tensor], codec: Codec | None) -> Sequence[Tensor]:
-    """Return what goes through ``codec``: the codes of ``tensors``, or the tensors themselves."""
+def as_taken(tensors: Sequence[Tensor], codec: Codec | None) -> Sequence[Tensor]:
+    """Return ``tensors`` as ``codec`` takes them: their codes, or the tensors themselves.
+
+    The codes share memory with the tensors. A :class:`~trainers.comm.codecs.CodesCodec` takes LNS
+    tensors of its format only.
+    """
     return [storage_of(t) for t in tensors] if isinstance(codec, CodesCodec) else tensors
 
 

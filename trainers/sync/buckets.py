@@ -35,7 +35,7 @@ from torch import Tensor
 from trainers.comm.codecs import CodesCodec, LNSCodec, make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config.wire import WireConfig
-from trainers.sync.all_reduce import GradientSync, flatten, format_of, unflatten_, what_travels
+from trainers.sync.all_reduce import GradientSync, as_taken, flatten, format_of, unflatten_
 
 MEGABYTE = 1 << 20
 
@@ -43,8 +43,8 @@ MEGABYTE = 1 << 20
 def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
     """Return ``parameters`` from the last to the first, in buckets of ``cap_mb`` megabytes.
 
-    A bucket ends where it reaches ``cap_mb`` megabytes of float32 values. It holds float parameters
-    or those of one LNS format: in native form they travel differently.
+    A bucket ends where it reaches ``cap_mb`` megabytes of float32 values. Its parameters have the
+    same format, because native gradients of different formats travel differently.
     """
     found: list[list[Tensor]] = []
     size = 0.0
@@ -167,7 +167,7 @@ class BucketSync(GradientSync):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
         if isinstance(codec, CodesCodec) and {format_of(g) for g in gradients} != {codec.fmt}:
             codec = LNSCodec(codec)  # a hook left floats, which become codes as they are sent
-        held = what_travels(gradients, codec)
+        held = as_taken(gradients, codec)
         flat = flatten(held)
         sendable = torch.ones((), dtype=torch.bool)
         if codec is not None:  # a plain float sum carries values that are not finite

@@ -1,6 +1,6 @@
-"""What is encoded and decoded while gradients are summed: codes travel and are added as they are.
+"""LNS gradients travel and are added as codes: the conversions of a step, and its result.
 
-Counted are the calls of the two kernels through which every conversion on a CPU goes."""
+A conversion is a call of one of the two kernels that every conversion on a CPU ends in."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def check_calls(found: dict[str, Any], case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_converts_once_where_sums_are_float32_and_never_where_codes_are_held(
+def test_a_step_converts_codes_never_or_once_for_a_float32_sum(
     three: list[dict[str, Any]], name: str
 ) -> None:
     for found in three:
