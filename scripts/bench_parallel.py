@@ -1,6 +1,8 @@
 """Measure parallel training: bytes and time of wire formats, bubbles of schedules, scaling of GPUs.
 
     python scripts/bench_parallel.py wire       two processes over gloo on this machine's CPUs
+    python scripts/bench_parallel.py codes      two replicas in LNS whose gradients travel as codes,
+                                                in turn with the float32 wire
     python scripts/bench_parallel.py overlap    two replicas whose gradients leave after backward,
                                                 or in buckets while it runs
     python scripts/bench_parallel.py bubble     pipelines of 2 and 4 stages that sleep instead of
@@ -30,15 +32,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from lns_ops import LNSTensor, lns12
+from lns_ops import LNSTensor, cpu, lns12
 from trainers.comm import process_group
 from trainers.comm.collectives import Collectives
 from trainers.comm.mesh import place
@@ -140,14 +144,11 @@ def wires(rank: int, world: int) -> list[dict[str, Any]]:
         collectives = Collectives()
         sync = Synchronous(WireConfig(name=name), collectives, 0)
         values = torch.randn(512, MLP // 512, generator=torch.Generator().manual_seed(rank))
-        parameter = nn.Parameter(
-            torch.zeros_like(values) if kind == "float32" else LNSTensor.from_float(values, lns12)
-        )
+        gradient = values if kind == "float32" else LNSTensor.from_float(values, lns12)
+        parameter = nn.Parameter(torch.zeros_like(gradient))
 
         def step() -> None:
-            parameter.grad = (
-                values.clone() if kind == "float32" else LNSTensor.from_float(values, lns12)
-            )
+            parameter.grad = gradient.clone()
             sync.gradients([parameter], finite=True)
 
         milliseconds = median_ms(step, 20, dist.barrier)
@@ -162,6 +163,49 @@ def wires(rank: int, world: int) -> list[dict[str, Any]]:
                 "ms": milliseconds,
             }
         )
+    return rows
+
+
+def converted(action: Callable[[], object]) -> int:
+    """Return the number of values that ``action`` encodes and decodes on the CPU."""
+    with (
+        patch.object(cpu, "encode", wraps=cpu.encode) as encode,
+        patch.object(cpu, "decode", wraps=cpu.decode) as decode,
+    ):
+        action()
+    return sum(call.args[0].size for call in (*encode.call_args_list, *decode.call_args_list))
+
+
+def as_codes(rank: int, world: int) -> list[dict[str, Any]]:
+    """Measure training steps of 784-512-10 and their exchanges of gradients over two wires in turn.
+
+    Each replica has 64 examples. A turn takes the median of three; ratios are medians of 25 turns.
+    """
+    batch, rows = examples(rank, 64, "cpu"), []
+    for kind in ("lns16", "lns12", "lns8"):
+        timed: list[Callable[[], object]] = []
+        counted = []
+        for wire in ("float32", "native"):
+            precision, collectives = PrecisionConfig(format=kind), Collectives()
+            model = initialize_(build(ModelConfig(hidden=[512]), 784, 10), 0)
+            model = apply_precision(model, precision)
+            optimizer = make_optimizer(model, OptimizerConfig(lr=1.0), precision, 64 * world)
+            sync = Synchronous(WireConfig(name=wire), collectives, 0)
+            exchange = partial(sync.gradients, list(model.parameters()), finite=True)
+            step = partial(train_step, model, optimizer, batch, sync)
+            timed += [step, exchange]
+            step()
+            before, values = collectives.sent, converted(exchange)
+            counted.append((wire, (collectives.sent - before) / MLP, values / MLP))
+        turns = [[median_ms(one, 3, dist.barrier) for one in timed] for _ in range(25)]
+        for index, (wire, sent, values) in enumerate(counted):
+            row: dict[str, Any] = {"arithmetic": kind, "wire": wire}
+            row |= {"bytes a parameter": sent, "conversions of a value": values}
+            for what, column in (("step", 0), ("exchange", 1)):
+                own, base = 2 * index + column, column
+                row[f"ms {what}"] = statistics.median(turn[own] for turn in turns)
+                row[f"{what} / float32"] = statistics.median(t[own] / t[base] for t in turns)
+            rows.append(row)
     return rows
 
 
@@ -431,11 +475,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("wire", "overlap", "bubble", "gpu", "memory"))
+    parser.add_argument("what", choices=("wire", "codes", "overlap", "bubble", "gpu", "memory"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.what == "wire":
         jobs = [Job(wires, 2)]
+    elif options.what == "codes":
+        jobs = [Job(as_codes, 2)]
     elif options.what == "overlap":
         jobs = [Job(overlaps, 2)]
     elif options.what == "bubble":

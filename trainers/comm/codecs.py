@@ -1,4 +1,4 @@
-"""Wire formats: how float32 values are written into bytes before they travel, and read back.
+"""Wire formats: how values are written into bytes before they travel, and read back.
 
 A codec writes rows of values into rows of bytes. The length in bytes depends only on the number of
 values in a row, so every rank knows what to expect::
@@ -7,7 +7,8 @@ values in a row, so every rank knows what to expect::
     float32    4 m                        none
     bfloat16   2 m                        2^-9 relative
     float16    2 m                        2^-11 relative within 6.1e-5 .. 65504 (saturates above)
-    lns        2 m                        half an ulp: a factor of 2^(2^-(f+1))
+    lns16      2 m                        half an ulp: a factor of 2^(2^-8)
+    codes      2 m, up to 8 bits m        none: the values are LNS codes already
     lns8       m + 4 ceil(m / 1024)       a factor of 2^(1/16), from 2^-15 of the block's largest
                                           value up
     int8       m + 4 ceil(m / 1024)       1/254 of the block's largest value
@@ -45,7 +46,10 @@ bit; a factor gives the same bits on both.
 
 
 class Codec(ABC):
-    """A writer of rows of float32 values into rows of bytes and back, for tensors on any device."""
+    """Writes rows of values into rows of bytes, and reads them back, on any device.
+
+    Values are float32, but :class:`CodesCodec` takes and returns int16 codes.
+    """
 
     @abstractmethod
     def size(self, values: int) -> int:
@@ -53,21 +57,27 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x_NM: Tensor) -> Tensor:
-        """Encode float32 ``[N, M]``, finite, as uint8 ``[N, size(M)]``."""
+        """Encode values ``[N, M]``, finite, as uint8 ``[N, size(M)]``."""
 
     @abstractmethod
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
-        """Decode uint8 ``[N, size(values)]`` to float32 ``[N, values]``."""
+        """Decode uint8 ``[N, size(values)]`` to values ``[N, values]``."""
 
     def sum(self, payload_NB: Tensor, values: int) -> Tensor:
-        """Return the sum of the rows, float32 ``[values]``, added in row order.
+        """Return the encoded sum of encoded rows, uint8 ``[1, size(values)]``.
 
-        A codec with LNS sums adds in LNS.
+        Rows are added in their order, in float32; a codec with LNS sums adds in LNS.
         """
-        total, *rest = self.decode(payload_NB, values).unbind(0)
-        for row in rest:
-            total = total + row
-        return total
+        return self.encode(sum_rows(self.decode(payload_NB, values)))
+
+
+def sum_rows(x_NM: Tensor) -> Tensor:
+    """Return the float32 sum of the rows, added in their order, as one row: ``[1, M]``."""
+    rows: tuple[Tensor, ...] = x_NM.split(1)
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -105,35 +115,67 @@ class FloatCodec(Codec):
 
 
 @dataclass(frozen=True)
-class LNSCodec(Codec):
-    """The int16 codes of an LNS format of up to 16 bits.
+class CodesCodec(Codec):
+    """Values that are LNS codes, int16, and travel as they are.
 
-    With ``lns_sum`` they are added as the arithmetic contract says.
+    With ``lns_sum`` they are added as the arithmetic contract says, else in float32.
     """
 
-    fmt: LNSFormat = lns16
-    lns_sum: bool = False
+    fmt: LNSFormat
+    lns_sum: bool = True
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The narrowest integers that hold a code; a code is sign-extended."""
+        return torch.int8 if self.fmt.bits <= 8 else torch.int16
 
     def size(self, values: int) -> int:
-        """Return 2 bytes a value."""
-        return 2 * values
+        """Return 2 bytes a value, 1 in formats of up to 8 bits."""
+        return values * self._dtype.itemsize
+
+    def encode(self, x_NM: Tensor) -> Tensor:
+        """Return the bytes of the codes."""
+        return _bytes(x_NM.to(self._dtype))
+
+    def decode(self, payload_NB: Tensor, values: int) -> Tensor:
+        """Return the same codes."""
+        return payload_NB.contiguous().view(self._dtype).to(torch.int16)
+
+    def sum(self, payload_NB: Tensor, values: int) -> Tensor:
+        """Return the bytes of the sum's codes; float32 sums are rounded once, at the end."""
+        codes_NM = self.decode(payload_NB, values)
+        if self.lns_sum:
+            return self.encode(lns.sum(codes_NM, [0], self.fmt, keepdim=True))
+        return self.encode(_codes(sum_rows(lns.decode(codes_NM, self.fmt)), self.fmt))
+
+
+@dataclass(frozen=True)
+class LNSCodec(Codec):
+    """float32 values that travel as LNS codes, and are added as ``codes`` adds them."""
+
+    codes: CodesCodec
+
+    def size(self, values: int) -> int:
+        """Return the size of the codes."""
+        return self.codes.size(values)
 
     def encode(self, x_NM: Tensor) -> Tensor:
         """Round to nearest in the logarithm; sums beyond float32 saturate."""
-        largest = torch.finfo(torch.float32).max
-        return _bytes(lns.encode(x_NM.clamp(-largest, largest), self.fmt))
+        return self.codes.encode(_codes(x_NM, self.codes.fmt))
 
     def decode(self, payload_NB: Tensor, values: int) -> Tensor:
         """Return values that are exact enough to encode back to the same codes."""
-        return lns.decode(payload_NB.contiguous().view(torch.int16), self.fmt)
+        return lns.decode(self.codes.decode(payload_NB, values), self.codes.fmt)
 
     def sum(self, payload_NB: Tensor, values: int) -> Tensor:
-        """Return the sum of the rows, in LNS or in float32."""
-        if not self.lns_sum:
-            return super().sum(payload_NB, values)
-        return lns.decode(
-            lns.sum(payload_NB.contiguous().view(torch.int16), [0], self.fmt), self.fmt
-        )
+        """Return the sum of the codes."""
+        return self.codes.sum(payload_NB, values)
+
+
+def _codes(x: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the codes of float32 values; infinities, which sums may be, saturate."""
+    largest = torch.finfo(torch.float32).max
+    return lns.encode(x.clamp(-largest, largest), fmt)
 
 
 class ScaledCodec(Codec):
@@ -228,22 +270,21 @@ class TopKCodec(Codec):
 def make_codec(wire: WireConfig, fmt: LNSFormat | None) -> Codec | None:
     """Return the codec of ``wire``, or None for a plain float32 all-reduce.
 
+    Gradients in LNS go to a :class:`CodesCodec` as codes where the wire's format is theirs; to any
+    other codec they go as float32.
+
     Args:
         wire: the wire format.
-        fmt: LNS format of the values; None for float32 values.
-
-    Raises:
-        ValueError: LNS sums of float32 gradients in their native format.
+        fmt: LNS format of the gradients; None for float32 gradients.
     """
     if wire.name == "native":
-        if fmt is None:
-            return None
-        return LNSCodec(fmt, lns_sum=wire.sum != "float32")
+        return None if fmt is None else CodesCodec(fmt, lns_sum=wire.sum != "float32")
+    of_lns16 = CodesCodec(lns16, lns_sum=wire.sum == "lns")
     codecs: dict[str, Codec] = {
         "float32": FloatCodec(torch.float32),
         "bfloat16": FloatCodec(torch.bfloat16),
         "float16": FloatCodec(torch.float16),
-        "lns16": LNSCodec(lns16, lns_sum=wire.sum == "lns"),
+        "lns16": of_lns16 if fmt == lns16 else LNSCodec(of_lns16),
         "lns8": LNS8Codec(),
         "int8": Int8Codec(),
         "topk": TopKCodec(wire.topk),

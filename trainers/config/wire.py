@@ -20,9 +20,9 @@ class WireConfig:
     """The format in which gradients, or differences of weights, travel between replicas.
 
     Attributes:
-        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes),
-            or a format of :mod:`trainers.comm.codecs`, or ``powersgd``
-            (:mod:`trainers.sync.powersgd`).
+        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes,
+            or 1 in up to 8 bits), or a format of :mod:`trainers.comm.codecs`, or
+            ``powersgd`` (:mod:`trainers.sync.powersgd`).
         sum: arithmetic in which the values of the replicas are added up: ``float32``, ``lns``
             (codes of ``native`` LNS and ``lns16`` only), or ``auto``: LNS for ``native`` LNS
             gradients, else float32.

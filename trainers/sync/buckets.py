@@ -32,11 +32,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lns_ops import LNSTensor
-from trainers.comm.codecs import make_codec
+from trainers.comm.codecs import CodesCodec, LNSCodec, make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config.wire import WireConfig
-from trainers.sync.all_reduce import GradientSync, flatten, unflatten_
+from trainers.sync.all_reduce import GradientSync, as_taken, flatten, format_of, unflatten_
 
 MEGABYTE = 1 << 20
 
@@ -44,8 +43,8 @@ MEGABYTE = 1 << 20
 def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
     """Return ``parameters`` from the last to the first, in buckets of ``cap_mb`` megabytes.
 
-    A bucket ends where it reaches ``cap_mb`` megabytes of float32 values. It holds LNS parameters
-    or float ones, not both: in native form they travel differently.
+    A bucket ends where it reaches ``cap_mb`` megabytes of float32 values. Its parameters have the
+    same format, because native gradients of different formats travel differently.
     """
     found: list[list[Tensor]] = []
     size = 0.0
@@ -53,7 +52,7 @@ def buckets(parameters: Sequence[Tensor], cap_mb: float) -> list[list[Tensor]]:
         new = (
             not found
             or size >= cap_mb * MEGABYTE
-            or isinstance(found[-1][0], LNSTensor) != isinstance(parameter, LNSTensor)
+            or format_of(found[-1][0]) != format_of(parameter)
         )
         if new:
             found.append([])
@@ -164,22 +163,18 @@ class BucketSync(GradientSync):
 
         The result is a tensor, so that the host does not wait for a GPU.
         """
-        first = members[0]
-        codec = make_codec(self._wire, first.fmt if isinstance(first, LNSTensor) else None)
-        flat = flatten(
-            [torch.zeros(p.shape, device=p.device) if p.grad is None else p.grad for p in members]
-        )
-        finite = flat.isfinite()
-        total = (
-            self._collectives.all_reduce_(flat)
-            if codec is None
-            else self._sharded_sum(str(number), codec)(flat.where(finite, 0.0))
-        )
-        for parameter, part in zip(members, total.split([p.numel() for p in members]), strict=True):
-            if parameter.grad is not None:
-                unflatten_([parameter.grad], part)
-        # a plain float sum carries values that are not finite
-        return finite.all() if codec is not None else torch.ones((), dtype=torch.bool)
+        codec = make_codec(self._wire, format_of(members[0]))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        if isinstance(codec, CodesCodec) and {format_of(g) for g in gradients} != {codec.fmt}:
+            codec = LNSCodec(codec)  # a hook left floats, which become codes as they are sent
+        held = as_taken(gradients, codec)
+        flat = flatten(held)
+        sendable = torch.ones((), dtype=torch.bool)
+        if codec is not None:  # a plain float sum carries values that are not finite
+            finite = flat.isfinite()
+            flat, sendable = flat.where(finite, 0), finite.all()
+        unflatten_(held, self._sum(str(number), flat, codec))
+        return sendable
 
     def _was_finite(self, sent: Future[bool] | Tensor) -> bool:
         """Wait for a bucket, and tell whether its values were finite on this rank."""

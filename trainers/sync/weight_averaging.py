@@ -75,12 +75,8 @@ class Averaging(Synchroniser):
             optimizer,
             collectives,
         )
-        codec = make_codec(config.wire, None)
-        self._sharded_sum = (
-            ShardedSum(collectives, codec, feedback=config.wire.feedback)
-            if codec is not None
-            else None
-        )
+        self._codec = make_codec(config.wire, None)
+        self._sharded_sum = ShardedSum(collectives, feedback=config.wire.feedback)
         self._steps = 0
 
     def after_step(self, *, finite: bool) -> bool:
@@ -109,8 +105,7 @@ class Averaging(Synchroniser):
             for name, value in model_tensors(self._model, self._optimizer).items()
         }
         return replica | {
-            f"residue/{leg}": value
-            for leg, value in (self._sharded_sum.residues if self._sharded_sum else {}).items()
+            f"residue/{leg}": value for leg, value in self._sharded_sum.residues.items()
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -125,10 +120,9 @@ class Averaging(Synchroniser):
         }
         if replica:
             load_model_tensors(self._model, self._optimizer, replica)
-        if self._sharded_sum is not None:
-            self._sharded_sum.residues = {
-                n.removeprefix("residue/"): v for n, v in state.items() if n.startswith("residue/")
-            }
+        self._sharded_sum.residues = {
+            n.removeprefix("residue/"): v for n, v in state.items() if n.startswith("residue/")
+        }
 
     @abstractmethod
     def _round(self, values: Tensor) -> None:
@@ -146,8 +140,8 @@ class Averaging(Synchroniser):
         """Return the sum of ``flat`` over the ranks, through the wire format."""
         return (
             self._collectives.all_reduce_(flat.clone())
-            if self._sharded_sum is None
-            else self._sharded_sum(flat)
+            if self._codec is None
+            else self._sharded_sum(flat, self._codec)
         )
 
     def _parameters(self) -> list[Tensor]:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lns_ops import LNSTensor, lns12, lns16
+from lns_ops import LNSFormat, LNSTensor, lns8, lns12, lns16
 from tests.trainers.courses import broken_off
 from tests.trainers.processes import spawned
-from trainers.comm.codecs import BLOCK, Codec, LNSCodec, make_codec
+from trainers.comm.codecs import BLOCK, Codec, CodesCodec, LNSCodec, make_codec
 from trainers.comm.collectives import Collectives
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
 from trainers.config.wire import FORMATS, WireConfig
@@ -86,13 +86,17 @@ def test_codecs_keep_zeros_and_survive_the_largest_numbers(name: str) -> None:
 
 def test_lns_rows_are_added_as_the_contract_says() -> None:
     x = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    in_lns, in_float = LNSCodec(lns12, lns_sum=True), LNSCodec(lns12)
-    payload = in_lns.encode(x)
+    in_lns, in_float = CodesCodec(lns12), CodesCodec(lns12, lns_sum=False)
     values = LNSTensor.from_float(x, lns12)
-    assert torch.equal(in_lns.sum(payload, 50), values.sum(0).to_float())
+    payload = in_lns.encode(values.codes)
+    added = sum(values.to_float().unbind(0)[1:], values.to_float()[0])
+    assert torch.equal(in_lns.decode(in_lns.sum(payload, 50), 50)[0], values.sum(0).codes)
     assert torch.equal(
-        in_float.sum(payload, 50), sum(values.to_float().unbind(0)[1:], values.to_float()[0])
+        in_float.decode(in_float.sum(payload, 50), 50)[0], LNSTensor.from_float(added, lns12).codes
     )
+    for codes in (in_lns, in_float):
+        assert torch.equal(LNSCodec(codes).encode(x), payload)
+        assert torch.equal(LNSCodec(codes).sum(payload, 50), codes.sum(payload, 50))
 
 
 @pytest.mark.parametrize(
@@ -329,5 +333,16 @@ def test_a_synchroniser_that_skips_a_parameter_is_caught(workers: list[dict[str,
         assert result["same weights"] == [True, False]
 
 
-def test_native_lns_gradients_take_two_bytes() -> None:
-    assert LNSCodec(lns12).size(100) == LNSCodec(lns16).size(100) == 200
+def test_native_lns_gradients_take_the_bytes_of_their_codes() -> None:
+    assert CodesCodec(lns12).size(100) == CodesCodec(lns16).size(100) == 200
+    assert CodesCodec(lns8).size(100) == 100
+
+
+@pytest.mark.parametrize("fmt", [lns8, lns12, lns16])
+def test_every_code_travels_unchanged(fmt: LNSFormat) -> None:
+    logs = torch.arange(1, fmt.field_mask + 1)
+    codes = torch.cat([-(fmt.field_mask + 1) + logs, torch.zeros(1), logs]).to(torch.int16)
+    codec = CodesCodec(fmt)
+    payload = codec.encode(codes.view(1, -1))
+    assert payload.shape == (1, codec.size(len(codes)))
+    assert torch.equal(codec.decode(payload, len(codes))[0], codes)
