@@ -147,6 +147,11 @@ class NumberFormat(ABC):
         return self
 
     @property
+    def full_scale(self) -> float:
+        """The magnitude to which a scale takes the largest of a group, or a little less."""
+        return self.error.largest
+
+    @property
     def overflows(self) -> bool:
         """Whether gradients need loss scaling: a narrow range with infinities at its end."""
         return False
@@ -168,7 +173,7 @@ def as_float32(x: Tensor) -> Tensor:
             f"x has dtype {str(x.dtype).removeprefix('torch.')}: must be a float tensor; use"
             " x.float()"
         )
-    return x.detach().float()
+    return x.detach().float().resolve_neg()
 
 
 def randomly_up(steps: Tensor, random: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class FloatFormat(NumberFormat):
         )
 
     @property
-    def kernel(self) -> tuple[int, int]:
+    def kernel(self) -> tuple[int, int] | None:
         """The mantissa's bits and the smallest normal exponent."""
         return self.mantissa_bits, self.min_exponent
 
@@ -132,17 +132,19 @@ class FloatFormat(NumberFormat):
     def _by_kernel(self, x: Tensor) -> Tensor | None:
         """Return ``x`` rounded by a kernel; None where there is none, torch traces, or, on a CPU, a
         value is not finite."""
+        if (kind := self.kernel) is None:
+            return None
         if on_gpu(x):
             from lns_ops import cuda
 
-            return cuda.quantize_floats(x, x.numel(), 0, *self.kernel, self.largest, saturates=True)
+            return cuda.quantize_floats(x, x.numel(), 0, *kind, self.largest, saturates=True)
         if (values := eager_values(x)) is None:
             return None
         import torch
 
         from lns_ops import cpu
 
-        found = cpu.quantize_float(values, *self.kernel, self.largest)
+        found = cpu.quantize_float(values, *kind, self.largest)
         return None if found is None else torch.from_numpy(found)
 
     def _nearest(self, x: Tensor) -> Tensor:

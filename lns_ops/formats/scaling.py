@@ -10,7 +10,9 @@ Formats (MX) Specification v1.0", 2023).
 
 :class:`Scaled` gives any format a scale that is a power of two, the largest with which nothing
 saturates: for LNS an offset of the logarithm, for floating point of the exponent. So decoding is
-exact and the scale itself costs no accuracy.
+exact and the scale itself costs no accuracy. Posits and takums are least precise at their largest
+magnitude; of these the group's largest is taken to where they are as precise as at 1
+(:attr:`~lns_ops.formats.NumberFormat.full_scale`).
 """
 
 from __future__ import annotations
@@ -50,36 +52,38 @@ def check_granularity(granularity: str, known: tuple[str, ...] = GRANULARITIES) 
         )
 
 
-def group_largest(x: Tensor, granularity: str) -> Tensor:
+def group_largest(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> Tensor:
     """Return the largest magnitude of each group that shares a scale; :func:`spread` repeats it.
 
-    It is 0 for an empty tensor.
+    It is 0 for an empty tensor. ``block`` is the number of values of a block.
     """
     from torch.nn.functional import pad
 
     if x.numel() == 0:
         return x.new_zeros(())
     if granularity == BLOCK and x.dim():
-        padded = pad(x.abs(), (0, -x.shape[-1] % BLOCK_SIZE))
-        blocks: Tensor = padded.unflatten(-1, (-1, BLOCK_SIZE))
+        padded = pad(x.abs(), (0, -x.shape[-1] % block))
+        blocks: Tensor = padded.unflatten(-1, (-1, block))
         return blocks.amax(-1)
     if granularity != CHANNEL or x.dim() < 2:
         return x.abs().amax()
     return x.abs().amax(dim=tuple(range(1, x.dim())), keepdim=True)
 
 
-def spread(scale: Tensor, shape: tuple[int, ...], granularity: str) -> Tensor:
+def spread(
+    scale: Tensor, shape: tuple[int, ...], granularity: str, block: int = BLOCK_SIZE
+) -> Tensor:
     """Return what is one a group so that it broadcasts over a tensor of ``shape``."""
     if granularity != BLOCK or not scale.dim():
         return scale
-    repeated = scale.unsqueeze(-1).expand(*scale.shape, BLOCK_SIZE).flatten(-2)
+    repeated = scale.unsqueeze(-1).expand(*scale.shape, block).flatten(-2)
     return repeated[..., : shape[-1]]
 
 
-def group_lengths(x: Tensor, granularity: str) -> tuple[int, int]:
+def group_lengths(x: Tensor, granularity: str, block: int = BLOCK_SIZE) -> tuple[int, int]:
     """Return the numbers of values of a row, and of a group in it that shares a scale."""
     if granularity == BLOCK and x.dim():
-        return x.shape[-1], BLOCK_SIZE
+        return x.shape[-1], block
     one = granularity == TENSOR or x.dim() < 2
     width = x.numel() if one else math.prod(x.shape[1:])
     return width, width
@@ -101,6 +105,7 @@ class Scaled(NumberFormat):
     Args:
         base: an unscaled format whose range is narrower than float32's.
         granularity: ``tensor``, ``channel`` or ``block``.
+        block: number of values of a block.
 
     Raises:
         ValueError: a format that has a scale or needs none.
@@ -108,6 +113,7 @@ class Scaled(NumberFormat):
 
     base: NumberFormat
     granularity: str
+    block: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
         check_granularity(self.granularity)
@@ -116,7 +122,7 @@ class Scaled(NumberFormat):
                 f"{self.base}/{self.granularity}: {self.base} has a scale of its own; use"
                 f" {self.base} as it is"
             )
-        if self.base.error.largest > 2.0**100:
+        if self.base.full_scale > 2.0**100:
             raise ValueError(
                 f"{self.base}/{self.granularity}: {self.base} has float32's range, a scale would"
                 f" change nothing; use {self.base}"
@@ -130,7 +136,7 @@ class Scaled(NumberFormat):
     @property
     def bits(self) -> float:
         """The width of ``base``, and a value's share of its block's scale."""
-        return self.base.bits + (SCALE_BITS / BLOCK_SIZE if self.granularity == BLOCK else 0)
+        return self.base.bits + (SCALE_BITS / self.block if self.granularity == BLOCK else 0)
 
     @property
     def storage(self) -> torch.dtype:
@@ -141,10 +147,10 @@ class Scaled(NumberFormat):
     def error(self) -> ErrorModel:
         """The error model of ``base``, scaled to the group's largest magnitude.
 
-        ``base``'s largest magnitude is between one and two times the group's.
+        ``base``'s full scale is between one and two times the group's.
         """
         base = self.base.error
-        half = base.largest / 2
+        half = self.base.full_scale / 2
         return ErrorModel(
             relative=base.relative,
             absolute=base.absolute / half,
@@ -183,7 +189,7 @@ class Scaled(NumberFormat):
         kind = self.base.kernel
         if kind is None:
             return None
-        lengths = group_lengths(x, self.granularity)
+        lengths = group_lengths(x, self.granularity, self.block)
         if on_gpu(x):
             from lns_ops import cuda
 
@@ -206,21 +212,22 @@ class Scaled(NumberFormat):
 
     @cached_property
     def _limit(self) -> float:
-        """The largest magnitude of ``base``."""
-        return self.base.error.largest
+        """The magnitude that the largest of a group must not exceed."""
+        return self.base.full_scale
 
     def _spread(self, scale: Tensor, x: Tensor) -> Tensor:
-        return spread(scale, x.shape, self.granularity)
+        return spread(scale, x.shape, self.granularity, self.block)
 
     def _scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the power of two that takes a group into ``base``'s range, and its inverse.
 
-        The group's largest magnitude comes to lie above half of ``base``'s, and at most at it.
+        The group's largest magnitude comes to lie above half of ``base``'s full scale, and at most
+        at it.
         """
         import torch
 
         limit, limit_exponent = math.frexp(self._limit)
-        fraction, exponent = torch.frexp(group_largest(x, self.granularity))
+        fraction, exponent = torch.frexp(group_largest(x, self.granularity, self.block))
         shift = limit_exponent - exponent - (fraction > limit).to(exponent.dtype)
         shift = torch.where(fraction > 0, shift, 0).clamp(-126, 126)
         return _power(shift), _power(-shift)
