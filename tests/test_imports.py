@@ -58,6 +58,8 @@ LAZY = {
     ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops.formats.bit_views"): "1.8 s, likewise",
+    ("lns_ops.formats.sized_float", "lns_ops.formats.bit_views"): "1.8 s, likewise",
+    ("lns_ops.formats.tabulated", "lns_ops.formats.list_rounding"): "1.8 s, likewise",
     ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, likewise",
     ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
     (

@@ -1,6 +1,7 @@
 """Number formats behind one interface, :class:`NumberFormat`.
 
-There are floating point, fixed point, scaled integers, MX blocks, and LNS.
+There are floating point of any widths, fixed point, scaled integers, MX blocks, block floating
+point, posits, takums, lists of values, and LNS.
 
 >>> import torch
 >>> from lns_ops import formats
@@ -15,6 +16,7 @@ their names too.
 """
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
+from lns_ops.formats.block_floating_point import BlockFloatingPoint
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import (
     FloatFormat,
@@ -29,19 +31,28 @@ from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.formats.microscaling import Microscaling
 from lns_ops.formats.registry import HELP, parse
 from lns_ops.formats.scaling import Scaled
+from lns_ops.formats.sized_float import SizedFloat
 from lns_ops.formats.stochastic_rounding import random_bits
+from lns_ops.formats.tabulated import Table
+from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 
 __all__ = [
     "HELP",
+    "BlockFloatingPoint",
     "Encoded",
     "ErrorModel",
     "FixedPoint",
     "FloatFormat",
     "Integer",
     "Logarithmic",
+    "LogarithmicTakum",
     "Microscaling",
     "NumberFormat",
+    "Posit",
     "Scaled",
+    "SizedFloat",
+    "Table",
+    "Takum",
     "bfloat16",
     "float8_e4m3fn",
     "float8_e5m2",

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 from lns_ops.formats.base import NumberFormat
+from lns_ops.formats.block_floating_point import BlockFloatingPoint
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.logarithmic import Logarithmic
 from lns_ops.formats.microscaling import ALIASES, ELEMENTS, Microscaling
 from lns_ops.formats.scaling import GRANULARITIES, TENSOR, Scaled
+from lns_ops.formats.sized_float import FINITE, INFINITE, SATURATE, SizedFloat
+from lns_ops.formats.tabulated import Table
+from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 from lns_ops.spec.format import PRESETS, LNSFormat
 
 _WRITTEN = (
     *FLOATS,
+    "float(e,m)",
+    f"float(e,m,{INFINITE})",
+    f"float(e,m,{FINITE})",
+    "posit(bits)",
+    "posit(bits,es)",
+    "takum(bits)",
+    "takum_log(bits)",
+    "bfp(bits,block)",
+    "table(path.npy)",
     "fixed(bits,fraction_bits)",
     "int8",
     *ALIASES,
@@ -28,28 +42,60 @@ HELP = (
 """The names that there are, for messages."""
 
 
-@lru_cache(maxsize=256)
+_INTEGERS = r"\(\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?(?:,\s*(\w+)\s*)?\)"
+_MADE: dict[str, tuple[int, Callable[..., NumberFormat]]] = {
+    "fixed": (2, FixedPoint),
+    "float": (2, SizedFloat.of),
+    "posit": (1, Posit),
+    "takum": (1, Takum),
+    "takum_log": (1, LogarithmicTakum),
+    "bfp": (2, BlockFloatingPoint.of),
+}
+"""What makes the formats that are named with integers, and how many it takes; a posit may have one
+more."""
+
+
 def parse(name: str) -> NumberFormat:
     """Return the format called ``name``.
 
     >>> parse("lns8/channel").bits, parse("fixed(16,8)").error.largest
     (8, 127.99609375)
+    >>> parse("posit(8)").error.largest, parse("float(4,3)").error.largest
+    (16777216.0, 240.0)
 
     Raises:
-        ValueError: no such name, no such format, a scale where there can be none, or MX formats
-            without torchao.
+        ValueError: no such name, no such format, a scale where there can be none, MX formats
+            without torchao, or a file without a list of values.
     """
     if not isinstance(name, str):
         raise ValueError(f"format {name!r}: must be a name such as 'bfloat16'; there are {HELP}")
+    if match := re.fullmatch(r"table\((.+)\)(?:/([^/()]*))?", name.strip()):
+        table = Table.read(match[1].strip())  # not kept: the file may change
+        return table if match[2] is None else _scaled(name, table, match[2])
+    return _parse(name)
+
+
+@lru_cache(maxsize=256)
+def _parse(name: str) -> NumberFormat:
     stem, slash, granularity = name.partition("/")
     if slash and granularity not in GRANULARITIES:
-        raise ValueError(
-            f"format {name!r}: what follows / must be one of {', '.join(GRANULARITIES)}; use for"
-            f" example {stem}/channel"
-        )
+        _refuse_granularity(name, stem)
     if match := re.fullmatch(r"int(\d+)", stem):
         return Integer(int(match[1]), granularity or TENSOR)
-    return Scaled(_unscaled(stem), granularity) if slash else _unscaled(stem)
+    return _scaled(name, _unscaled(stem), granularity) if slash else _unscaled(stem)
+
+
+def _refuse_granularity(name: str, stem: str) -> None:
+    raise ValueError(
+        f"format {name!r}: what follows / must be one of {', '.join(GRANULARITIES)}; use for"
+        f" example {stem}/channel"
+    )
+
+
+def _scaled(name: str, base: NumberFormat, granularity: str) -> NumberFormat:
+    if granularity not in GRANULARITIES:
+        _refuse_granularity(name, base.name)
+    return Scaled(base, granularity)
 
 
 def _unscaled(name: str) -> NumberFormat:
@@ -57,8 +103,19 @@ def _unscaled(name: str) -> NumberFormat:
         return FLOATS[name]
     if ALIASES.get(name, name) in ELEMENTS:
         return Microscaling(ALIASES.get(name, name))
-    if match := re.fullmatch(r"fixed\(\s*(-?\d+)\s*,\s*(-?\d+)\s*\)", name):
-        return FixedPoint(int(match[1]), int(match[2]))
+    match = re.fullmatch(r"(\w+)" + _INTEGERS, name)
+    if match and match[1] in _MADE and (found := _made(*match.groups())) is not None:
+        return found
     if not name.startswith("lns"):
         raise ValueError(f"format {name!r}: there is none of that name; there are {HELP}")
     return Logarithmic(LNSFormat.parse(name))
+
+
+def _made(kind: str, first: str, second: str | None, end: str | None) -> NumberFormat | None:
+    """Return the format of some integers; None if it takes another number of them."""
+    count, make = _MADE[kind]
+    given = [int(part) for part in (first, second) if part is not None]
+    if end is not None:
+        known = kind == "float" and len(given) == count and end in (INFINITE, FINITE, SATURATE)
+        return make(*given, end) if known else None
+    return make(*given) if len(given) - count in ((0, 1) if kind == "posit" else (0,)) else None

@@ -25,7 +25,8 @@ needs_torchao = pytest.mark.skipif(
 )
 NAMES = [
     "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor",
-    "fixed(16,10)", "int8", "int8/channel", "lns8/channel",
+    "fixed(16,10)", "int8", "int8/channel", "lns8/channel", "float(3,6)", "posit(8)",
+    "takum(10)/channel", "bfp(8,16)",
     pytest.param("mxfp8", marks=needs_torchao),
 ]  # fmt: skip
 UPDATES: dict[str, dict[str, Any]] = {
@@ -97,7 +98,8 @@ def test_weights_live_on_the_grid_and_learn(name: str, update: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["bfloat16", "float8_e4m3fn/tensor", "int8/channel", "lns8/channel"]
+    "name",
+    ["bfloat16", "float8_e4m3fn/tensor", "int8/channel", "lns8/channel", "posit(8)", "bfp(8,16)"],
 )
 def test_activations_and_their_gradients_lie_on_the_grid(name: str) -> None:
     fmt, model = parse(name), simulate_(network(), name)

@@ -37,7 +37,14 @@ def test_gradients_of_gradients_in_float32_are_torchs_bits() -> None:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("tf32", 0.01), ("bfloat16", 0.1), ("float16", 0.01), ("lns(16,10)/channel", 0.02)],
+    [
+        ("tf32", 0.01),
+        ("bfloat16", 0.1),
+        ("float16", 0.01),
+        ("lns(16,10)/channel", 0.02),
+        ("posit(16)", 0.02),
+        ("float(6,9)", 0.02),
+    ],
 )
 def test_gradients_of_gradients_are_near_float32s(name: str, share: float) -> None:
     found, expected = penalty(in_range(simulate_(network(), name))), penalty(network())
@@ -45,7 +52,9 @@ def test_gradients_of_gradients_are_near_float32s(name: str, share: float) -> No
         assert (a - b).norm() < share * b.norm()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn/tensor", "int8/channel"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float16", "float8_e4m3fn/tensor", "int8/channel", "posit(8)"]
+)
 def test_a_gradient_is_rounded_on_its_way_back_from_a_gradient(name: str) -> None:
     """y = w q(x): its second derivatives are sums of products of rounded values, by hand."""
     model, fmt = nn.Linear(1, 1, bias=False), parse(name)

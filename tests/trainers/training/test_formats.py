@@ -27,6 +27,7 @@ BASE = TrialConfig(
     epochs=3,
 )
 CNN = ModelConfig(name="cnn", channels=[4, 6], hidden=[])
+LEVELS = Path(__file__).parents[2] / "lns_ops" / "formats" / "levels.npy"
 PRECISIONS = [
     PrecisionConfig(format="bfloat16", kahan_sum=True),
     PrecisionConfig(format="float16"),
@@ -36,6 +37,12 @@ PRECISIONS = [
     PrecisionConfig(format="fixed(16,10)", kahan_sum=True),
     PrecisionConfig(format="int8/channel", master_format="bfloat16", stochastic_rounding=True),
     PrecisionConfig(format="lns8/channel", master_format="lns16", kahan_sum=True),
+    PrecisionConfig(format="float(4,3)", gradient_format="float(5,2)", stochastic_rounding=True),
+    PrecisionConfig(format="posit(8)", kahan_sum=True),
+    PrecisionConfig(format="takum(8)/channel", stochastic_rounding=True),
+    PrecisionConfig(format="takum_log(12)"),
+    PrecisionConfig(format="bfp(8,32)", kahan_sum=True),
+    PrecisionConfig(format=f"table({LEVELS})/channel", master_format="bfloat16"),
     *([PrecisionConfig(format="mxfp8")] if microscaling.unavailable() is None else []),
 ]
 

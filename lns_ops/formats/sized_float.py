@@ -1,0 +1,181 @@
+"""Binary floating point with fields of any width: ``float(e,m)``.
+
+A sign, ``e`` bits of exponent with the bias ``2^(e-1) - 1``, ``m`` bits of mantissa, subnormal
+numbers below the smallest exponent, rounding to nearest with ties to even: IEEE 754's binary
+formats with other widths (IEEE Std 754-2019, section 3.4). What differs is what the largest
+exponent field means, and what happens beyond the largest number:
+
+- ``float(e,m)``: the field is for infinities and NaNs, as in IEEE 754, but numbers saturate at the
+  largest, as in :data:`lns_ops.formats.float8_e5m2`, which ``float(5,2)`` equals.
+- ``float(e,m,inf)``: they overflow to infinity. ``float(5,10,inf)`` is ``float16``,
+  ``float(8,7,inf)`` is ``bfloat16``.
+- ``float(e,m,finite)``: the field is one more octave of numbers. There are no infinities and no
+  NaNs, and numbers saturate: the elements of microscaling formats, ``float(2,1,finite)``,
+  ``float(3,2,finite)`` and ``float(2,3,finite)`` (Open Compute Project, "OCP Microscaling Formats
+  (MX) Specification v1.0", 2023).
+
+``float8_e4m3fn`` is none of the three. It gives the largest field to numbers except for a NaN:
+it reaches 448, where ``float(4,3)`` ends at 240 and ``float(4,3,finite)`` at 480. All below 240 is
+the same.
+
+Codes are the fields, in an integer of at least ``1 + e + m`` bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lns_ops.formats.base import Encoded, as_float32
+from lns_ops.formats.floating_point import FloatFormat
+from lns_ops.spec.format import NonFiniteError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+EXPONENT_BITS, MANTISSA_BITS = (2, 8), (1, 23)
+SATURATE, INFINITE, FINITE = "saturate", "inf", "finite"
+_MANTISSA, _BIAS = 23, 127
+_KERNEL_MANTISSA = 21
+"""Most mantissa bits that the kernels round to: they add 1.5 x 2^23 steps, and two octaves of
+mantissas must fit beside those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedFloat(FloatFormat):
+    """A floating-point format whose widths are free.
+
+    >>> import torch
+    >>> SizedFloat.of(3, 4).quantize(torch.tensor([0.3, 0.01, 99.0]))
+    tensor([ 0.2969,  0.0156, 15.5000])
+
+    :meth:`of` makes one from its widths.
+
+    Attributes:
+        overflow: ``saturate``, ``inf`` or ``finite``; see the head of this file.
+    """
+
+    overflow: str = SATURATE
+
+    @classmethod
+    def of(cls, exponent_bits: int, mantissa_bits: int, overflow: str = SATURATE) -> SizedFloat:
+        """Return the format of these widths.
+
+        Raises:
+            ValueError: no such format.
+        """
+        end = "" if overflow == SATURATE else f",{overflow}"
+        label = f"float({exponent_bits},{mantissa_bits}{end})"
+        for what, bits, (low, high), example in (
+            ("exponent_bits", exponent_bits, EXPONENT_BITS, (4, mantissa_bits or 3)),
+            ("mantissa_bits", mantissa_bits, MANTISSA_BITS, (exponent_bits, 3)),
+        ):
+            if not low <= bits <= high:
+                raise ValueError(
+                    f"{label}: {what}={bits} must lie from {low} to {high}, as float32 carries no"
+                    f" more; use for example float({example[0]},{example[1]})"
+                )
+        if overflow == FINITE and exponent_bits == EXPONENT_BITS[1]:
+            raise ValueError(
+                f"{label}: its largest octave must lie within float32's range, which 8 bits of"
+                f" exponent leave; use float({exponent_bits},{mantissa_bits}) or"
+                f" float(7,{mantissa_bits},finite)"
+            )
+        octaves = (1 << exponent_bits - 1) - (overflow != FINITE)
+        return cls(
+            label=label,
+            exponent_bits=exponent_bits,
+            mantissa_bits=mantissa_bits,
+            largest=(2 - 2.0**-mantissa_bits) * 2.0**octaves,
+            saturates=overflow != INFINITE,
+            overflow=overflow,
+        )
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The narrowest dtype that holds the fields: uint8, int16 or int32."""
+        import torch
+
+        return torch.uint8 if self.bits <= 8 else torch.int16 if self.bits <= 16 else torch.int32
+
+    @property
+    def kernel(self) -> tuple[int, int] | None:
+        """The mantissa's bits and the smallest normal exponent; None for float32's exponents and
+        for more mantissa bits than kernels round to."""
+        fits = self.exponent_bits < 8 and self.mantissa_bits <= _KERNEL_MANTISSA
+        return (self.mantissa_bits, self.min_exponent) if fits else None
+
+    def encode(self, x: Tensor, random: Tensor | None = None) -> Encoded:
+        """Return the fields of ``x``."""
+        import torch
+
+        from lns_ops.formats.bit_views import bit_view
+
+        values = self._on_grid(as_float32(x), random)
+        if self.overflow == FINITE and values.device.type == "cpu" and bool(values.isnan().any()):
+            raise NonFiniteError(
+                f"NaN to encode in {self.name}, which has no code for it; clean the input first"
+            )
+        m, top = self.mantissa_bits, (1 << self.exponent_bits) - 1
+        word = bit_view(values, torch.int32)
+        magnitude = word & 0x7FFFFFFF
+        if self.exponent_bits < 8:
+            steps = (values.abs() * 2.0 ** (m - self.min_exponent)).nan_to_num(0.0, 0.0)
+            normal = (magnitude >> _MANTISSA - m) - (_BIAS - 1 + self.min_exponent << m)
+            small = magnitude < self.min_exponent + _BIAS << _MANTISSA
+            fields = torch.where(small, steps.clamp(max=1 << m).to(torch.int32), normal)
+        else:
+            fields = magnitude >> _MANTISSA - m
+        fields = torch.where(values.isinf(), top << m, fields)
+        fields = torch.where(values.isnan(), top << m | 1 << m - 1, fields)
+        sign = (word >> 31 & 1) << self.exponent_bits + m
+        return Encoded((fields | sign).to(self.storage))
+
+    def decode(self, encoded: Encoded) -> Tensor:
+        """Return the values of fields, float32."""
+        import torch
+
+        from lns_ops.formats.bit_views import bit_view
+
+        e, m = self.exponent_bits, self.mantissa_bits
+        codes = encoded.codes.to(torch.int32)
+        field, mantissa = codes >> m & (1 << e) - 1, codes & (1 << m) - 1
+        sign = (codes >> e + m & 1) << 31
+        word = codes & (1 << e + m) - 1
+        if e < 8:
+            exponent = field + (self.min_exponent + _BIAS - 1)
+            word = exponent << _MANTISSA | mantissa << _MANTISSA - m
+            subnormal = mantissa.float() * 2.0 ** (self.min_exponent - m)
+            word = torch.where(field == 0, bit_view(subnormal, torch.int32), word)
+        else:
+            word = word << _MANTISSA - m
+        if self.overflow != FINITE:
+            special = 0x7F800000 | mantissa << _MANTISSA - m
+            word = torch.where(field == (1 << e) - 1, special, word)
+        return bit_view(word | sign, torch.float32)
+
+    def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
+        """Return ``x`` on the grid, always as a new tensor; a NaN stays one.
+
+        Rounding to nearest, saturating, is the kernel of 8-bit floats where :attr:`kernel` says.
+        """
+        x = as_float32(x)
+        if random is None and self.saturates and (found := self._by_kernel(x)) is not None:
+            return found
+        return self._on_grid(x, random)
+
+    def _on_grid(self, x: Tensor, random: Tensor | None) -> Tensor:
+        """Return float32 values rounded by torch's operations."""
+        import torch
+
+        if random is not None:
+            found = self._stochastic(x, random)
+        elif self.exponent_bits == 8:
+            found = self._nearest(x) if self.mantissa_bits < _MANTISSA else x.clone()
+        else:
+            step = self.step(x)
+            found = torch.where(x.isfinite(), (x / step).round() * step, x)
+        if self.saturates:
+            return found.clamp(-self.largest, self.largest)
+        return torch.where(found.abs() > self.largest, found.sign() * torch.inf, found)

@@ -1,0 +1,273 @@
+"""Tapered formats: posits and takums, most precise around 1 and less so towards both ends.
+
+In both a few leading bits say how many bits the exponent takes, and the mantissa has what is left.
+Codes are two's complement integers in the order of their values; -2^(n-1) is Not a Real (NaR), to
+which NaN and infinities go. There is one zero.
+
+*Rounding* is in the bit string, as both definitions say: of two neighbours, a number goes to the
+upper one if it exceeds the value of the string of n + 1 bits between them (the lower one's string
+and a 1), and at that value to the even code. Where the mantissa has bits, that is the mean of the
+neighbours; where the cut goes through the exponent it is nearer to their geometric mean. No number
+but zero rounds to zero, and none beyond the largest to NaR: both ends saturate. Rounding at random
+(:mod:`lns_ops.formats.tabulated`) has the exact number as its expected value instead, also between
+zero and the smallest magnitude.
+
+*Scales.* The largest of a group is taken to where the format is as precise as at 1, not to the
+largest magnitude, where it has hardly any mantissa.
+
+Sources: Posit Working Group, "Standard for Posit Arithmetic (2022)", whose es is 2; earlier posits
+had others. L. Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", CoNGA 2024
+(arXiv:2404.18603), and, for linear takums, "Design and Implementation of a Takum Arithmetic
+Hardware Codec in VHDL", 2024 (arXiv:2408.10594).
+
+Limits: takums reach from 2^-255 to 2^255 (logarithmic ones to e^127). Those beyond float32's normal
+numbers are left out: here a takum format saturates at its outermost values from 2^-126 to 2^128.
+A logarithmic takum is in general no float32; its nearest float32 stands for it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lns_ops.formats.tabulated import Grid, Listed, thresholds_of
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    Integers = NDArray[np.int64]
+    Floats = NDArray[np.float64]
+
+BITS = (2, 16)
+_SMALLEST, _LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
+_SHORTEST_TAKUM = 12
+"""Bits up to which a takum's string is continued by zeros: sign, direction, regime, characteristic
+of up to 7 bits."""
+
+
+def _length(x: Integers) -> Integers:
+    """Return the numbers of binary digits of integers of at most 53 bits; 0 of 0."""
+    return np.frexp(x.astype(np.float64))[1].astype(np.int64)
+
+
+def posit_values(codes: Integers, bits: int, es: int) -> Floats:
+    """Return the values of positive posits.
+
+    A run of k + 1 ones or -k zeros that the other bit ends (the regime), ``es`` bits of an exponent
+    e, of which those cut off are zeros, then a fraction f: ``2^(k 2^es + e) (1 + f)``.
+    """
+    body = bits - 1
+    ones = codes >> body - 1 & 1 == 1
+    run = body - _length(np.where(ones, ~codes & (1 << body) - 1, codes))
+    regime = np.where(ones, run - 1, -run)
+    left = np.maximum(body - run - 1, 0)
+    tail = (codes & (1 << left) - 1) << es  # room for those cut off
+    exponent, fraction = tail >> left, tail & (1 << left) - 1
+    values: Floats = np.ldexp(1 + fraction / (1 << left), regime * (1 << es) + exponent)
+    return values
+
+
+def takum_logarithms(codes: Integers, bits: int) -> tuple[Integers, Floats]:
+    """Return the characteristics c and mantissas m of positive takums.
+
+    A direction bit D and three bits R give the number r of bits of the characteristic C, R if D = 1
+    and 7 - R if D = 0; ``c = 2^r - 1 + C`` or ``c = -2^(r+1) + 1 + C``. The remaining bits are m, a
+    fraction in [0, 1).
+    """
+    codes = codes << max(_SHORTEST_TAKUM - bits, 0)
+    bits = max(_SHORTEST_TAKUM, bits)
+    above, regime = codes >> bits - 2 & 1 == 1, codes >> bits - 5 & 7
+    r = np.where(above, regime, 7 - regime)
+    p = bits - 5 - r
+    c = np.where(above, (1 << r) - 1, 1 - (1 << r + 1)) + (codes >> p & (1 << r) - 1)
+    return c, (codes & (1 << p) - 1) / (1 << p)
+
+
+@dataclass(frozen=True)
+class _Tapered(Listed):
+    """The formats whose codes are two's complement strings of ``width`` bits."""
+
+    width: int
+
+    @property
+    def bits(self) -> float:
+        """The width."""
+        return self.width
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype int8 or int16."""
+        import torch
+
+        return torch.int8 if self.width <= 8 else torch.int16
+
+    @property
+    @abstractmethod
+    def precise_below(self) -> float:
+        """The magnitude from 1 up to which the format is as precise as at 1."""
+
+    @abstractmethod
+    def positive(self, codes: Integers, bits: int) -> Floats:
+        """Return the values of positive codes of ``bits`` bits."""
+
+    @property
+    def grid(self) -> Grid:
+        """The values of all codes that float32 carries."""
+        return _grid(self)
+
+    def _check_width(self, name: str) -> None:
+        low, high = BITS
+        if not low <= self.width <= high:
+            raise ValueError(
+                f"bits={self.width}: {name} has {low} to {high} bits here, which a table of values"
+                f" holds; use for example {name}(8)"
+            )
+
+
+@lru_cache(maxsize=32)
+def _grid(fmt: _Tapered) -> Grid:
+    bits, codes = fmt.width, np.arange(1, 1 << fmt.width - 1)
+    values = fmt.positive(codes, bits)
+    kept = np.flatnonzero((values >= _SMALLEST) & (values <= _LARGEST))
+    first, last = int(kept[0]), int(kept[-1])
+    values, lower = values[kept], codes[first:last]
+    between = fmt.positive(2 * lower + 1, bits + 1)
+    positive, zero = values.astype(np.float32), np.zeros(1, np.float32)
+    # A tie goes to the even code. Of negative values, the upper one is the smaller magnitude.
+    above = thresholds_of(between, lower % 2 == 1)
+    below = thresholds_of(-between, lower % 2 == 0)
+    ends = np.pad(positive, (first, len(codes) - 1 - last), mode="edge")
+    return Grid(
+        levels=np.concatenate([-positive[::-1], zero, positive]),
+        boundaries=np.concatenate([-between[::-1], [0.0, 0.0], between]),
+        thresholds=np.concatenate([below[::-1], zero, np.nextafter(zero, np.float32(1)), above]),
+        codes=np.concatenate([-codes[kept][::-1], [0], codes[kept]]),
+        decoded=np.concatenate([zero + np.float32(np.nan), -ends[::-1], zero, ends]),
+        unit=_unit(values, between, fmt.precise_below),
+        full_scale=float(positive[values < fmt.precise_below][-1]),
+    )
+
+
+def _unit(values: Floats, between: Floats, end: float) -> float:
+    """Return the unit roundoff from 1 to ``end``, 0 if there is no step."""
+    inside = np.flatnonzero((values[:-1] >= 1) & (values[:-1] < end))
+    low, high = (between / values[:-1])[inside] - 1, (values[1:] / between)[inside] - 1
+    return float(np.maximum(low, high).max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Posit(_Tapered):
+    """A posit of ``width`` bits, of which ``es`` are for the exponent: ``posit(n)``.
+
+    >>> import torch
+    >>> Posit(8).quantize(torch.tensor([0.3, 3.3, 1e9, 1e-9, 0.0]))
+    tensor([3.1250e-01, 3.2500e+00, 1.6777e+07, 5.9605e-08, 0.0000e+00])
+
+    Args:
+        width: bits, 2 to 16.
+        es: bits of the exponent, 2 in the standard; at most those with which the largest,
+            ``2^(2^es (width - 2))``, is below 2^127.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    es: int = 2
+
+    def __post_init__(self) -> None:
+        self._check_width("posit")
+        if not 0 <= self.es <= 6 or (self.width - 2) << self.es > 126:
+            most = 6 if self.width == 2 else int(math.log2(126 / (self.width - 2)))
+            raise ValueError(
+                f"es={self.es}: with bits={self.width} must lie from 0 to {most}, as float32"
+                f" carries no more; use for example posit({self.width},{min(most, 2)})"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name: ``posit(n)`` with the standard's es = 2, otherwise ``posit(n,es)``."""
+        return f"posit({self.width})" if self.es == 2 else f"posit({self.width},{self.es})"
+
+    @property
+    def precise_below(self) -> float:
+        """The base of the regime, ``2^(2^es)``."""
+        return 2.0 ** (1 << self.es)
+
+    def positive(self, codes: Integers, bits: int) -> Floats:
+        """Return the values of positive codes."""
+        return posit_values(codes, bits, self.es)
+
+
+@dataclass(frozen=True)
+class Takum(_Tapered):
+    """A linear takum of ``width`` bits, ``(1 + m) 2^c`` for positive ones: ``takum(n)``.
+
+    >>> import torch
+    >>> Takum(8).quantize(torch.tensor([0.3, 3.3, 1e9, 0.0]))
+    tensor([3.1250e-01, 3.5000e+00, 5.3687e+08, 0.0000e+00])
+
+    Args:
+        width: bits, 2 to 16.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    def __post_init__(self) -> None:
+        self._check_width("takum")
+
+    @property
+    def name(self) -> str:
+        """The name: ``takum(n)``."""
+        return f"takum({self.width})"
+
+    @property
+    def precise_below(self) -> float:
+        """The base of the characteristic, 2: from there one bit more is spent on it."""
+        return 2.0
+
+    def positive(self, codes: Integers, bits: int) -> Floats:
+        """Return the values of positive codes."""
+        c, m = takum_logarithms(codes, bits)
+        return np.ldexp(1 + m, c)
+
+
+@dataclass(frozen=True)
+class LogarithmicTakum(_Tapered):
+    """A (logarithmic) takum of ``width`` bits, ``e^((c + m) / 2)`` for positive ones:
+    ``takum_log(n)``.
+
+    >>> import torch
+    >>> LogarithmicTakum(8).quantize(torch.tensor([0.3, 3.3, 1e9, 0.0]))
+    tensor([2.8650e-01, 3.4903e+00, 2.1744e+09, 0.0000e+00])
+
+    Args:
+        width: bits, 2 to 16.
+
+    Raises:
+        ValueError: no such format.
+    """
+
+    def __post_init__(self) -> None:
+        self._check_width("takum_log")
+
+    @property
+    def name(self) -> str:
+        """The name: ``takum_log(n)``."""
+        return f"takum_log({self.width})"
+
+    @property
+    def precise_below(self) -> float:
+        """The base of the characteristic, the square root of e."""
+        return math.sqrt(math.e)
+
+    def positive(self, codes: Integers, bits: int) -> Floats:
+        """Return the values of positive codes, correct to float64's last bits."""
+        c, m = takum_logarithms(codes, bits)
+        return np.exp((c + m) / 2)
