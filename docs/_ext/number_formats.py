@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import math
 
-from lns_ops.formats import Integer, Logarithmic, Microscaling, NumberFormat, Scaled, parse
+from lns_ops.formats import (
+    BlockFloatingPoint,
+    Integer,
+    Logarithmic,
+    Microscaling,
+    NumberFormat,
+    Scaled,
+    parse,
+)
 from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.microscaling import ELEMENTS
+from lns_ops.formats.tabulated import Listed
 from lns_ops.spec.format import PRESETS
 
 NAMES = (
     *FLOATS,
+    "float(4,3)",
+    "float(2,1,finite)",
+    "float(5,10,inf)",
+    "posit(8)",
+    "posit(16)",
+    "posit(8,1)",
+    "takum(8)",
+    "takum(16)",
+    "takum_log(8)",
+    "takum_log(16)",
+    "bfp(8,32)",
     "fixed(16,8)",
     "int8",
     "int8/channel",
@@ -33,6 +53,8 @@ def scale_of(fmt: NumberFormat) -> str:
     """Return what values share a scale."""
     if isinstance(fmt, Microscaling):
         return "a power of two for 32 values"
+    if isinstance(fmt, BlockFloatingPoint):
+        return f"a power of two for {fmt.block} values"
     if isinstance(fmt, Scaled | Integer):
         kind = "a power of two" if isinstance(fmt, Scaled) else "a factor"
         return f"{kind} for each {fmt.granularity}"
@@ -56,6 +78,8 @@ def row(name: str) -> str:
     error = fmt.error
     unit = " x largest" if error.scaled else ""
     step = error.absolute if isinstance(fmt, Logarithmic) else 2 * error.absolute
+    if isinstance(fmt, Listed):
+        step = error.smallest
     return (
         f"| `{name}` | {fmt.bits:g} | {power(error.relative)} | {power(error.smallest)}{unit} |"
         f" {power(error.largest)}{unit} | {power(step)}{unit} | {scale_of(fmt)} |"
@@ -71,9 +95,10 @@ def page() -> str:
             "What `lns_ops.formats.parse(name)` says of each name; parameters and scales are"
             " examples.",
             "*Unit roundoff* is the largest relative error of rounding to nearest; 0 where steps"
-            " are even.",
+            " are even. Of posits and takums it is that of magnitudes around 1, where it is least.",
             "*Smallest step* is the distance of neighbours near zero; for LNS without a scale the"
-            " smallest magnitude, below which there is zero.",
+            " smallest magnitude, below which there is zero; for posits and takums that too, to"
+            " which all below it goes.",
             "Where a scale is shared, magnitudes are in units of the largest that shares it.",
             "",
             "| name | bits | unit roundoff | smallest | largest | smallest step | scale | stored as"

@@ -51,6 +51,28 @@ def test_bits_of_a_trial_are_those_of_its_format(name: str, bits: int) -> None:
     assert bits_of({"precision": {"format": name}}) == bits == parse(name).bits
 
 
+@pytest.mark.parametrize("name", ["posit(8)", "float(4,3)", "takum_log(8)", "bfp(8,32)"])
+def test_formats_with_parameters_are_config_values_and_choices(name: str) -> None:
+    plan = make_plan(
+        load(
+            "formats",
+            [
+                f"trial.precision.format='{name}'",
+                "data=digits",
+                f"space={{precision.format: {{grid: ['{name}', bfloat16]}}}}",
+            ],
+        ),
+        download=False,
+    )
+    assert {trial.config.precision.format for trial in plan.trials} == {name, "bfloat16"}
+
+
+def test_bad_parameters_are_refused_before_anything_starts() -> None:
+    overrides = ["trial.precision.format='posit(1)'", "data=digits"]
+    with pytest.raises(ValueError, match=r"precision.format='posit\(1\)': bits=1: posit has 2"):
+        make_plan(load("updates", overrides), download=False)
+
+
 def test_rows_of_eight_bits_have_eight_bits() -> None:
     plan = make_plan(load("eight_bits", []), download=False)
     assert {(t.row == "float32", parse(t.config.precision.format).bits) for t in plan.trials} == {
