@@ -267,13 +267,11 @@ def _tracking(uri: str) -> Finding:
 
 
 def _ray(address: str | None) -> Finding:
-    import ray
-
     try:
         check_address(address)
         with ray_session(StudyConfig(name="doctor", address=address)) as session:
             found = session.resources()
-            nodes = sum(node["Alive"] for node in ray.nodes()) if address is not None else 1
+            nodes = sum(node["Alive"] for node in session.nodes())
     except (UserError, ValueError) as error:
         return Finding(name="Ray", good=False, text=str(address), remedy=str(error))
     text = f"{counted(nodes, 'node')}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"

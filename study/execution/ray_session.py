@@ -1,15 +1,14 @@
 """Ray sessions: a session that exists, the cluster at ``address``, or a Ray of this machine's own,
 for the time of a study that needs one.
 
-A Ray of our own runs in processes of its own (``ray start --block``), and the process that drives
-the study does not join it. If a part of Ray dies, ``ray start`` ends all of it, but for agents,
-whose raylet ends alone; the driver sees either within a second and starts it again. Only trials
-are lost; they begin again from their checkpoints. A process that had joined would be ended by Ray
-with its control store.
-
-To use a cluster the driver must join it. If the node that it has joined dies, the driver joins
+The process that drives a study joins its Ray. If the node that it has joined dies, the driver joins
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
 before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+
+A Ray of our own runs in processes of its own (``ray start --block``). If a part of Ray dies,
+``ray start`` ends all of it, but for agents, whose raylet ends alone; the driver sees either within
+a second, starts Ray again and joins it. Only trials are lost; they begin again from their
+checkpoints.
 
 Whoever may talk to Ray runs code as its user. A Ray of our own listens on 127.0.0.1 alone, requires
 a token that only our processes inherit, and serves no metrics, for which Ray asks no token; a
@@ -30,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,8 +98,8 @@ class Session:
 
     Attributes:
         address: address of its control store.
-        silent: description of what does not answer now but may come back by itself, or "". Nothing
-            may be asked of Ray meanwhile: the call would wait.
+        silent: description of what does not answer now but may come back by itself, or "". Ray is
+            not asked anything meanwhile: the call would wait.
         lost: reason for which Ray must be renewed; "" while it is there.
     """
 
@@ -109,15 +108,12 @@ class Session:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def look(self) -> bool:
-        """Set ``silent`` and ``lost``; tell whether they are current.
-
-        If they are, Ray may be asked for more resources.
+    def look(self) -> None:
+        """Set ``silent`` and ``lost``.
 
         Raises:
             UserError: Ray has been silent for too long.
         """
-        return True
 
     def renew(self) -> bool:
         """Start or join Ray again after it was lost; tell whether that worked."""
@@ -145,8 +141,8 @@ class Session:
         """Leave the session."""
 
 
-class OwnRay(Session):
-    """A Ray of this machine that ends with this process.
+class OwnRay:
+    """The processes of a Ray of this machine that ends with this process.
 
     Args:
         cpus, gpus: resources that it has.
@@ -154,12 +150,17 @@ class OwnRay(Session):
             that a killed driver's workers still hold their CPUs. Without it the restarted driver
             would wait for them for ever.
 
+    Attributes:
+        address: address of its control store.
+        lost: reason for which it must be renewed; "" while it is there.
+
     Raises:
         UserError: it does not start.
     """
 
+    address = lost = ""
+
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
-        self._resources = {"CPU": cpus, "GPU": gpus}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._parts: dict[str, psutil.Process] = {}
         # whatever the variables say of clusters: of this one nobody else may have the token
@@ -179,8 +180,8 @@ class OwnRay(Session):
         ]
         self.renew()
 
-    def look(self) -> bool:
-        """Check that its processes run, see :meth:`Session.look`.
+    def look(self) -> None:
+        """Check that its processes run, and set ``lost``.
 
         ``ray start`` takes the end of a raylet whose agents died for intended, and may itself wait
         for a control store that has died.
@@ -190,14 +191,13 @@ class OwnRay(Session):
                 self._parts[name] = part
         died = self._process.poll() is not None or not all(map(_runs, self._parts.values()))
         self.lost = "one of its processes died" if died else ""
-        return True
 
-    def resources(self) -> dict[str, float]:
-        """Return the resources that it was started with."""
-        return self._resources
+    def renew(self) -> None:
+        """Start a new Ray.
 
-    def renew(self) -> bool:
-        """Start a new Ray."""
+        Raises:
+            UserError: it does not start.
+        """
         if self._folder is not None:
             self._end()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
@@ -232,8 +232,7 @@ class OwnRay(Session):
                     " shows why"
                 )
             time.sleep(0.05)
-        self.address = address
-        return True
+        self.address, self.lost = address, ""
 
     def close(self) -> None:
         """End its processes."""
@@ -309,7 +308,7 @@ class Joined(Session):
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
         self._nodes, self._use = _nodes(), _use()
-        self._answered = self._seen = time.monotonic()
+        self._answered = time.monotonic()
         self._left = threading.Event()
         threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
 
@@ -344,7 +343,7 @@ class Joined(Session):
             if self._wanted is wanted:
                 self._wanted = None
 
-    def look(self) -> bool:
+    def look(self) -> None:
         """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""
         answered, now = self._answered, time.monotonic()
         if now - answered > LATE_SECONDS:
@@ -354,7 +353,7 @@ class Joined(Session):
                     f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
                     "the same command goes on once the cluster is back"
                 )
-            return False
+            return
         self.silent = ""
         alive = {node["NodeID"] for node in self._nodes if node["Alive"]}
         self.lost = (
@@ -364,8 +363,6 @@ class Joined(Session):
                 "this machine's node has left the cluster; `ray start --address ...` brings it back"
             )
         )
-        fresh, self._seen = answered > self._seen, answered
-        return fresh
 
     def renew(self) -> bool:
         """Join the cluster again."""
@@ -399,10 +396,43 @@ class Joined(Session):
             sys.excepthook = sys.__excepthook__
 
 
+class JoinedOwn(Joined):
+    """A Ray of this machine's own that this process has joined; both are made anew where it dies.
+
+    Args:
+        own: its processes.
+    """
+
+    def __init__(self, own: OwnRay) -> None:
+        self._own = own
+        super().__init__(own.address, insecure=False)
+
+    def look(self) -> None:
+        """Check its processes, then what :meth:`Joined.look` does."""
+        self._own.look()
+        if self._own.lost:
+            self.lost = self._own.lost
+        else:
+            super().look()
+
+    def ask(self, bundles: list[dict[str, float]]) -> None:
+        """Ask for nothing: it has no autoscaler."""
+
+    def renew(self) -> bool:
+        """Start Ray again, and join it."""
+        import ray
+
+        self._left.set()
+        ray.shutdown()
+        self._own.renew()
+        self._given = self._own.address
+        self._join()
+        self.silent = self.lost = ""
+        return True
+
+
 @contextmanager
-def ray_session(
-    study: StudyConfig, *, gpus: int = 0, dashboard: bool = False, joins: bool = False
-) -> Iterator[Session]:
+def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
     """Provide Ray for the time of a study.
 
     It is the session that exists, the cluster at ``address``, or a Ray of this machine's own.
@@ -410,7 +440,6 @@ def ray_session(
     Args:
         study: the config.
         gpus, dashboard: see :class:`OwnRay`.
-        joins: whether this process joins a Ray of its own, too.
 
     Raises:
         UserError: nothing answers at ``address``, or Ray does not start.
@@ -423,24 +452,19 @@ def ray_session(
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     if ray is not None and ray.is_initialized():
         yield Session(str(ray.get_runtime_context().gcs_address))
-        return
-    with collected_files(study) as files:
-        session: Session = (
-            OwnRay(local_cpus(study), gpus, dashboard)
-            if study.address is None
-            else Joined(study.address, study.insecure, files)
-        )
-        try:
-            if joins and study.address is None:
-                with (
-                    joined_on_loopback(),
-                    contextlib.closing(Joined(session.address, insecure=False)) as joined,
-                ):
-                    yield joined
-            else:
-                yield session
-        finally:
-            session.close()
+    elif study.address is not None:
+        with (
+            collected_files(study) as files,
+            closing(Joined(study.address, study.insecure, files)) as session,
+        ):
+            yield session
+    else:
+        with (
+            closing(OwnRay(local_cpus(study), gpus, dashboard)) as own,
+            joined_on_loopback(),
+            closing(JoinedOwn(own)) as session,
+        ):
+            yield session
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -17,13 +17,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from study.execution.local.leases import IDLE_SECONDS, LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
 from study.execution.tune.process_host import NodeCheck, ProcessHost
 from study.execution.tune.supervisor import host_name
 from trainers.config import TrialConfig
 from trainers.workers.messages import NAMESPACE, last_line
 from trainers.workers.node import differing, versions
 
+IDLE_SECONDS = 60.0
+"""Seconds for which a host may be idle while no trial waits, before it is ended."""
+POLL_SECONDS = 1.0
+"""Seconds between looks at the nodes, and the first wait before one that cannot be used is asked
+again."""
+LONGEST_SECONDS = 60.0
+"""Longest wait before a node that cannot be used is asked again."""
+NODE_LABEL = "ray.io/node-id"
+"""Label by which Ray knows a node."""
 LOST_SECONDS = 30.0
 """Longest time after which Ray knows of a node's end."""
 CALLS = 10_000

@@ -162,9 +162,6 @@ class TuneTrials:
         self._waiting.clear()
         self._trials.clear()
 
-    def flush(self) -> None:
-        """Do nothing: what Tune decides, it does itself."""
-
     def deaf(self) -> list[str]:
         """Return the trials whose processes were ended a while ago and that say nothing of it."""
         now = time.monotonic()
