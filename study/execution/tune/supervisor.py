@@ -50,8 +50,9 @@ MESSAGES = "messages"
 """Key of a result with what the trial's processes have said, a list of messages."""
 LAST = (ENDED, DIED, UNPLACED)
 """Kinds of messages after which nothing more comes of a start of a trial."""
-SLIVER = 0.001
-"""CPUs of the supervisor of a trial whose workers Ray Train places."""
+SLIVER = {"memory": 1.0}
+"""Resources of the supervisor of a trial whose workers Ray Train places: a byte of memory, since
+Tune asks for something. A share of a CPU would be missing where workers need all of a cluster's."""
 HOST_SECONDS = 60.0
 """Longest wait for the process host of a node that has just joined."""
 FOLLOWS_SECONDS = 0.01
@@ -96,7 +97,7 @@ class Job:
     @property
     def request(self) -> tune.PlacementGroupFactory:
         """What Tune asks Ray for: a bundle a rank, or a sliver where Ray Train asks for them."""
-        bundles = [{"CPU": SLIVER}] if self.shape.executor == RAY_TRAIN else self.shape.bundles
+        bundles = [SLIVER] if self.shape.executor == RAY_TRAIN else self.shape.bundles
         labels = {"bundle_label_selector": [self.labels] * len(bundles)} if self.labels else {}
         return tune.PlacementGroupFactory(bundles, strategy="PACK", **labels)
 
