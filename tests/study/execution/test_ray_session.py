@@ -20,8 +20,9 @@ import psutil
 import pytest
 
 from study.errors import UserError
-from study.execution import ray_session, ray_token
-from study.execution.ray_session import Joined, OwnRay
+from study.execution import own_ray, ray_token
+from study.execution.own_ray import OwnRay
+from study.execution.ray_session import Joined
 from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
@@ -86,7 +87,7 @@ def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
 @pytest.mark.slow
 def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in a call to its dead control store; here it is stopped."""
-    monkeypatch.setattr(ray_session, "END_SECONDS", 3.0)
+    monkeypatch.setattr(own_ray, "END_SECONDS", 3.0)
     others = set(psutil.Process().children())  # of them the tests' own Ray
     ray = OwnRay(1, 0, dashboard=False)
     try:
@@ -109,7 +110,7 @@ def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_ray_of_our_own_dies_with_us() -> None:
     code = (
-        "import time; from study.execution.ray_session import OwnRay; r = OwnRay(1, 0,"
+        "import time; from study.execution.own_ray import OwnRay; r = OwnRay(1, 0,"
         " dashboard=False); print('up', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -209,7 +210,7 @@ def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_pat
     }
     env |= {"RAY_AUTH_MODE": mode} if mode else {}
     code = (
-        "import os; from study.execution.ray_session import OwnRay\n"
+        "import os; from study.execution.own_ray import OwnRay\n"
         "from study.execution.ray_token import asks_nobody\n"
         "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
         "ray.close(); print('RAY_AUTH_TOKEN' in os.environ, os.environ.get('RAY_AUTH_MODE', ''))"
