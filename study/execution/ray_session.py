@@ -5,8 +5,8 @@ The process that drives a study joins its Ray. If the node that it has joined di
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
 before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-A Ray of our own (:mod:`study.execution.own_ray`) that has died is started and joined again. Only
-trials are lost; they begin again from their checkpoints.
+A Ray of our own (:mod:`study.execution.tune.own_ray`) that has died is started and joined again.
+Only trials are lost; they begin again from their checkpoints.
 
 Whoever may talk to Ray runs code as its user. A cluster that requires no token is refused unless
 ``insecure=true``.
@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 from study._compat import RAY_WORKERS_AT_START, cluster_use, draining_nodes, joined_on_loopback
 from study.config import StudyConfig
 from study.errors import UserError
-from study.execution.own_ray import OwnRay
 from study.execution.ray_token import asks_nobody, check_token, keep_token
+from study.execution.tune.own_ray import OwnRay
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
 
@@ -302,7 +302,7 @@ def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -
 
     Args:
         study: the config.
-        gpus, dashboard: see :class:`~study.execution.own_ray.OwnRay`.
+        gpus, dashboard: see :class:`~study.execution.tune.own_ray.OwnRay`.
 
     Raises:
         UserError: nothing answers at ``address``, or Ray does not start.

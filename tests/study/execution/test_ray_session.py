@@ -20,10 +20,11 @@ import psutil
 import pytest
 
 from study.errors import UserError
-from study.execution import own_ray, ray_token
-from study.execution.own_ray import OwnRay
+from study.execution import ray_token
 from study.execution.ray_session import Joined
 from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
+from study.execution.tune import own_ray
+from study.execution.tune.own_ray import OwnRay
 from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED, fold
 from tests.study.conftest import TINY
@@ -110,7 +111,7 @@ def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 def test_a_ray_of_our_own_dies_with_us() -> None:
     code = (
-        "import time; from study.execution.own_ray import OwnRay; r = OwnRay(1, 0,"
+        "import time; from study.execution.tune.own_ray import OwnRay; r = OwnRay(1, 0,"
         " dashboard=False); print('up', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -210,7 +211,7 @@ def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_pat
     }
     env |= {"RAY_AUTH_MODE": mode} if mode else {}
     code = (
-        "import os; from study.execution.own_ray import OwnRay\n"
+        "import os; from study.execution.tune.own_ray import OwnRay\n"
         "from study.execution.ray_token import asks_nobody\n"
         "ray = OwnRay(1, 0, dashboard=False); print('asks nobody:', asks_nobody(ray.address))\n"
         "ray.close(); print('RAY_AUTH_TOKEN' in os.environ, os.environ.get('RAY_AUTH_MODE', ''))"
