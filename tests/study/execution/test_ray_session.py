@@ -154,12 +154,11 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
     process = started(tmp_path, *GANG)
     folder = tmp_path / "studies" / "tiny"
     until(lambda: any(event["event"] == "report" for event in read_ledger(folder)), 200)
-    for name in names:
-        found = parts(process.pid, name)
-        assert found
-        for part in found:
-            with contextlib.suppress(psutil.NoSuchProcess):  # a raylet ends with the head's server
-                part.kill()
+    found = [parts(process.pid, name) for name in names]
+    assert all(found)
+    for part in (part for each in found for part in each):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a raylet ends with the head's server
+            part.kill()
     said = process.communicate(timeout=300)[0]
     assert process.returncode == 0, said
     assert "Starting Ray on this machine ..." in said
