@@ -2,9 +2,9 @@
 
 Tune creates one supervisor actor per trial. The supervisor holds the trial's CPUs and GPUs,
 requests a worker process from its node's process host (:mod:`study.execution.tune.process_host`),
-and returns the process's reports as Tune results. A trial with several workers has one bundle per rank
-in Tune's placement group; its supervisor requests a process on each bundle's node and connects the
-ranks.
+and returns the process's reports as Tune results. A trial with several workers has one bundle per
+rank in Tune's placement group; its supervisor requests a process on each bundle's node and
+connects the ranks.
 
 Each result contains the metrics of the trial's last epoch and, under :data:`MESSAGES`, the
 processes' messages for the study's loop. Does not import torch.
