@@ -80,7 +80,12 @@ class Reproduced:
 
 
 def reproduced(
-    state: StudyState, folder: Path, command: str, file: StudyConfig | None = None
+    state: StudyState,
+    folder: Path,
+    command: str,
+    file: StudyConfig | None = None,
+    *,
+    run_checks: bool = False,
 ) -> Reproduced:
     """Return a study's part of the page.
 
@@ -90,13 +95,15 @@ def reproduced(
         command: command that runs it.
         file: the study as its file is now, which may have amendments that the ledger lacks; None
             for as it ran.
+        run_checks: whether the functions of its claims are run, see
+            :func:`study.claims.verdicts.judge`.
     """
     summary = summarise(state)
     file = file or state.config
     picture, alt = _picture(state, summary, file.picture)
     return Reproduced(
         name=state.config.name, slug=state.config.slug, question=state.config.question,
-        claims=record(state, summary, judge(state, folder))["claims"],
+        claims=record(state, summary, judge(state, folder, run_checks=run_checks))["claims"],
         facts=_facts(state, summary, command, file), picture=picture, alt=alt,
     )  # fmt: skip
 

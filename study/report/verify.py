@@ -9,7 +9,7 @@ metrics. What differs is told in a sentence each:
   objective);
 - each row's mean, spread and interval, as numbers and as printed;
 - figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
-  judged again as the report did;
+  judged again as the report did, those of a function of the study only if the user has it run;
 - in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims; then
   every point, param and status of every trial (:mod:`study.tracking.reconcile`), since a validation
   figure that was altered chooses another configuration;
@@ -165,12 +165,16 @@ class Source:
         return {self.trials[id_]["seed"]: self.finals[id_] for id_ in ids if id_ in self.finals}
 
 
-def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
+def verify(
+    folder: Path, tracking_uri: str | None = None, *, run_checks: bool = False
+) -> Iterator[str]:
     """Yield what differs between a study's report and what it should say, a sentence each.
 
     Args:
         folder: folder of the study.
         tracking_uri: MLflow store to read; None for the study's own.
+        run_checks: whether the functions of claims are run, which the ledger names; otherwise their
+            verdicts are those of the report itself.
 
     Raises:
         ValueError: the study has no report with figures, or its ledger holds no plan.
@@ -189,7 +193,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     source, text = Source(folder), folder / "report" / "report.md"
     page = read_own(text, MOST_JSON).decode(errors="replace") if text.is_file() else ""
     summary = summarise(state)
-    wanted = record(state, summary, judge(state, folder))
+    wanted = record(state, summary, judge(state, folder, run_checks=run_checks))
     if not has_form_of(figures, wanted):
         yield f"{FILE}: it is not of the form that this version writes"
         yield from verify_record(figures, wanted)
