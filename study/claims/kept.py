@@ -65,12 +65,12 @@ def _is_same(values: Mapping[str, Any], claim: ClaimConfig) -> bool:
 
 def _verdict(claim: ClaimConfig, values: Mapping[str, Any]) -> Verdict:
     """Return what a report has of a verdict; what is not of a verdict's form is left out."""
-    numbers = {}
+    numbers: dict[str, float] = {}
     for key in ("figure", "low", "high"):
         with suppress(OverflowError):
             value = values.get(key)
-            known = isinstance(value, int | float) and not isinstance(value, bool)
-            numbers[key] = float(value) if known else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[key] = float(value)
     texts = {key: values.get(key) for key in ("outcome", "unit", "note", "shown")}
     unit, note, shown = (
         without_password(text) if isinstance(text := texts[key], str) else ""

@@ -41,7 +41,7 @@ from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
 from study.config.search import broken
 from study.ledger.log import read_ledger
-from study.ledger.state import fold
+from study.ledger.state import StudyState, fold
 from study.ledger.storage import fetch_report
 from study.manage.studies import placed, read
 from study.report.claims import markdown_cell
@@ -212,10 +212,14 @@ def verify(
     yield from verify_pages(state, summary, wanted["claims"], folder / "report")
     uri = store_of(placed(StudyConfig.from_dict(source.plan["study"]), folder), tracking_uri)
     if uri != OFF:
-        check_tracking(uri)
-        client = connect(uri)
-        yield from _mlflow(client, figures, source)
-        yield from (f"MLflow, {line}" for line in audit(client, state).differences())
+        yield from _sent(uri, figures, source, state)
+
+
+def _sent(uri: str, figures: Mapping[str, Any], source: Source, state: StudyState) -> Iterator[str]:
+    check_tracking(uri)
+    client = connect(uri)
+    yield from _mlflow(client, figures, source)
+    yield from (f"MLflow, {line}" for line in audit(client, state).differences())
 
 
 def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
