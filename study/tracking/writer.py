@@ -39,6 +39,7 @@ from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE
 from study.tracking.artifacts import Artifacts, PlaceError
+from study.tracking.database_file import DatabaseFileError
 from study.tracking.runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
@@ -305,7 +306,7 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = without_password(" ".join(str(error).split()))
-    if isinstance(error, PlaceError):
+    if isinstance(error, PlaceError | DatabaseFileError):
         return text
     return f"{type(error).__name__}: {text[:200]}"
 
