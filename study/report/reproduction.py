@@ -23,7 +23,7 @@ from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.ledger.state import StudyState
-from study.report.claims import HEADINGS, claim_cells, markdown_table
+from study.report.claims import HEADINGS, claim_cells, markdown_table, markdown_text
 from study.report.figures.style import LIGHT, png
 from study.report.html import shown
 from study.report.pictures import caption, drawings
@@ -129,11 +129,15 @@ def write_page(studies: Sequence[Reproduced], folder: Path) -> Path:
 def _markdown(studies: Sequence[Reproduced]) -> str:
     lines = ["# Claims", "", f"**{_answer(studies)}**", "", fill(RULE, WIDTH), ""]
     for study in studies:
-        lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
+        question = fill(markdown_text(study.question), WIDTH)
+        lines += [f"## {markdown_text(study.name)}", "", question, ""]
         lines += [*markdown_table(HEADINGS, study.lines), ""]
         picture = _fill_words(f"![{study.alt}]({study.slug}.png)")
         lines += [picture, ""] if study.picture else []
-        facts = (f"- {name}: {value}" for name, value in study.facts.items())
+        facts = (
+            f"- {name}: {value if name == 'Command' else markdown_text(value)}"
+            for name, value in study.facts.items()
+        )
         lines += [*(_fill_words(fact, "  ") for fact in facts), ""]
     return "\n".join(lines)
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from study.cli.entry import main
 from study.cli.examine import _tracking
 from study.config import StudyConfig
 from study.manage.studies import read
