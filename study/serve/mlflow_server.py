@@ -121,6 +121,8 @@ def main() -> None:
     """Run the process; see the head of this file."""
     options = _options()
     uri = os.environ[STORE]
+    if LOGINS in os.environ:
+        os.umask(0o077)  # a database in a file has the hashes of passwords
     os.environ |= {HOSTS: options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
     os.environ |= dict(
         zip(

@@ -2,7 +2,7 @@
 
 SQLite acts on what lies beside a database. A rollback journal that its writer left is played back
 at the first open; if it ends in the name of a *super-journal*, the file of that name is read as
-one and may be deleted, wherever it is (https://www.sqlite.org/fileformat2.html#the_rollback_journal,
+one and may be deleted, wherever it is (https://www.sqlite.org/fileformat2.html, section 3, and
 https://www.sqlite.org/atomiccommit.html). Only a transaction over several databases writes one, and
 MLflow has none. A pipe is waited for, and a link leads to another file. So before a file is opened,
 it and its journals must be regular files, and no journal may name a super-journal.
