@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,11 @@ def test_a_page_of_claims_runs_no_code_of_other_studies(
     assert main(words) == 0
     assert "is not run by reading" in (Path(stored.storage) / "claims" / "claims.md").read_text()
     assert not ran.exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_huge_file_in_the_place_of_code_is_not_read(stored: StudyConfig, tmp_path: Path) -> None:
+    """200 GiB of zeros take no room on a disk."""
+    write_report(read(stored.folder), stored.folder / "report")
+    os.truncate(tmp_path / "own.py", 200 * 2**30)
+    assert main(["report", "stored", "--storage", stored.storage]) == 0
