@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
@@ -230,6 +231,17 @@ def share_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward pass that runs in this thread, -1 outside of any; torch's checkpoints ask
 it, nothing public tells (torch 2.13)."""
+
+
+def is_run_anew() -> bool:
+    """Tell whether the caller is run by ``torch.utils.checkpoint`` with ``use_reentrant=True``,
+    whose backward pass runs it once more; nothing public tells (torch 2.13)."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_accumulating() -> bool:

@@ -198,13 +198,22 @@ def held_by_actors(controller: Any) -> dict[str, float]:
     return held
 
 
-def pending_requests() -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return the CPUs and GPUs of each task or actor that waits in Ray, and of each placement
-    group; ``ray status`` prints the same for people (Ray 2.60)."""
+def cluster_use() -> tuple[
+    dict[str, tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]
+]:
+    """Return the free CPUs and GPUs of each node by Ray's id, and those of each task or actor that
+    waits, and of each placement group; ``ray status`` prints the same for people (Ray 2.60)."""
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
     state = get_cluster_resource_state(global_worker.gcs_client)
+    free = {
+        node.node_id.hex(): (
+            node.available_resources.get("CPU", 0.0),
+            node.available_resources.get("GPU", 0.0),
+        )
+        for node in state.node_states
+    }
     found = [
         (
             each.request.resources_bundle.get("CPU", 0.0),
@@ -221,4 +230,4 @@ def pending_requests() -> tuple[list[tuple[float, float]], list[tuple[float, flo
         )
         for group in state.pending_gang_resource_requests
     ]
-    return [each for each in found if any(each)], groups
+    return free, [each for each in found if any(each)], groups

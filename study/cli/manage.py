@@ -247,6 +247,7 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
         metric.final_words: f"{metric.figure(test)}{metric.unit}" if test is not None else None,
         "time": duration(seconds) if (seconds := objective(trial, "seconds")) is not None else None,
         "restarts": trial.restarts,
+        "Ray actor": trial.actor or None,
         "code": ", ".join(trial.commits) or None,
         "checkpoints": trial.checkpoints_left() or None,
         "study": str(folder),

@@ -231,7 +231,9 @@ class Loop:
             if self._watch.hear(message.trial) and message.kind != DIED:
                 self._say(f"{name_of(self._state.known[message.trial])}: was heard of again")
             if message.kind == PLACED:
-                events += self._note_place(message.trial, message.payload["hosts"])
+                place = message.payload
+                known = {"hosts": place["hosts"], "actor": place["actor"]}
+                events += self._note_place(message.trial, known)
             elif message.kind == UNPLACED:
                 self._watch.forget(message.trial)
                 del self._unplaced[message.trial]
@@ -244,7 +246,7 @@ class Loop:
                 events += news
             else:
                 self._watch.forget(message.trial)
-                events += self._note_place(message.trial, [])
+                events += self._note_place(message.trial, {})
                 how, text = (
                     (DIED, message.payload)
                     if message.kind == DIED
@@ -265,10 +267,10 @@ class Loop:
                 self._schedule(message.trial, message.payload)
         self._pool.flush()
 
-    def _note_place(self, trial: str, hosts: list[str]) -> list[Event]:
+    def _note_place(self, trial: str, place: dict[str, Any]) -> list[Event]:
         """Return the event of a trial's start, if it has none yet."""
         event = self._unplaced.pop(trial, None)
-        return [] if event is None else [event | {"hosts": hosts}]
+        return [] if event is None else [event | place]
 
     def _is_new(self, event: Event) -> bool:
         """Tell whether an event reports a later epoch of its trial than all before."""

@@ -40,9 +40,9 @@ from study._compat import (
     RAY_CURRENT,
     RAY_FOR_NOBODY_ELSE,
     RAY_WORKERS_AT_START,
+    cluster_use,
     draining_nodes,
     joined_on_loopback,
-    pending_requests,
     reread_ray_variables,
 )
 from study.config import StudyConfig
@@ -84,12 +84,12 @@ class Use(NamedTuple):
     """How much of a cluster is in use.
 
     Attributes:
-        free: resources that nobody holds.
+        free: CPUs and GPUs that nobody holds, by Ray's id of the node.
         requests: CPUs and GPUs of each task or actor that waits for room.
         groups: CPUs and GPUs of each placement group that waits.
     """
 
-    free: dict[str, float]
+    free: dict[str, tuple[float, float]]
     requests: list[tuple[float, float]]
     groups: list[tuple[float, float]]
 
@@ -453,9 +453,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _use() -> Use:
     """Return how much is in use of the Ray that this process has joined."""
-    import ray
-
-    return Use(ray.available_resources(), *pending_requests())
+    return Use(*cluster_use())
 
 
 def _free_port() -> int:

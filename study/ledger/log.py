@@ -9,8 +9,8 @@ each with ``event`` and ``time`` (seconds since 1970)::
                 started and had loaded its code
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
     started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
-                                                                cpus, gpus; pid and host of a
-                                                                user's own loop that asked for it
+                                                                cpus, gpus; Ray's actor of a trial;
+                                                                pid and host of a loop of a user's
     report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
                                                                 seconds (by its process's clock);
                                                 repeated: those of earlier epochs that

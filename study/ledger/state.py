@@ -68,6 +68,7 @@ class TrialState:
         stopped_by: scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
         last_heard: time of its last start or report.
+        actor: Ray's id of the actor that supervised it last; "" on this machine's own engine.
         process_since: time of its last start; None while no process has it.
     """
 
@@ -95,6 +96,7 @@ class TrialState:
     stopped_by: str = ""
     relief: dict[str, Any] = field(default_factory=dict)
     last_heard: float = 0.0
+    actor: str = ""
     process_since: float | None = None
 
     @property
@@ -344,6 +346,7 @@ def _apply_to_trial(trial: TrialState, event: Event, plan: Event) -> None:
     if kind == "started":
         trial.status, trial.started = RUNNING, trial.started or time
         trial.last_heard = trial.process_since = time
+        trial.actor = event.get("actor", "")
         trained_by = (
             [f"unknown, taken over from {event['source']}"]
             if "source" in event

@@ -11,7 +11,10 @@ command is given again, until it ends by itself; a damaged ledger is repaired fi
 asks. Then every trial must have finished once, with every epoch reported once and every figure as
 in a run that nobody disturbed, and MLflow must have all of it.
 
-The first thirteen seeds, one a fault, are in the slow tier; ``python -m pytest
+A study by Ray Tune has faults of its own: the actor that supervises a trial, and the one that has
+the processes of a node.
+
+The first seeds, one a fault, are in the slow tier; ``python -m pytest
 tests/faults/test_campaign.py -m slow --seeds 20-39`` runs those, so that slices add up.
 
 A command hangs if nothing of it goes on for :data:`STILL_SECONDS`: no event enters the ledger. How
@@ -71,6 +74,11 @@ rows:
 seeds: [0, 1, 2, 3, 4, 5]
 cpus: 8
 """
+BY_RAY = (
+    "trial", "supervisor", "process host", "rank", "driver", "forkserver", "guard", "driver twice",
+)  # fmt: skip
+"""Faults of a study that Ray Tune runs on a Ray of its own."""
+ACTORS = {"supervisor": "ray::TrialSupervisor", "process host": "ray::ProcessHost"}
 EPOCHS = {False: 72, True: 36}
 """Epochs of the study in all, and of the one of gangs."""
 Wanted: TypeAlias = tuple[StudyState, dict[str, list[int | str]]]
@@ -211,6 +219,11 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
         process.kill()
         return True
     try:
+        if fault in ACTORS:
+            actors = [each for each in family(process) if _is_actor(each, ACTORS[fault])]
+            if actors:
+                chance.choice(actors).kill()
+            return bool(actors)
         guards = [child for child in family(process) if _guards(child)]
         servers = [server for guard in guards for server in guard.children()]
         found = {"guard": guards, "forkserver": servers}.get(
@@ -221,6 +234,12 @@ def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) ->
     except psutil.NoSuchProcess:  # it has just ended
         return False
     return bool(found)
+
+
+def _is_actor(process: psutil.Process, title: str) -> bool:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline()).startswith(title)
+    return False
 
 
 def _guards(process: psutil.Process) -> bool:
@@ -356,31 +375,48 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Take the seeds of the option, or one a fault."""
     if "seed" in metafunc.fixturenames:
-        first, _, last = (metafunc.config.getoption("--seeds") or f"0-{len(FAULTS) - 1}").partition(
-            "-"
-        )
+        faults = BY_RAY if metafunc.function is test_nothing_is_lost_on_ray else FAULTS
+        given = metafunc.config.getoption("--seeds") or f"0-{len(faults) - 1}"
+        first, _, last = given.partition("-")
         metafunc.parametrize("seed", range(int(first), int(last or first) + 1))
 
 
 def test_nothing_is_lost_and_nothing_done_twice(
     seed: int, tmp_path: Path, undisturbed: dict[bool, Wanted]
 ) -> None:
-    chance = random.Random(seed)
-    fault = FAULTS[seed % len(FAULTS)]
-    gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
-    (tmp_path / "faults.yaml").write_text(STUDY)
-    overrides = PACKED if fault == "host" else GANG if gang else []
-    tracking = "none" if fault == "full" else f"sqlite:///{tmp_path}/mlflow.db"
+    fault, chance = FAULTS[seed % len(FAULTS)], random.Random(seed)
     with (
         small_storage(tmp_path) if fault == "full" else nullcontext(),
         cluster_of(0, 4, 4) if fault in ON_CLUSTER else nullcontext() as ray,
     ):
-        if ray is not None:
-            overrides = [*overrides, f"address={ray.address}", "insecure=true"]
-        run_with_fault(tmp_path, fault, chance, overrides, tracking, ray, EPOCHS[gang])
-        check(tmp_path, fault, undisturbed[gang])
-        if fault != "full":
-            check_mlflow(tmp_path, fault, tracking)
+        where = [] if ray is None else [f"address={ray.address}", "insecure=true"]
+        disturb(tmp_path, fault, chance, where, ray, undisturbed)
+
+
+def test_nothing_is_lost_on_ray(seed: int, tmp_path: Path, undisturbed: dict[bool, Wanted]) -> None:
+    """By Ray Tune: also the actor that supervises a trial, and the one with the processes, die."""
+    disturb(
+        tmp_path, BY_RAY[seed % len(BY_RAY)], random.Random(seed), ["engine=ray"], None, undisturbed
+    )
+
+
+def disturb(
+    folder: Path,
+    fault: str,
+    chance: random.Random,
+    where: list[str],
+    cluster: Any,
+    undisturbed: dict[bool, Wanted],
+) -> None:
+    """Run the study with a fault to its end, and check all of it."""
+    gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
+    (folder / "faults.yaml").write_text(STUDY)
+    overrides = [*(PACKED if fault == "host" else GANG if gang else []), *where]
+    tracking = "none" if fault == "full" else f"sqlite:///{folder}/mlflow.db"
+    run_with_fault(folder, fault, chance, overrides, tracking, cluster, EPOCHS[gang])
+    check(folder, fault, undisturbed[gang])
+    if fault != "full":
+        check_mlflow(folder, fault, tracking)
 
 
 def check_mlflow(folder: Path, fault: str, tracking: str) -> None:

@@ -118,12 +118,14 @@ class Products(TorchFunctionMode):
 
     Attributes:
         used: whether there was one.
+        graded: whether gradients are recorded where it begins.
         left: how many layers that are left out are being run.
     """
 
     def __init__(self, fmt: LNSFormat, module: nn.Module | None = None) -> None:
         super().__init__()
         self.fmt, self.used, self.left = fmt, False, 0
+        self.graded = torch.is_grad_enabled()
         self.weights = None if module is None else Weights(module)
 
     def __torch_function__(
@@ -137,6 +139,8 @@ class Products(TorchFunctionMode):
             result = func(*args, **kwargs)
         else:
             self.used = True
+            if self.graded and not torch.is_grad_enabled():
+                _refuse_if_run_anew()
         if self.weights is not None:
             self.weights.note(func, args, kwargs, result)
         return result
@@ -174,6 +178,16 @@ class Products(TorchFunctionMode):
         x, y = in_float32(x), in_float32(y)
         out = call(self.fmt, *args[:first], x, y, *args[first + 2 :], **rest)
         return out if out.dtype == dtype else out.to(dtype)
+
+
+def _refuse_if_run_anew() -> None:
+    if not torch.compiler.is_compiling() and _compat.is_run_anew():
+        raise RuntimeError(
+            "torch.utils.checkpoint runs a function of a module whose products are LNS (scope"
+            " matmul): with use_reentrant=True its backward pass would compute them anew outside of"
+            " the module, in float32, and so other gradients; give checkpoint a module in place of"
+            " the function, or leave the module out of the conversion (filter_fn)"
+        )
 
 
 def _has_real_weight(args: Any, kwargs: dict[str, Any]) -> bool:

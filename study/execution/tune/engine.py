@@ -3,7 +3,8 @@
 Tune makes an actor for each trial, Ray places it, and Ray's tools show it. The study's loop
 (:mod:`study.execution.loop`) decides what runs next and writes the ledger, as on one machine; here
 it is called by what Tune calls: a searcher hands trials to Tune, a scheduler passes on what they
-report and answers, a callback does what is due. All of it runs in the thread of ``Tuner.fit``.
+report and answers, a callback does what is due. All of it runs in a thread of ``Tuner.fit``'s; the
+caller's looks after Ray.
 
 A trial that died is a trial of Tune's that has ended: the loop starts it again as a new one, from
 its last checkpoint. So Tune retries nothing, and the ledger says what is left to do; the same
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,6 +44,7 @@ ENVIRONMENT = {
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "TUNE_MAX_PENDING_TRIALS_PG": "100000",
     "TUNE_RESULT_BUFFER_LENGTH": "1",
+    "RAY_TRAIN_COUNT_PREEMPTION_AS_FAILURE": "1",  # a study starts such trials again itself
 }
 """Variables of Tune's while it runs: the ledger keeps what it would write, the terminal is ours,
 Ctrl-C cancels the study, and trials are held back by the study's loop."""
@@ -49,26 +52,18 @@ IDLE_SECONDS = 2.0
 """Seconds for which an actor is kept for a next trial while none waits."""
 ROUND_SECONDS = 0.05
 """Seconds between rounds of the loop, unless a trial has ended."""
-LOOKS = 3
-"""Looks of which the least is taken for what others hold."""
 LOOK_SECONDS = 1.0
 """Seconds between looks at what others use of the cluster."""
 DEFAULT = tune.RunConfig().storage_path
 """Where Tune keeps what it writes unless it is told."""
+ABORT_SECONDS = 5.0
+"""Seconds for which the end of a run waits for Tune where Ray is gone."""
 END_SECONDS = 10.0
 """Seconds that trials have to end before Tune stops them."""
 
 
 class AbortRun(BaseException):
-    """Ends Tune's run at once, without its clean-up, which would wait for a Ray that is gone.
-
-    Attributes:
-        error: what became of Ray.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """Ends Tune's run at once, without its clean-up, which would wait for a Ray that is gone."""
 
 
 class TuneEngine:
@@ -78,7 +73,8 @@ class TuneEngine:
         trials: the trials; the loop's pool.
         hosts: process hosts of the nodes.
         loop: the study's loop.
-        look: looks after the cluster and returns how much of it is in use; raises to end the run.
+        watch: looks whether the cluster is there; raises to end the run.
+        look: returns how much of the cluster is in use.
         options: what the caller adds to the Tuner.
     """
 
@@ -87,17 +83,19 @@ class TuneEngine:
         trials: TuneTrials,
         hosts: Hosts,
         loop: Loop,
+        watch: Callable[[], None],
         look: Callable[[], Use],
         options: TuneOptions,
     ) -> None:
-        self._trials, self._hosts, self._loop, self._look = trials, hosts, loop, look
-        self._options = options
+        self._trials, self._hosts, self._loop = trials, hosts, loop
+        self._watch, self._look, self._options = watch, look, options
         self._handed: dict[str, Handed] = {}
         """Trials by Tune's id of them."""
         self._controller: Any = None
         self._error: BaseException | None = None
+        self._abort: BaseException | None = None
+        """What ends the run at once."""
         self._next_round = self._next_look = 0.0
-        self._seen: list[tuple[float, float]] = []
         self._others_wait, self._idle_since = False, time.monotonic()
         self._goes_on, self._ends_at = True, float("inf")
 
@@ -113,9 +111,7 @@ class TuneEngine:
             with tempfile.TemporaryDirectory(
                 prefix="lns-study-tune-", ignore_cleanup_errors=True
             ) as folder:
-                self.tuner(folder).fit()
-        except AbortRun as abort:
-            raise abort.error from None
+                self._run(folder)
         finally:
             for name, value in before.items():
                 os.environ.pop(name)
@@ -123,6 +119,34 @@ class TuneEngine:
                     os.environ[name] = value
         if self._error is not None:
             raise self._error
+
+    def _run(self, folder: str) -> None:
+        """Run the Tuner in a thread, and end without it where a control store has died: a call to
+        one that is silent does not return.
+
+        Raises:
+            Exception: the cluster is gone.
+        """
+
+        def fit() -> None:
+            try:
+                self.tuner(folder).fit()
+            except AbortRun:
+                return
+            except BaseException as error:
+                self._error = self._error or error
+
+        thread = threading.Thread(target=fit, daemon=True, name="tune")
+        thread.start()
+        try:
+            thread.join(LOOK_SECONDS)
+            while thread.is_alive():
+                self._watch()
+                thread.join(LOOK_SECONDS)
+        except BaseException as error:
+            self._abort = error
+            thread.join(ABORT_SECONDS)
+            raise
 
     def tuner(self, folder: str) -> tune.Tuner:
         """Return the Tuner, which keeps what it must in a folder, or where the caller says."""
@@ -191,11 +215,12 @@ class TuneEngine:
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            use = self._look_after_ray()
+            use = self._look()
             self._hosts.poll(self._loop.waits, self._trials.used)
             self._trials.room.nodes = self._hosts.rooms
             self._look_at_others(use)
             self._end_deaf()
+            self._end_if_aborted()
         if now < self._next_round:
             return
         self._next_round = now + ROUND_SECONDS
@@ -240,34 +265,25 @@ class TuneEngine:
         if any(message.kind in (DIED, UNPLACED) for message in messages):
             self._next_look = 0.0  # its node may be gone, and it must not start there again
 
-    def _look_after_ray(self) -> Use:
-        try:
-            return self._look()
-        except Exception as error:
-            raise AbortRun(error) from error
+    def _end_if_aborted(self) -> None:
+        if self._abort is not None:
+            raise AbortRun
 
     def _look_at_others(self, use: Use) -> None:
         """Note what others hold of the cluster, and keep free what one of them waits for.
 
-        They hold what is neither free nor any actor's of ours. It is the least of the last looks,
-        since what has just begun or ended is in one figure before it is in the other. Where others
-        hold half of the cluster already, nothing more is kept free for them.
+        They hold what is neither free nor any actor's of ours. Where they hold half of the cluster
+        already, nothing more is kept free for them.
         """
-        if self._controller is None:
-            return
-        room, mine = self._trials.room, held_by_actors(self._controller)
+        room, mine = self._trials.room, dict[str, float]()
+        if self._controller is not None:
+            mine = held_by_actors(self._controller)
         gangs = [handed.job.shape for handed in self._gangs]  # Ray Train holds what they need
         held = (
             mine.get("CPU", 0.0) + sum(shape.cpus for shape in gangs),
             mine.get("GPU", 0.0) + sum(shape.gpus_in_all for shape in gangs),
         )
-        used = [
-            max(0.0, have - use.free.get(name, 0.0) - ours)
-            for name, have, ours in zip(("CPU", "GPU"), room.total, held, strict=True)
-        ]
-        self._seen = [*self._seen, (used[0], used[1])][-LOOKS:]
-        if len(self._seen) == LOOKS:
-            room.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
+        room.note_others(use.free, held)
         ours = sum(not handed.nodes for handed in self._handed.values()) + len(gangs)
         asked = [*use.requests, *use.groups[ours:]]
         self._others_wait = bool(asked)
@@ -287,6 +303,7 @@ class TuneEngine:
         """Keep the first error, and end Tune's run: Tune would make another of it, or go on."""
         if self._error is not None:
             self._goes_on = False
+        self._end_if_aborted()
         try:
             yield
         except AbortRun:

@@ -110,7 +110,7 @@ class Hosts:
         self._drain({n: node for n, node in nodes.items() if node.get("Draining")}, used)
         self._end_idle(waiting, used)
         for name, node in nodes.items() if not self._gave_back else ():
-            if self._may_ask(name):
+            if node["Resources"].get("CPU") and self._may_ask(name):  # a head may have none
                 self._ask(name, str(node["NodeManagerHostname"]))
         for host in list(self._hosts.values()):
             if host.node not in nodes:

@@ -6,12 +6,15 @@ start: what else waits could not be taken back, and a gang would wait behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from study.execution.engine import EPSILON
 from study.execution.tune.hosts import NodeRoom
 from trainers.workers.resources import WorkerResources
+
+LOOKS = 3
+"""Looks of which the least is taken for what others hold."""
 
 
 @dataclass(eq=False)
@@ -30,6 +33,10 @@ class Room:
     others: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
     held: dict[str, list[tuple[str | None, float, float]]] = field(default_factory=dict)
+    _seen: list[tuple[float, float]] = field(default_factory=list)
+    """What others held at the last looks."""
+    _known: set[str] = field(default_factory=set)
+    """Nodes of the last look."""
 
     @property
     def free(self) -> tuple[float, float]:
@@ -45,6 +52,32 @@ class Room:
     def total(self) -> tuple[float, float]:
         """CPUs and GPUs of the nodes that may be used."""
         return sum(node.cpus for node in self.nodes), sum(node.gpus for node in self.nodes)
+
+    def note_others(
+        self, free: Mapping[str, tuple[float, float]], ours: tuple[float, float]
+    ) -> None:
+        """Note what others hold: the least of the last looks, since what has just begun or ended
+        is in one figure before it is in the other. What a node that has just joined lacks is all
+        theirs.
+
+        Args:
+            free: CPUs and GPUs of each node that nobody holds.
+            ours: CPUs and GPUs that this study holds on all nodes.
+        """
+        used = {}
+        for node in self.nodes:
+            cpus, gpus = free.get(node.node, (node.cpus, node.gpus))
+            used[node.node] = node.cpus - cpus, node.gpus - gpus
+        new = [node for node in used if node not in self._known]
+        self._known = set(used)
+        if new:
+            self._seen.clear()
+            self.others = _sums([self.others, *(used[node] for node in new)])
+            return
+        cpus, gpus = _sums(used.values())
+        self._seen = [*self._seen, (max(0.0, cpus - ours[0]), max(0.0, gpus - ours[1]))][-LOOKS:]
+        if len(self._seen) == LOOKS:
+            self.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
 
     def take(self, trial: str, shape: WorkerResources) -> bool:
         """Have a trial hold what it needs, if there is room; tell whether there was."""
@@ -97,3 +130,8 @@ class Room:
             free[node][1] -= gpus
             found.append((node, cpus, gpus))
         return found
+
+
+def _sums(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    pairs = list(pairs)
+    return sum(each[0] for each in pairs), sum(each[1] for each in pairs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from study.errors import UserError
 from study.execution.loop import Loop
-from study.execution.ray_session import Session, Use
+from study.execution.ray_session import Session
 from study.execution.tune.engine import TuneEngine
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
@@ -66,7 +67,8 @@ def run_on_ray(
             loop = make_loop(trials)
         loop.use(trials)
         try:
-            TuneEngine(trials, hosts, loop, lambda: _look(session, say, said), options).run()
+            watch = functools.partial(_watch, session, say, said)
+            TuneEngine(trials, hosts, loop, watch, session.use, options).run()
         except RayLostError as error:
             say(f"Ray: {error}; waiting for it")
             loop.take_in([Message(DIED, trial, f"Ray: {error}") for trial in trials.running])
@@ -83,8 +85,8 @@ def run_on_ray(
             hosts.close()
 
 
-def _look(session: Session, say: Callable[[str], None], said: set[str]) -> Use:
-    """Check that Ray is there, and return how much of it is in use.
+def _watch(session: Session, say: Callable[[str], None], said: set[str]) -> None:
+    """Check that Ray is there, and say if it does not answer.
 
     Raises:
         UserError: it has been silent for too long.
@@ -99,4 +101,3 @@ def _look(session: Session, say: Callable[[str], None], said: set[str]) -> Use:
     elif said and not session.silent:
         say("Ray is back.")
         said.clear()
-    return session.use()

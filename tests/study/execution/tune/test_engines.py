@@ -4,6 +4,7 @@ by this machine's processes and by Ray Tune. More of it is in the tests that hav
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def test_both_engines_train_the_same(name: str, tiny: Tiny, ray_session: None) -
         outcome, _ = run(study)
         assert all(trial.status == FINISHED for trial in outcome.state.trials), outcome.state
         assert weights(outcome)
+        actors = [bool(re.fullmatch("[0-9a-f]{32}", t.actor)) for t in outcome.state.trials]
+        assert set(actors) == {engine == "ray"}
         found[engine] = (results(outcome.state), weights(outcome), course(study))
     assert found["local"] == found["ray"]
 

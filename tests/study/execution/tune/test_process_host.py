@@ -4,6 +4,7 @@ reason."""
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ async def whole(host: ProcessHost, run: str) -> list[Message]:
     return said
 
 
+async def a_supervisor_waits_until_its_node_is_used(host: ProcessHost, folder: Path) -> None:
+    """What a process says while the node is checked would be lost."""
+    name = asyncio.create_task(host.name())
+    await host.check([], [])
+    await asyncio.sleep(0.1)
+    assert not name.done()
+    await host.admit()
+    assert await name == os.uname().nodename
+
+
 async def runs_take_turns_but_the_users_code_has_its_own(host: ProcessHost, folder: Path) -> None:
     pids = []
     for number, shape in enumerate([SHAPE, SHAPE, *[SHAPE._replace(own=True)] * 2]):
@@ -80,13 +91,14 @@ def test_runs_share_processes_in_turns_in_any_order_of_calls_and_end_with_a_reas
 ) -> None:
     async def all_of_it() -> None:
         host = ProcessHost(None, [])
-        host._listener = asyncio.create_task(host._listen())
         try:
+            await a_supervisor_waits_until_its_node_is_used(host, tmp_path)
             await runs_take_turns_but_the_users_code_has_its_own(host, tmp_path)
             await a_call_before_the_one_that_opens_its_run_waits(host, tmp_path)
             await a_run_that_is_ended_says_why(host, tmp_path)
         finally:
-            host._listener.cancel()
+            if host._listener is not None:
+                host._listener.cancel()
             host._node.close()
 
     asyncio.run(all_of_it())

@@ -66,3 +66,23 @@ def test_what_is_held_on_a_node_that_is_gone_is_not_missed_elsewhere(gone: str) 
     room.place("x", [gone])
     room.nodes = [node for node in NODES if node.node != gone]
     assert room.free == room.total
+
+
+def test_what_others_hold_counts_from_the_first_look_and_is_the_least_of_the_last() -> None:
+    """Of a node that joins all that is not free is theirs; later what is ours is left out, which
+    may be in one figure a look before it is in the other."""
+    room = Room(nodes=NODES[:1])
+    room.note_others({"a": (1.0, 1.0), "elsewhere": (8.0, 0.0)}, (0.0, 0.0))
+    assert room.others == (3.0, 0.0)
+    room.nodes = NODES
+    room.note_others({"a": (0.0, 1.0), "b": (0.0, 0.0)}, (1.0, 0.0))
+    assert room.others == (5.0, 0.0)
+    for held, ours in ((5.0, 1.0), (6.0, 1.0), (5.0, 2.0)):
+        room.note_others({"a": (4.0 - held + 2.0, 0.5), "b": (0.0, 0.0)}, (ours, 0.0))
+    assert room.others == (3.0, 0.5)
+
+
+def test_a_node_of_which_ray_says_nothing_yet_is_free() -> None:
+    room = Room(nodes=NODES)
+    room.note_others({}, (0.0, 0.0))
+    assert room.others == (0.0, 0.0)
