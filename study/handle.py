@@ -58,13 +58,15 @@ class Study:
 
     Args:
         folder: folder of the study; :func:`load` finds it by the study's name.
+        own: whether this process has run it or made its plan, so that the functions of its claims
+            are the caller's.
 
     Attributes:
         folder: folder of the study, with its ledger, checkpoints and report.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, own: bool = False) -> None:
+        self.folder, self._own = folder, own
         self._read: tuple[tuple[int, int], StudyState] | None = None
 
     @property
@@ -157,8 +159,13 @@ class Study:
 
     @property
     def claims(self) -> pd.DataFrame:
-        """One row per claim: figure, interval, verdict, what it says and where it is from."""
-        lines = record(self.state, summarise(self.state), judge(self.state, self.folder))["claims"]
+        """One row per claim: figure, interval, verdict, what it says and where it is from.
+
+        The function of a claim is run where this process has run the study. Of a study that was
+        loaded its verdict is that of the last report; ``report(run_checks=True)`` runs it.
+        """
+        verdicts = judge(self.state, self.folder, run_checks=self._own)
+        lines = record(self.state, summarise(self.state), verdicts)["claims"]
         return _frame(lines).set_index("name") if lines else _frame([])
 
     def figure(self, name: str, *, dark: bool = False) -> Figure:
@@ -217,9 +224,17 @@ class Study:
             study = continued(self.config, self.folder)
         return _run(study, UNFINISHED, began)
 
-    def report(self, tracking_uri: str | None = None) -> Path:
-        """Write the report again, update MLflow, and return the path of the report's page."""
-        outcome = report_study(self.folder, _print, tracking_uri)
+    def report(self, tracking_uri: str | None = None, *, run_checks: bool = False) -> Path:
+        """Write the report again, update MLflow, and return the path of the report's page.
+
+        Args:
+            tracking_uri: MLflow store to update; None for the study's own.
+            run_checks: whether to run the check functions of the study's claims even if this
+                process has not run the study. The ledger names these functions, so read it first
+                if you do not trust its author.
+        """
+        run_checks = run_checks or self._own
+        outcome = report_study(self.folder, _print, tracking_uri, run_checks=run_checks)
         _say_tracking(outcome)
         return outcome.report / "report.html"
 
@@ -320,7 +335,7 @@ def create(
         UserError: the config or a change is invalid, or the study cannot start; nothing was
             changed.
     """
-    return Study(create_study(_compose(config, overrides, keys), _print))
+    return Study(create_study(_compose(config, overrides, keys), _print), own=True)
 
 
 def load(name: str | Path, storage: str | Path = STORAGE) -> Study:
@@ -355,7 +370,7 @@ def _run(config: StudyConfig, only: str, began: float, options: TuneOptions | No
     view, say = make_view(console), _say_on(console)
     outcome = run_study(config, view, say, only, began=began, options=options)
     _say_tracking(outcome)
-    return Study(outcome.report.parent)
+    return Study(outcome.report.parent, own=True)
 
 
 def _print(line: str) -> None:
