@@ -19,8 +19,7 @@ plan, ledger (fsynced), processes, MLflow.
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
     raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000
                 trials that sleep 5 s, from the first start to the last end
-    rate        cores that the driver uses while 300 and 1,000 trials report once a second, and
-                1,000 on three Ray nodes of 334 declared CPUs each
+    rate        cores that the driver uses while 300 and 1,000 trials report once a second
     driver      CPU time of the driver's process for a trial that does nothing (its start, its one
                 report, its end), and for a second in which 2 and 100 trials run and none reports
     config      CPU time to read the quickstart's config (its files, its small form, every check);
@@ -271,21 +270,19 @@ def raylets(trials: int) -> None:
 
 def rate(trials: int) -> None:
     for count in (300, 1000):
-        _rate(count, "", {"cpus": count})
-    with three_nodes(334) as keys:
-        _rate(1000, " on three Ray nodes", keys)
+        _rate(count)
 
 
-def _rate(count: int, where: str, keys: dict[str, Any]) -> None:
+def _rate(count: int) -> None:
     """Run ``count`` trials that report once a second, all at a time."""
     process = psutil.Process()
     before, start = process.cpu_times(), time.time()
-    _, view = run(count, "EverySecond", tracked=False, **keys)
+    _, view = run(count, "EverySecond", tracked=False, cpus=count)
     used = process.cpu_times().user + process.cpu_times().system - before.user - before.system
     began = min(event["time"] for event in view.events if event["event"] == "started")
     ended = max(event["time"] for event in view.events if event["event"] == "finished")
     report(
-        f"{count} trials of 20 reports, one a second{where}: cores that the driver used",
+        f"{count} trials of 20 reports, one a second: cores that the driver used",
         used / (time.time() - start),
         "cores",
     )

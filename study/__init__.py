@@ -4,7 +4,7 @@ MLflow and a report show it.
 Imports ``trainers``; the only package that uses Ray Tune, MLflow and OmegaConf. The flow, one
 folder or module per step::
 
-    compose -> config -> plan -> preflight -> runner (agenda, scheduler, pool, leases)
+    compose -> config -> plan -> preflight -> runner (agenda, scheduler, engine)
             -> ledger -> tracking (MLflow), report, progress
 
 In Python and in notebooks: :func:`run`, :func:`create` and :func:`load` give a :class:`Study`, the

@@ -30,7 +30,7 @@ from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
 from study.ledger.provenance import hardware, provenance
 from study.ledger.state import ALL, ENDED, FAILED, FINISHED, ONLY_FAILED, StudyState, fold
-from study.ledger.storage import check_storage, check_writable, share
+from study.ledger.storage import check_storage, check_writable, fetch_report, share
 from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import placed, read
@@ -319,14 +319,11 @@ def _describe_end(
     return "failed" if any(trial.status == FAILED for trial in state.trials) else "finished"
 
 
-def write_report(state: StudyState, folder: Path, study: Path | None = None) -> Path:
-    """Write the report, see :func:`study.report.write.write_report`.
+def write_report(state: StudyState, folder: Path, *, run_checks: bool) -> Path:
+    """Write the report, see :func:`study.report.write.write_report`."""
+    from study.report.write import write_report  # takes a second that no trial should wait for
 
-    The import is inside: it takes a second that no trial should wait for.
-    """
-    from study.report.write import write_report
-
-    return write_report(state, folder, study)
+    return write_report(state, folder, run_checks=run_checks)
 
 
 class _DeferredStart:
@@ -386,21 +383,23 @@ def _close(
         if folder is not None:
             sent = "" if isinstance(tracker, NoTracker) else ", and to MLflow what it lacks"
             say(f"Writing the report{sent} ...")
-            report = write_report(state, folder)
+            report = write_report(state, folder, run_checks=True)  # the code of this run's plan
     finally:
         error = tracker.close(report)
         sinks.close()
-    if report is not None:
+    if report:
         _share(report, say)
     return error
 
 
 def report_study(
-    folder: Path, say: Callable[[str], None], tracking_uri: str | None = None
-) -> Outcome:
+    folder: Path, say: Callable[[str], None], tracking_uri: str | None = None,
+    *, run_checks: bool = False,
+) -> Outcome:  # fmt: skip
     """Write the report of a study again from its ledger, and send MLflow what it lacks.
 
-    While the study runs, its own process does the latter.
+    While the study runs, its own process does the latter. With ``run_checks`` the functions of its
+    claims are run, which its ledger names.
 
     Raises:
         UserError: there is no study in ``folder``, the report cannot be written, or nothing answers
@@ -420,7 +419,9 @@ def report_study(
         )
         if tracking_uri:
             check_tracking(study.tracking)
-    report = write_report(state, folder / "report")
+        if any(claim.check for claim in study.claims) and not run_checks:
+            fetch_report(folder)  # it has their verdicts
+    report = write_report(state, folder / "report", run_checks=run_checks)
     _share(report, say)
     error, where = "", dict[str, str]()
     if state.damage:

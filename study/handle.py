@@ -9,7 +9,7 @@ What ``import study`` offers::
     first.best.params
     first.figure("error_per_epoch")
 
-Everything is read from the study's ledger, also of a study that runs elsewhere.
+All results are read from the study's ledger, also while the study runs in another process.
 """
 
 from __future__ import annotations
@@ -54,22 +54,24 @@ if TYPE_CHECKING:
 
 
 class Study:
-    """A study that has a ledger.
+    """An existing study, read from its ledger.
 
     Args:
         folder: folder of the study; :func:`load` finds it by the study's name.
+        own: whether this process has run it or made its plan, so that the functions of its claims
+            are the caller's.
 
     Attributes:
         folder: folder of the study, with its ledger, checkpoints and report.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, own: bool = False) -> None:
+        self.folder, self._own = folder, own
         self._read: tuple[tuple[int, int], StudyState] | None = None
 
     @property
     def state(self) -> StudyState:
-        """State of the study, read again once its ledger has changed."""
+        """State of the study; reads the ledger again after it has changed."""
         with refusals():
             refresh(self.folder)
         file = (self.folder / FILE).stat()
@@ -81,7 +83,7 @@ class Study:
 
     @property
     def config(self) -> StudyConfig:
-        """Config as last planned, with the storage in which the study lies now."""
+        """Config of the last plan, with the study's current storage."""
         return placed(self.state.config, self.folder)
 
     @property
@@ -95,16 +97,19 @@ class Study:
         return _frame(export_rows(self.state, epochs=True))
 
     def polars(self, rows: Literal["trials", "epochs"] = "trials") -> polars.DataFrame:
-        """Return :attr:`trials` or :attr:`epochs` as a frame of polars.
+        """Return :attr:`trials` or :attr:`epochs` as a polars DataFrame.
 
-        What a row lacks is null, and NaN is what was reported as NaN. Of a column whose values are
-        of several types, such as choices of numbers and texts, all become texts.
+        Missing values are null; NaN only appears where a trial reported NaN. A column with values
+        of several types, such as a choice between numbers and strings, becomes a string column.
+
+        Args:
+            rows: ``"trials"`` or ``"epochs"``.
 
         Raises:
-            UserError: there are no such rows, or polars is not installed.
+            UserError: ``rows`` is another value, or polars is not installed.
         """
         if rows not in ("trials", "epochs"):
-            raise UserError(f"polars({rows!r}): there are no such rows; use 'trials' or 'epochs'")
+            raise UserError(f"polars({rows!r}): unknown rows; use 'trials' or 'epochs'")
         try:
             import polars
         except ModuleNotFoundError as error:
@@ -119,9 +124,9 @@ class Study:
 
     @property
     def best(self) -> Configuration | None:
-        """Finished configuration with the best first objective; None before one has finished.
+        """Finished configuration with the best first objective, or None if none has finished.
 
-        It is chosen among all rows, by the validation split and the search's constraints, see
+        Compares all rows on the validation split and applies the search's constraints, see
         :func:`study.results.configurations.best`.
         """
         state = self.state
@@ -131,18 +136,18 @@ class Study:
 
     @property
     def answer(self) -> str:
-        """Answer of the study in words, see :mod:`study.results.answer`."""
+        """The study's answer as a sentence, see :mod:`study.results.answer`."""
         return answer(self.state, summarise(self.state))
 
     @property
     def asked(self) -> list[Suggestion]:
-        """Open trials: those that were asked for and not told."""
+        """Open trials: suggested by :meth:`ask`, without a result from :meth:`tell`."""
         return asked(self.folder)
 
     def summary(self) -> pd.DataFrame:
-        """Return the first table of the report, a line per row of the study, in words.
+        """Return the first table of the report as formatted strings, one line per row.
 
-        Where claims name rows, a column has their verdicts.
+        If claims name rows, the column ``claims`` has their verdicts.
         """
         import pandas as pd
 
@@ -154,19 +159,24 @@ class Study:
 
     @property
     def claims(self) -> pd.DataFrame:
-        """One row per claim: figure, interval, verdict, what it says and where it is from."""
-        lines = record(self.state, summarise(self.state), judge(self.state, self.folder))["claims"]
+        """One row per claim: figure, interval, verdict, what it says and where it is from.
+
+        The function of a claim is run where this process has run the study. Of a study that was
+        loaded its verdict is that of the last report; ``report(run_checks=True)`` runs it.
+        """
+        verdicts = judge(self.state, self.folder, run_checks=self._own)
+        lines = record(self.state, summarise(self.state), verdicts)["claims"]
         return _frame(lines).set_index("name") if lines else _frame([])
 
     def figure(self, name: str, *, dark: bool = False) -> Figure:
-        """Return a picture of the report as a figure of matplotlib.
+        """Return a picture of the report as a matplotlib figure.
 
         Args:
-            name: name of the picture's file without its ending: ``error_per_epoch``.
-            dark: whether it is for a dark page.
+            name: file name of the picture without its suffix, for example ``error_per_epoch``.
+            dark: whether to use colors for a dark background.
 
         Raises:
-            UserError: there is no picture of that name, or this study has nothing to show in it.
+            UserError: the report has no picture with that name, or no data for it.
         """
         from study.report.figures.style import DARK, LIGHT
         from study.report.pictures import drawings
@@ -180,17 +190,15 @@ class Study:
         figure = draw[name](DARK if dark else LIGHT)
         if figure is None:
             shown = ", ".join(key for key in draw if draw[key](LIGHT) is not None)
-            raise UserError(
-                f"figure {name!r}: this study has nothing to show in it; use one of {shown}"
-            )
+            raise UserError(f"figure {name!r}: this study has no data for it; use one of {shown}")
         show_figures()
         return figure
 
     def plot(self, x: str = "", y: str = "") -> Any:
-        """Return plotly's figure of the trials, see :func:`study.report.interactive.scatter`.
+        """Return a plotly figure of the trials, see :func:`study.report.interactive.scatter`.
 
         Raises:
-            UserError: no trial has reported, or there is no such axis; the message lists them.
+            UserError: no trial has reported, or an axis is unknown; the message lists the axes.
         """
         from study.report.interactive import scatter
 
@@ -198,10 +206,10 @@ class Study:
             return scatter(self.state, x, y)
 
     def run(self, overrides: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
-        """Run what is left, failed trials included, after changes such as ``seeds=[0, 1, 2]``.
+        """Run unfinished and failed trials, after changes such as ``seeds=[0, 1, 2]``.
 
         Raises:
-            UserError: a change is bad, or the study cannot start; nothing was done.
+            UserError: a change is invalid, or the study cannot start; nothing was changed.
         """
         began = time.monotonic()
         with refusals():
@@ -210,22 +218,30 @@ class Study:
         return _run(study, ALL, began)
 
     def resume(self) -> Study:
-        """Run what is left, without the trials that failed."""
+        """Run unfinished trials, but not the failed ones."""
         began = time.monotonic()
         with refusals():
             study = continued(self.config, self.folder)
         return _run(study, UNFINISHED, began)
 
-    def report(self, tracking_uri: str | None = None) -> Path:
-        """Write the report again, send MLflow what it lacks, and return the report's page."""
-        outcome = report_study(self.folder, _print, tracking_uri)
+    def report(self, tracking_uri: str | None = None, *, run_checks: bool = False) -> Path:
+        """Write the report again, update MLflow, and return the path of the report's page.
+
+        Args:
+            tracking_uri: MLflow store to update; None for the study's own.
+            run_checks: whether to run the check functions of the study's claims even if this
+                process has not run the study. The ledger names these functions, so read it first
+                if you do not trust its author.
+        """
+        run_checks = run_checks or self._own
+        outcome = report_study(self.folder, _print, tracking_uri, run_checks=run_checks)
         _say_tracking(outcome)
         return outcome.report / "report.html"
 
     def ask(self) -> Suggestion | None:
-        """Hand out the next trial to a loop of your own, see :func:`study.execution.ask_tell.ask`.
+        """Suggest the next trial for a loop of your own, see :func:`study.execution.ask_tell.ask`.
 
-        None if no trial is left, or none before others are told.
+        Returns None if no trial is left, or if the search needs results of open trials first.
         """
         return ask(self.folder)
 
@@ -236,7 +252,7 @@ class Study:
         *,
         error: str | Exception = "",
     ) -> None:
-        """Enter a trial's results or its error, see :func:`study.execution.ask_tell.tell`."""
+        """Record a trial's results or its error, see :func:`study.execution.ask_tell.tell`."""
         tell(self.folder, suggestion, values, error=error)
 
     def __repr__(self) -> str:
@@ -254,9 +270,9 @@ class Study:
 def run(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
 ) -> Study:
-    """Run a study, or what is left of it, and show its progress.
+    """Run a study and show its progress; resumes a study that was started before.
 
-    It ends in order on Ctrl-C (a notebook's interrupt), and the same call goes on where it stood.
+    Ctrl-C (or a notebook's interrupt) stops the study cleanly, and the same call resumes it.
 
     Args:
         config: a config, the path of a YAML or Python file, or a name in ``conf/study``.
@@ -265,8 +281,10 @@ def run(
             ``data="digits"``; ``small=True`` runs the study's small form.
 
     Raises:
-        UserError: a change or the config is bad, or the study cannot start; nothing was done.
-        KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
+        UserError: the config or a change is invalid, or the study cannot start; nothing was
+            changed.
+        KeyboardInterrupt: the user interrupted the study; ledger, MLflow runs and report are
+            complete.
     """
     began = time.monotonic()
     return _run(_compose(config, overrides, keys), ALL, began)
@@ -282,16 +300,17 @@ def tuner(
 ) -> Tuner:
     """Return a study as a ``ray.tune.Tuner``, whose ``fit`` runs it and returns a ``ResultGrid``.
 
-    The study is what it is by :func:`run`: its ledger, MLflow runs, report, ids and figures, and it
-    goes on from where it stood. Tune's trials are named by the study's; a result's config has
-    ``trial``, ``row``, ``seed`` and the sampled values.
+    The study has the same ledger, MLflow runs, report, trial ids and metrics as with :func:`run`,
+    and resumes in the same way. Tune's trials are named by their trial ids. A result's config
+    contains ``trial``, ``row``, ``seed`` and the sampled values.
 
     Args:
         config, overrides, keys: as for :func:`run`; ``engine="ray"`` is set.
         run_config: callbacks and loggers, ``name``, ``storage_path`` and ``verbose`` for Tune.
 
     Raises:
-        UserError: a change or the config is bad, or the ``run_config`` has what a study decides.
+        UserError: the config or a change is invalid, or the ``run_config`` sets a field that the
+            study's config decides.
 
     Example::
 
@@ -307,22 +326,27 @@ def tuner(
 def create(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
 ) -> Study:
-    """Enter a study's plan in its ledger, and run nothing: for a loop that asks and tells.
+    """Create a study without running it, for a loop of your own with ``ask`` and ``tell``.
 
     Args:
         config, overrides, keys: as for :func:`run`.
 
     Raises:
-        UserError: a change or the config is bad, or the study cannot start; nothing was done.
+        UserError: the config or a change is invalid, or the study cannot start; nothing was
+            changed.
     """
-    return Study(create_study(_compose(config, overrides, keys), _print))
+    return Study(create_study(_compose(config, overrides, keys), _print), own=True)
 
 
 def load(name: str | Path, storage: str | Path = STORAGE) -> Study:
-    """Return a study that exists, by its name or its folder.
+    """Return an existing study.
+
+    Args:
+        name: name or folder of the study.
+        storage: folder or object store of the studies.
 
     Raises:
-        UserError: there is none in ``storage``; the message lists those there are.
+        UserError: ``storage`` has no such study; the message lists its studies.
     """
     with refusals():
         return Study(find(str(name), str(storage)))
@@ -346,7 +370,7 @@ def _run(config: StudyConfig, only: str, began: float, options: TuneOptions | No
     view, say = make_view(console), _say_on(console)
     outcome = run_study(config, view, say, only, began=began, options=options)
     _say_tracking(outcome)
-    return Study(outcome.report.parent)
+    return Study(outcome.report.parent, own=True)
 
 
 def _print(line: str) -> None:
@@ -354,7 +378,7 @@ def _print(line: str) -> None:
 
 
 def _say_on(console: Console) -> Any:
-    """Return what prints a line, above a live table on a terminal."""
+    """Return a function that prints a line; on a terminal it appears above the live table."""
     if console.is_jupyter:
         return _print
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -7,8 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer terminals or turn the order of others."""
+_CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    r"\ud800-\udfff]"
+)
+"""Characters that steer terminals, turn the order of others or are not seen, and halves of
+surrogate pairs, which no file takes."""
 
 
 def printable(text: str) -> str:
@@ -17,6 +21,12 @@ def printable(text: str) -> str:
     Labels, questions and errors may be a stranger's: a ledger is read before it is trusted.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Return a text with its line breaks as spaces, for where a line is a record: a label cannot
+    look like another line."""
+    return " ".join(text.splitlines())
 
 
 def printable_json(text: str) -> str:

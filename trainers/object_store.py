@@ -170,6 +170,7 @@ class Store:
             FileNotFoundError: there is none.
         """
         part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.unlink(missing_ok=True)  # a link there would be followed
         try:
             self._ask(lambda fs, place: fs.get_file(place, str(part)), name)
             part.replace(path)

@@ -14,17 +14,17 @@ LENGTH = 300
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known name, "" if none is near."""
+    """Return `` (did you mean 'x'?)`` for the nearest known name, or "" without a close match."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def describe_error(error: BaseException, *places: Path) -> str:
-    """Describe what was raised, with the last line of the user's files that led to it.
+    """Describe an error, with the last line of the user's files in its traceback.
 
     Args:
-        error: what was raised.
-        places: the user's files, and folders of them.
+        error: the error.
+        places: the user's files and their folders.
     """
     place = str(places[0]) if places else ""
     if isinstance(error, SyntaxError):

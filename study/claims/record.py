@@ -32,12 +32,17 @@ def record(state: StudyState, summary: Summary, verdicts: list[Verdict]) -> dict
         "study": state.config.name,
         "metric": summary.metric.test_name,
         "stated": said and {"digest": said.digest, "time": said.time, "changed": said.changed},
-        "rows": [_row(row, summary.metric) for row in summary.rows],
+        "rows": rows_of(summary),
         "claims": [
             verdict.to_dict() | {"stated": changed.get(verdict.claim.name, SAME)}
             for verdict in verdicts
         ],
     }
+
+
+def rows_of(summary: Summary) -> list[dict[str, Any]]:
+    """Return the figures of a study's rows as JSON values."""
+    return [_row(row, summary.metric) for row in summary.rows]
 
 
 def write_record(values: dict[str, Any], folder: Path) -> None:

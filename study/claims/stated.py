@@ -30,6 +30,8 @@ from study.text import when
 from trainers.config.data import DATA
 from trainers.user_code import find_source
 
+MOST_CODE = 64 * 2**20
+"""Largest file of a claim's code, in bytes."""
 DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
 """Keys of a statement that a study's file says by itself, whatever the machine and its data."""
 SETTINGS = (
@@ -208,7 +210,10 @@ def _short(value: Any) -> str:
 
 
 def _hash(name: str) -> str:
-    """Return the SHA-256 of the file in which code is; "" where it is gone."""
-    with suppress(ValueError):
-        return hashlib.sha256(find_source("check", name).read_bytes()).hexdigest()
+    """Return the SHA-256 of the file in which code is; "" where it is gone, or too large to be
+    code: a stranger's ledger may name any file."""
+    with suppress(OSError, ValueError):
+        path = find_source("check", name)
+        if path.stat().st_size <= MOST_CODE:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
     return ""

@@ -31,6 +31,7 @@ class Verdict:
         unit: unit of the figure: ``%``, ``points``, ``of the variance``; "" if it has none.
         runs: number of finished trials behind the figure; of a function all that it was given.
         note: reason for which the claim is undecided, or what else a reader must know.
+        printed: the figure as an earlier report printed it; "" to print it from the numbers.
     """
 
     claim: ClaimConfig
@@ -41,10 +42,13 @@ class Verdict:
     unit: str = ""
     runs: int = 0
     note: str = ""
+    printed: str = ""
 
     @property
     def shown(self) -> str:
         """Our figure with its interval and unit: ``1.33 (1.12 to 1.54) points``; ``-`` for none."""
+        if self.printed:
+            return self.printed
         if self.figure is None or math.isnan(self.figure):
             return "-"
         ends = [value for value in (self.low, self.high) if value is not None]

@@ -13,7 +13,8 @@ once, at the end, and chooses nothing.
   than all others, or where :data:`ENOUGH` seeds or more show no better row; the smallest difference
   that would have shown is noted.
 - ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
-- ``check``: the study's own function.
+- ``check``: the study's own function, which only commands that run the study call, or who asks for
+  it; else the verdict is that of the last report (:mod:`study.claims.kept`).
 
 A row whose difference is the same at all of :data:`ENOUGH` seeds or more counts without a test.
 
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from study.claims.analyses import judge_importance, judge_ranks
+from study.claims.kept import kept
 from study.claims.stated import stated
 from study.claims.verdict import (
     ENOUGH,
@@ -59,15 +61,18 @@ LIKE = 1e-9
 an end of its interval."""
 
 
-def judge(state: StudyState, folder: Path) -> list[Verdict]:
+def judge(state: StudyState, folder: Path, *, run_checks: bool = False) -> list[Verdict]:
     """Return the verdict on every claim of a study.
 
     Args:
         state: state of the study.
         folder: folder of the study, for the functions of claims with ``check``.
+        run_checks: whether these functions are run. The ledger names them, so it must be the
+            user's own, or the user must have asked for it; otherwise their verdicts are those of
+            the last report.
     """
     summary = summarise(state)
-    return [_judge(claim, state, summary, folder) for claim in state.config.claims]
+    return [_judge(claim, state, summary, folder, run_checks) for claim in state.config.claims]
 
 
 def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
@@ -89,7 +94,9 @@ def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
     }
 
 
-def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
+def _judge(
+    claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path, run_checks: bool
+) -> Verdict:
     if claim.rows:
         return _judge_rows(claim, state, summary)
     if _is_searching(state):
@@ -105,8 +112,10 @@ def _judge(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path
         verdict = judge_importance(claim, state)
     elif claim.kind == "ranks":
         verdict = judge_ranks(claim, state)
-    else:
+    elif run_checks:
         verdict = _check(claim, state, folder)
+    else:
+        verdict = kept(claim, state, summary, folder)
     return _comparable(verdict, summary)
 
 

@@ -23,7 +23,7 @@ from study.manage.repair import needs_repair, repair
 from study.manage.studies import find, folders, placed
 from study.program import lns_study
 from study.text import counted
-from study.tracking.address import OFF, check_owner, store_of
+from study.tracking.address import OFF, check_default, store_of
 from study.tracking.supervisor import check_tracking
 from study.tracking_uri import REMEDY, hide, stored
 from trainers.object_store import is_url, local_folder, place_of
@@ -159,7 +159,7 @@ def _store(folder: Path, tracking_uri: str | None) -> str | None:
     plan = fold(read_ledger(folder)).plan
     uri = tracking_uri or default_tracking_uri(place_of(folder.parent))
     if not plan and not tracking_uri:
-        check_owner(uri)
+        check_default(uri, place_of(folder.parent))
     if plan:
         uri = store_of(placed(StudyConfig.from_dict(plan["study"]), folder), tracking_uri)
     missing = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
@@ -172,7 +172,7 @@ def _findings(storage: str, tracking_uri: str | None, address: str | None) -> It
     yield from _kernels()
     yield _storage(storage)
     yield from _passwords(storage)
-    yield _tracking(hide(tracking_uri) if tracking_uri else default_tracking_uri(storage))
+    yield _tracking(hide(tracking_uri) if tracking_uri else None, storage)
     yield _ray(address)
 
 
@@ -257,9 +257,12 @@ def _passwords(storage: str) -> Iterator[Finding]:
             )
 
 
-def _tracking(uri: str) -> Finding:
+def _tracking(given: str | None, storage: str) -> Finding:
+    uri = given or default_tracking_uri(storage)
     try:
         check_tracking_uri(uri)
+        if given is None:
+            check_default(uri, storage)
         check_tracking(uri)
     except ValueError as error:
         return Finding(name="MLflow", good=False, text=uri, remedy=str(error))
@@ -267,13 +270,11 @@ def _tracking(uri: str) -> Finding:
 
 
 def _ray(address: str | None) -> Finding:
-    import ray
-
     try:
         check_address(address)
         with ray_session(StudyConfig(name="doctor", address=address)) as session:
             found = session.resources()
-            nodes = sum(node["Alive"] for node in ray.nodes()) if address is not None else 1
+            nodes = sum(node["Alive"] for node in session.nodes())
     except (UserError, ValueError) as error:
         return Finding(name="Ray", good=False, text=str(address), remedy=str(error))
     text = f"{counted(nodes, 'node')}, {found.get('CPU', 0):g} CPUs, {found.get('GPU', 0):g} GPUs"

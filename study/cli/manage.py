@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from study.errors import UserError, refusals
 from study.program import STORAGE, lns_study
-from study.text import counted, duration, when
+from study.text import counted, duration, one_line, when
 from trainers.object_store import local_folder, place_of
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def add_commands(commands: Commands, run: Run) -> None:
         "-o",
         metavar="FILE",
         help="file to write, - for standard output (default: STUDY.csv and so on in the working"
-        " folder)",
+        " folder, if there is none yet)",
     )
     export.add_argument(
         "--epochs", action="store_true", help="one row per epoch instead of one per trial"
@@ -266,7 +267,7 @@ def _print_trial(folder: Path, trial: TrialState, metric: Metric) -> None:
 def _export(options: argparse.Namespace) -> int:
     from study.manage.export import EXPORTS, export
 
-    _, state = _open(options)
+    folder, state = _open(options)
     to_output = options.output == "-"
     named = options.output and not to_output
     form = options.format or (Path(options.output).suffix.removeprefix(".") if named else "csv")
@@ -275,9 +276,11 @@ def _export(options: argparse.Namespace) -> int:
             f"--output {options.output}: the ending must be one of {', '.join(EXPORTS)}; or give"
             " --format"
         )
-    path = None if to_output else Path(options.output or f"{state.config.slug}.{form}")
+    path = None if to_output else Path(options.output or f"{folder.name}.{form}")
+    if path is not None and not named and os.path.lexists(path):
+        raise UserError(f"{path}: exists; give `--output {path}` to replace it, or another file")
     try:
-        count = export(state, path, form, epochs=options.epochs)
+        count = export(state, path, form, epochs=options.epochs, named=bool(named))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -439,9 +442,10 @@ def _rerun(options: argparse.Namespace) -> int:
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
     """Print a table with aligned columns; ``plain`` has tabs and no headings."""
+    headings, *lines = [list(map(one_line, line)) for line in [headings, *lines]]
     if plain:
         for line in lines:
-            print("\t".join(line))
+            print("\t".join(cell.replace("\t", " ") for cell in line))
         return
     widths = [
         max(len(line[column]) for line in [headings, *lines]) for column in range(len(headings))

@@ -195,11 +195,15 @@ def _part(
         name: study file, or the name of one.
         given: the study with the changes of this command, if it names it.
         options: the command's.
+
+    The functions of its claims are run if the file that this command names has the same.
     """
     from study.claims.stated import overrides_of
     from study.report.reproduction import reproduced
 
-    ran, file = state.config, _file(name, small=options.small)
+    ran, file = state.config, _file(name, small=options.small, named=given is not None)
+    known = {claim.check for claim in given.claims} if given else set()
+    run_checks = {claim.check for claim in ran.claims if claim.check} <= known
     changes = None if file is None else overrides_of(ran, file)
     if changes is None:
         # a file that was not named may merely have the name of another study
@@ -208,7 +212,7 @@ def _part(
     else:
         small = ["--small"] if options.small else []
         command = shlex.join([NAME, "run", _told(name), *small, *changes])
-    return reproduced(state, folder, command, file)
+    return reproduced(state, folder, command, file, run_checks=run_checks)
 
 
 def _told(name: str) -> str:
@@ -217,10 +221,17 @@ def _told(name: str) -> str:
     return path.name if os.pardir in path.parts else str(path)
 
 
-def _file(name: str, *, small: bool) -> StudyConfig | None:
-    """Return a study as its file has it; None where that needs a change to be one, or is gone."""
-    from study.config.compose import load
+def _file(name: str, *, small: bool, named: bool) -> StudyConfig | None:
+    """Return a study as its file has it; None where that needs a change to be one, or is gone.
 
+    A name that only a ledger in the storage has may be a stranger's (not ``named``): it leads to no
+    Python file, which would be run, and to none in another folder.
+    """
+    from study.config.compose import load
+    from study.config.script import is_script
+
+    if not named and (is_script(Path(name)) or Path(name).name != name):
+        return None
     with suppress(OSError, ValueError):
         return load(name, download=False, small=small)
     return None

@@ -180,6 +180,12 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write nothing; compute the report's figures again from ledger and MLflow, and print"
         " what differs",
     )
+    report.add_argument(
+        "--run-checks",
+        action="store_true",
+        help="run the functions of claims (check), which the study's ledger names: only of a study"
+        " whose code you trust (default: their verdicts are those of the last report)",
+    )
     report.set_defaults(command=_report)
 
 
@@ -411,8 +417,13 @@ def _report(options: argparse.Namespace) -> int:
     with refusals():
         folder = find(options.study, options.storage)
         if options.verify:
-            return _verify(folder, options.tracking_uri)
-    outcome = report_study(folder, lambda line: print(line, file=sys.stderr), options.tracking_uri)
+            return _verify(folder, options.tracking_uri, options.run_checks)
+    outcome = report_study(
+        folder,
+        lambda line: print(line, file=sys.stderr),
+        options.tracking_uri,
+        run_checks=options.run_checks,
+    )
     _print_outcome(outcome, place_of(folder.parent))
     if options.format != "html":
         from study.report.exports import write_format
@@ -421,14 +432,18 @@ def _report(options: argparse.Namespace) -> int:
     return 1 if outcome.tracking_error else 0
 
 
-def _verify(folder: Path, tracking_uri: str | None) -> int:
+def _verify(folder: Path, tracking_uri: str | None, run_checks: bool) -> int:
+    from study.manage.studies import read
     from study.report.verify import verify
 
-    differences = list(verify(folder, tracking_uri))
+    differences = list(verify(folder, tracking_uri, run_checks=run_checks))
     for line in differences:
         print(line)
     count = len(differences)
     verified = "every figure is as computed again" if not count else counted(count, "difference")
+    own = [claim.name for claim in read(folder).config.claims if claim.check]
+    if own and not run_checks:
+        verified += f"; without --run-checks not judged again: {', '.join(own)}"
     print(f"{folder.name}: {verified}")
     return int(bool(count))
 

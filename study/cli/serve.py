@@ -54,15 +54,17 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def _ui(options: argparse.Namespace) -> int:
     from study.config import default_tracking_uri
     from study.serve.ui import check_servable, listen, serve
-    from study.tracking.address import check_owner, pages_of
+    from study.tracking.address import check_default, pages_of
     from study.tracking.artifacts import Artifacts
+    from study.tracking.database_file import refuse_strange
 
     with refusals():
         if options.tracking_uri:
             refuse_password(options.tracking_uri)
         uri = reveal(options.tracking_uri or default_tracking_uri(options.storage))
         if not options.tracking_uri:
-            check_owner(uri)
+            check_default(uri, options.storage)
+        refuse_strange(uri)
     storage = local_folder(options.storage)
     if options.team:
         return _ui_of_team(options, uri, storage)

@@ -152,8 +152,8 @@ class StudyConfig:
             (:mod:`study.execution.ray_session`).
         cpus: CPUs of this machine that trials may use, also more than it has; None for all.
         max_concurrent: largest number of trials at a time; None for as many as fit.
-        engine: ``local``: processes on this machine; ``ray``: Ray Tune, on the cluster at
-            ``address`` or a Ray started here; ``auto``: ``local``, or processes on its nodes.
+        engine: ``local``: processes on this machine; ``ray``: Ray Tune, at ``address`` or on a Ray
+            started here; ``auto``: ``ray`` for clusters, Ray Train, parameter servers, else local.
         executor: processes that trials train in. ``auto``: a reused process for a trial of one
             worker, a reused gang of processes for a trial of several, and one process for several
             small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one

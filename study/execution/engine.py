@@ -1,20 +1,35 @@
 """What a study's loop asks of an engine, which runs its trials.
 
 There are two: a pool of processes on this machine (:mod:`study.execution.local`), and Ray Tune on a
-cluster (:mod:`study.execution.tune`).
+cluster or on a Ray of this machine's own (:mod:`study.execution.tune`).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from study.config import StudyConfig
 from trainers.workers.resources import WorkerResources
 
 EPSILON = 1e-6
 """How far sums of shares may be off by rounding."""
+
+
+def needs_ray(study: StudyConfig) -> str:
+    """Return the setting for which a study's trials need Ray; "" if they need none.
+
+    Those are a cluster, Ray Train, and a parameter server, which is made of Ray's actors.
+    """
+    if study.address is not None:
+        return f"address={study.address!r}"
+    if study.executor == "train":
+        return "executor=train"
+    asynchronous = '"asynchronous"' in json.dumps(study.to_dict())
+    return "trial.sync.name=asynchronous" if asynchronous else ""
 
 
 class Slots:
@@ -89,6 +104,3 @@ class Engine(Protocol):
 
     def kill(self, trial: str, why: str) -> None:
         """End the processes of a trial; its death will be reported with this reason."""
-
-    def flush(self) -> None:
-        """Send what was collected."""

@@ -109,11 +109,8 @@ class Loop:
         if decision.wish == Wish.CANCEL:
             return not self._control.storage_error and self._leave()
         over = decision.wish >= Wish.STOP or self._control.full
-        there = self._is_there()
         on_hold = over or decision.wish == Wish.PAUSE
-        self._waiting = not on_hold and (
-            self._hand_out() if there else self._agenda.peek() is not None
-        )
+        self._waiting = not on_hold and self._hand_out()
         self._leave_machines_that_end()
         self._look_after_silent()
         if not on_hold:
@@ -121,10 +118,6 @@ class Loop:
         idle = not self._pool.running and not self._waiting
         done = over or (decision.wish != Wish.PAUSE and self._agenda.peek() is None)
         return not (idle and done)
-
-    def _is_there(self) -> bool:
-        """Tell whether trials can be started now."""
-        return True
 
     @property
     def waits(self) -> bool:
@@ -153,7 +146,7 @@ class Loop:
         """
         self._left = set(filter(self._can_leave, self._pool.running))
         seconds = grace_seconds()
-        if not self._left or not seconds or not self._is_there():
+        if not self._left or not seconds:
             return False
         self._control.leaving = True
         self._say(
@@ -265,7 +258,6 @@ class Loop:
         for message in messages:
             if message.kind == REPORT:
                 self._schedule(message.trial, message.payload)
-        self._pool.flush()
 
     def _note_place(self, trial: str, place: dict[str, Any]) -> list[Event]:
         """Return the event of a trial's start, if it has none yet."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import grace_seconds
+from study.execution.engine import needs_ray
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
@@ -188,12 +189,12 @@ def check_engine(study: StudyConfig) -> None:
     """Refuse an engine that cannot run the study.
 
     Raises:
-        ValueError: the local engine is asked for a cluster, or Ray Tune for packed trials.
+        ValueError: the local engine is asked for what needs Ray.
     """
-    if study.engine == "local" and study.address is not None:
+    if study.engine == "local" and (setting := needs_ray(study)):
         raise ValueError(
-            f"engine=local with address={study.address!r}: the local engine runs trials on this"
-            " machine alone; use engine=ray, or leave out address"
+            f"engine=local with {setting}: the local engine runs trials on this machine alone, and"
+            f" without Ray; use engine=auto, or leave out {setting.partition('=')[0]}"
         )
 
 

@@ -1,19 +1,15 @@
 """Ray sessions: a session that exists, the cluster at ``address``, or a Ray of this machine's own,
 for the time of a study that needs one.
 
-A Ray of our own runs in processes of its own (``ray start --block``), and the process that drives
-the study does not join it. If a part of Ray dies, ``ray start`` ends all of it, but for agents,
-whose raylet ends alone; the driver sees either within a second and starts it again. Only trials
-are lost; they begin again from their checkpoints. A process that had joined would be ended by Ray
-with its control store.
-
-To use a cluster the driver must join it. If the node that it has joined dies, the driver joins
+The process that drives a study joins its Ray. If the node that it has joined dies, the driver joins
 again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
 before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-Whoever may talk to Ray runs code as its user. A Ray of our own listens on 127.0.0.1 alone, requires
-a token that only our processes inherit, and serves no metrics, for which Ray asks no token; a
-cluster that requires none is refused unless ``insecure=true``.
+A Ray of our own (:mod:`study.execution.tune.own_ray`) that has died is started and joined again.
+Only trials are lost; they begin again from their checkpoints.
+
+Whoever may talk to Ray runs code as its user. A cluster that requires no token is refused unless
+``insecure=true``.
 """
 
 from __future__ import annotations
@@ -21,37 +17,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
-from study._compat import (
-    RAY_CURRENT,
-    RAY_FOR_NOBODY_ELSE,
-    RAY_WORKERS_AT_START,
-    cluster_use,
-    draining_nodes,
-    joined_on_loopback,
-    reread_ray_variables,
-)
+from study._compat import RAY_WORKERS_AT_START, cluster_use, draining_nodes, joined_on_loopback
 from study.config import StudyConfig
 from study.errors import UserError
-from study.execution.ray_token import TOKEN, asks_nobody, check_token, keep_token
+from study.execution.ray_token import asks_nobody, check_token, keep_token
+from study.execution.tune.own_ray import OwnRay
 from study.execution.user_files import collected_files
 from study.plan.resources import local_cpus
-from study.program import module_command
-from trainers.descendants import end_with_parent
 
 ENVIRONMENT = {
     # Train polls its workers this often; the default adds 2 s to every report
@@ -67,11 +48,6 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
 }
 """Variables set before Ray starts, unless the user set them; Ray's processes inherit them."""
-TOKEN_BYTES = 32
-"""Length of a token, as Ray takes it."""
-START_SECONDS = 120.0
-END_SECONDS = 15.0
-"""Seconds that `ray start` has to end: it takes 2, or hangs in a call to a dead control store."""
 LOOK_SECONDS = 1.0
 """Seconds between looks at a cluster."""
 LATE_SECONDS = 5.0
@@ -99,8 +75,8 @@ class Session:
 
     Attributes:
         address: address of its control store.
-        silent: description of what does not answer now but may come back by itself, or "". Nothing
-            may be asked of Ray meanwhile: the call would wait.
+        silent: description of what does not answer now but may come back by itself, or "". Ray is
+            not asked anything meanwhile: the call would wait.
         lost: reason for which Ray must be renewed; "" while it is there.
     """
 
@@ -109,15 +85,12 @@ class Session:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def look(self) -> bool:
-        """Set ``silent`` and ``lost``; tell whether they are current.
-
-        If they are, Ray may be asked for more resources.
+    def look(self) -> None:
+        """Set ``silent`` and ``lost``.
 
         Raises:
             UserError: Ray has been silent for too long.
         """
-        return True
 
     def renew(self) -> bool:
         """Start or join Ray again after it was lost; tell whether that worked."""
@@ -143,117 +116,6 @@ class Session:
 
     def close(self) -> None:
         """Leave the session."""
-
-
-class OwnRay(Session):
-    """A Ray of this machine that ends with this process.
-
-    Args:
-        cpus, gpus: resources that it has.
-        dashboard: whether to serve the State API (part of Ray's dashboard): by it Ray Train notices
-            that a killed driver's workers still hold their CPUs. Without it the restarted driver
-            would wait for them for ever.
-
-    Raises:
-        UserError: it does not start.
-    """
-
-    def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
-        self._resources = {"CPU": cpus, "GPU": gpus}
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._parts: dict[str, psutil.Process] = {}
-        # whatever the variables say of clusters: of this one nobody else may have the token
-        token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
-        ours = token | RAY_FOR_NOBODY_ELSE
-        self._before = {name: os.environ.get(name) for name in ours}
-        os.environ.update(ours)
-        reread_ray_variables()
-        self._options = [
-            f"--num-cpus={cpus:g}",
-            f"--num-gpus={gpus}",
-            f"--include-dashboard={dashboard}",
-            "--dashboard-host=127.0.0.1",
-            "--no-monitor",  # the autoscaler, which serves metrics to everybody
-            # `ray start` fails where another Ray of this machine has the usual one
-            f"--dashboard-port={_free_port()}",
-        ]
-        self.renew()
-
-    def look(self) -> bool:
-        """Check that its processes run, see :meth:`Session.look`.
-
-        ``ray start`` takes the end of a raylet whose agents died for intended, and may itself wait
-        for a control store that has died.
-        """
-        for name in {"gcs_server", "raylet"} - self._parts.keys():
-            if part := _child(self._process.pid, name):
-                self._parts[name] = part
-        died = self._process.poll() is not None or not all(map(_runs, self._parts.values()))
-        self.lost = "one of its processes died" if died else ""
-        return True
-
-    def resources(self) -> dict[str, float]:
-        """Return the resources that it was started with."""
-        return self._resources
-
-    def renew(self) -> bool:
-        """Start a new Ray."""
-        if self._folder is not None:
-            self._end()
-        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        # Ray lets everybody write into its own folder; nobody else gets through the one around it
-        folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
-        start = [
-            *module_command("ray.scripts.scripts"),
-            "start",
-            "--head",
-            "--block",
-            "--port=0",
-            "--disable-usage-stats",
-        ]
-        printed, self._parts = folder.with_name("start.log"), {}
-        with printed.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*start, *self._options, f"--temp-dir={folder}"],
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                # out of reach of signals to our process group, such as Ctrl-C
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
-        until = time.monotonic() + START_SECONDS
-        while not (address := _text(folder / RAY_CURRENT)):
-            if self._process.poll() is not None or time.monotonic() > until:
-                output = _text(printed)[-500:]
-                self.close()
-                raise UserError(
-                    f"Ray does not start on this machine: {output}; `ray start --head --block`"
-                    " shows why"
-                )
-            time.sleep(0.05)
-        self.address = address
-        return True
-
-    def close(self) -> None:
-        """End its processes."""
-        self._end()
-        for name, value in self._before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        reread_ray_variables()
-
-    def _end(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()  # it ends its processes, then itself
-            try:
-                self._process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
 
 
 class Joined(Session):
@@ -309,7 +171,7 @@ class Joined(Session):
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
         self._nodes, self._use = _nodes(), _use()
-        self._answered = self._seen = time.monotonic()
+        self._answered = time.monotonic()
         self._left = threading.Event()
         threading.Thread(target=self._ask, args=(self._left,), daemon=True, name="nodes").start()
 
@@ -344,7 +206,7 @@ class Joined(Session):
             if self._wanted is wanted:
                 self._wanted = None
 
-    def look(self) -> bool:
+    def look(self) -> None:
         """Check the age of the last answer and this machine's node, see :meth:`Session.look`."""
         answered, now = self._answered, time.monotonic()
         if now - answered > LATE_SECONDS:
@@ -354,7 +216,7 @@ class Joined(Session):
                     f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
                     "the same command goes on once the cluster is back"
                 )
-            return False
+            return
         self.silent = ""
         alive = {node["NodeID"] for node in self._nodes if node["Alive"]}
         self.lost = (
@@ -364,8 +226,6 @@ class Joined(Session):
                 "this machine's node has left the cluster; `ray start --address ...` brings it back"
             )
         )
-        fresh, self._seen = answered > self._seen, answered
-        return fresh
 
     def renew(self) -> bool:
         """Join the cluster again."""
@@ -399,18 +259,50 @@ class Joined(Session):
             sys.excepthook = sys.__excepthook__
 
 
+class JoinedOwn(Joined):
+    """A Ray of this machine's own that this process has joined; both are made anew where it dies.
+
+    Args:
+        own: its processes.
+    """
+
+    def __init__(self, own: OwnRay) -> None:
+        self._own = own
+        super().__init__(own.address, insecure=False)
+
+    def look(self) -> None:
+        """Check its processes, then what :meth:`Joined.look` does."""
+        self._own.look()
+        if self._own.lost:
+            self.lost = self._own.lost
+        else:
+            super().look()
+
+    def ask(self, bundles: list[dict[str, float]]) -> None:
+        """Ask for nothing: it has no autoscaler."""
+
+    def renew(self) -> bool:
+        """Start Ray again, and join it."""
+        import ray
+
+        self._left.set()
+        ray.shutdown()
+        self._own.renew()
+        self._given = self._own.address
+        self._join()
+        self.silent = self.lost = ""
+        return True
+
+
 @contextmanager
-def ray_session(
-    study: StudyConfig, *, gpus: int = 0, dashboard: bool = False, joins: bool = False
-) -> Iterator[Session]:
+def ray_session(study: StudyConfig, *, gpus: int = 0, dashboard: bool = False) -> Iterator[Session]:
     """Provide Ray for the time of a study.
 
     It is the session that exists, the cluster at ``address``, or a Ray of this machine's own.
 
     Args:
         study: the config.
-        gpus, dashboard: see :class:`OwnRay`.
-        joins: whether this process joins a Ray of its own, too.
+        gpus, dashboard: see :class:`~study.execution.tune.own_ray.OwnRay`.
 
     Raises:
         UserError: nothing answers at ``address``, or Ray does not start.
@@ -423,24 +315,19 @@ def ray_session(
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     if ray is not None and ray.is_initialized():
         yield Session(str(ray.get_runtime_context().gcs_address))
-        return
-    with collected_files(study) as files:
-        session: Session = (
-            OwnRay(local_cpus(study), gpus, dashboard)
-            if study.address is None
-            else Joined(study.address, study.insecure, files)
-        )
-        try:
-            if joins and study.address is None:
-                with (
-                    joined_on_loopback(),
-                    contextlib.closing(Joined(session.address, insecure=False)) as joined,
-                ):
-                    yield joined
-            else:
-                yield session
-        finally:
-            session.close()
+    elif study.address is not None:
+        with (
+            collected_files(study) as files,
+            closing(Joined(study.address, study.insecure, files)) as session,
+        ):
+            yield session
+    else:
+        with (
+            closing(OwnRay(local_cpus(study), gpus, dashboard)) as own,
+            joined_on_loopback(),
+            closing(JoinedOwn(own)) as session,
+        ):
+            yield session
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -454,32 +341,3 @@ def _nodes() -> list[dict[str, Any]]:
 def _use() -> Use:
     """Return how much is in use of the Ray that this process has joined."""
     return Use(*cluster_use())
-
-
-def _free_port() -> int:
-    """Return a port of this machine that nothing listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _child(process: int, name: str) -> psutil.Process | None:
-    """Return the child of a process that has that name; None if there is none."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if child.name() == name:
-                    return child
-    return None
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Tell whether a process runs; one that has ended and was not waited for does not."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def _text(path: Path) -> str:
-    """Return the contents of a file; "" if there is none."""
-    return path.read_text(errors="replace").strip() if path.exists() else ""

@@ -1,14 +1,17 @@
 """Execution of a plan: trials go from the agenda to processes wherever there is room, and their
 events into the ledger.
 
+Two engines run trials: a pool of processes on this machine, which needs no Ray
+(:mod:`study.execution.local`), and Ray Tune (:mod:`study.execution.tune`), which runs whatever
+needs Ray (:func:`by_ray`).
+
 Everything happens in one place, the loop (:class:`~study.execution.loop.Loop`): it hands trials
 out, reads what processes report, writes that into the ledger, and only then acts on it. The ledger
 decides what is left to do, the :class:`~study.search.agenda.Agenda` what comes next, the
 :class:`~study.execution.schedulers.Scheduler` (Ray Tune's) which trials end early, the
-:class:`~study.execution.local.pool.Pool` where a trial fits, and the
-:class:`~study.execution.control.Control` when to hold or end the study. Trials that the ledger
-calls finished are left out; interrupted ones begin at the last whole checkpoint that is still on
-disk.
+engine where a trial fits, and the :class:`~study.execution.control.Control` when to hold or end the
+study. Trials that the ledger calls finished are left out; interrupted ones begin at the last whole
+checkpoint that is still on disk.
 
 Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and
 checkpoints keep what they had done.
@@ -19,22 +22,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.local.leases import Cluster, Local
-from study.execution.local.loop import LocalLoop
-from study.execution.local.of_ray import OfRay
-from study.execution.local.pool import Machines, Pool
-from study.execution.loop import Loop
-from study.execution.ray_session import Session, ray_session
+from study.execution.engine import needs_ray
+from study.execution.local.machine import Machine
+from study.execution.local.pool import Pool
+from study.execution.loop import ROUND_SECONDS, Loop
+from study.execution.ray_session import ray_session
 from study.execution.tune.options import TuneOptions
 from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
@@ -46,7 +47,6 @@ from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from trainers.config import TrialConfig
 from trainers.workers.node import Node, is_compared
-from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 DATA_SETS = 4
 """Largest number of data sets kept in memory."""
@@ -95,62 +95,30 @@ def run_plan(
                 node.close()  # those of the cluster's nodes train
                 _run_on_ray(plan, agenda, ledger, state, control, say, options or TuneOptions())
             else:
-                with _pool(plan, state, agenda, node, say) as (pool, ray, find):
-                    LocalLoop(
-                        plan.study, agenda, ledger, state, control, pool, ray, find, say
-                    ).run()
+                _run_here(plan.study, agenda, ledger, state, control, node, say)
     if control.interrupted:
         raise KeyboardInterrupt
 
 
-@contextmanager
-def _pool(
-    plan: Plan, state: StudyState, agenda: Agenda, node: Node, tell: Callable[[str], None]
-) -> Iterator[tuple[Pool, Session | None, Callable[[], Machines] | None]]:
-    """Provide the pool, the study's Ray or None, and what finds machines anew or None."""
-    study = plan.study
-    with ExitStack() as stack:
-        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        pool, session = Pool(inbox), None
-        if needs_ray(study):
-            tell(
-                f"Joining the Ray cluster at {study.address} ..."
-                if study.address
-                else "Starting Ray on this machine ..."
-            )
-            gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
-            session = stack.enter_context(
-                ray_session(study, gpus=gpus, dashboard=study.executor == "train")
-            )
-        stack.callback(pool.close)
-        data = _data_of(agenda, study)
-
-        def on_events(*what: Any) -> None:
-            inbox.put(what)
-
-        def on_cluster() -> Machines:
-            assert session is not None
-            trials = _values_of(agenda, study)
-            count = min(study.max_concurrent or plan.size, plan.size)
-            unit = _largest_worker(trials)
-            most = count * max(map(cpus_of, trials)), count * max(map(gpus_of, trials))
-            make, modules = (study.folder / LOG, data), user_modules(study)
-            trained = _data_of_nodes(plan, state)
-            return Cluster(unit, most, make, on_events, session.nodes, tell, modules, trained)
-
-        def here() -> Machines:
-            node.log(study.folder / LOG)
-            node.load(data)
-            if study.executor == "train" and session is not None:
-                trials = _values_of(agenda, study)
-                workers = max(TrialConfig.from_dict(values).workers for values in trials)
-                unit = _largest_worker(trials)
-                return OfRay(node, on_events, session.resources, unit, workers, session.ask)
-            return Local(local_cpus(study), _local_gpus(agenda, study), node, on_events)
-
-        find = on_cluster if study.address is not None and study.executor != "train" else here
-        pool.use(find())
-        yield pool, session, on_cluster if find is on_cluster else None
+def _run_here(
+    study: StudyConfig,
+    agenda: Agenda,
+    ledger: Ledger,
+    state: StudyState,
+    control: Control,
+    node: Node,
+    say: Callable[[str], None],
+) -> None:
+    """Run a study by processes of this machine."""
+    pool = Pool(Machine(local_cpus(study), _local_gpus(agenda, study)), node)
+    try:
+        node.log(study.folder / LOG)
+        node.load(_data_of(agenda, study))
+        loop = Loop(study, agenda, ledger, state, control, pool, say)
+        while loop.begin_round():
+            loop.take_in(pool.wait(ROUND_SECONDS))
+    finally:
+        pool.close()
 
 
 def _run_on_ray(
@@ -165,7 +133,12 @@ def _run_on_ray(
     """Run a study by Ray Tune, on its cluster or on a Ray of this machine's own."""
     study = plan.study
     gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
-    with ray_session(study, gpus=gpus, joins=True) as session:
+    say(
+        f"Joining the Ray cluster at {study.address} ..."
+        if study.address
+        else "Starting Ray on this machine ..."
+    )
+    with ray_session(study, gpus=gpus, dashboard=study.executor == "train") as session:
         # loads Ray, which reads then whether it asks for a token
         from study.execution.tune.run import Needs, run_on_ray
 
@@ -185,20 +158,6 @@ def _run_on_ray(
         )
 
 
-def _values_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
-    """Return the configs of the trials that are known, or that of the base trial."""
-    return [trial.config.to_dict() for trial in agenda.trials] or [study.trial.to_dict()]
-
-
-def _largest_worker(trials: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the CPUs and GPUs that any worker of the trials fits in."""
-    every = [WorkerResources.of(TrialConfig.from_dict(values)).bundles[0] for values in trials]
-    return (
-        max(each["CPU"] for each in every),
-        math.ceil(max(each.get("GPU", 0.0) for each in every)),
-    )
-
-
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
     """Return the data sets of the trials that run first, for every machine to load once."""
     configs = [trial.config for trial in agenda.trials] or [study.trial]
@@ -215,17 +174,8 @@ def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], se
 
 
 def by_ray(study: StudyConfig) -> bool:
-    """Tell whether Ray Tune runs a study's trials."""
-    return study.engine == "ray"
-
-
-def needs_ray(study: StudyConfig) -> bool:
-    """Tell whether the study needs Ray: a cluster, Ray Train, or a parameter server's actors."""
-    return (
-        study.address is not None
-        or study.executor == "train"
-        or '"asynchronous"' in json.dumps(study.to_dict())
-    )
+    """Tell whether Ray Tune runs a study's trials: it is asked for, or they need Ray."""
+    return study.engine == "ray" or (study.engine == "auto" and needs_ray(study) != "")
 
 
 def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:

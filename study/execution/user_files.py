@@ -6,8 +6,8 @@ virtual environments, folders of studies and the study's storage; a secret, or a
 folder, is refused (:func:`check_sent`), as by ``launch``. A node that has a file at its path, on a
 shared file system for example, takes that; :func:`trainers.user_code.find_source` finds the others.
 Packages named by ``package.module:name`` are not sent: a node that has not installed them as this
-machine has is refused (:class:`study.execution.local.leases.Cluster`), but by Ray Train, under
-which such a trial fails.
+machine has is refused (:class:`study.execution.tune.hosts.Hosts`). Ray Train does not ask; there
+such a trial fails.
 
 Limits: what lies outside of these folders is not sent; a Ray session that exists already keeps its
 own environment, as does a job that was submitted with ``py_modules`` of its own.

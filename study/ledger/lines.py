@@ -36,6 +36,7 @@ HINTED = 2**16
 """Bytes of a damaged line that are searched for what it was."""
 MOST_LOST = 10_000
 """Most missing lines that are named each."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _LONG = re.compile(rb"\d{19}")
 
 Event: TypeAlias = dict[str, Any]
@@ -209,10 +210,22 @@ def unseal(line: bytes) -> tuple[int | None, Event | None]:
         return None, None
     if not _is_event(event, line):
         return None, None
+    if b"\\ud" in line.lower() or b"\xed" in line:
+        event = _without_surrogates(event)
     if sealed:
         number = event.pop("n", None)
         return (number, event) if isinstance(number, int) else (None, None)
     return (None, None) if event["event"] == HEADER or "n" in event else (None, event)
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Return a value whose texts have U+FFFD for halves of surrogate pairs, which can be written to
+    no file or terminal; the checksum is that of the line as it is."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(kept) for key, kept in value.items()}
+    return [_without_surrogates(kept) for kept in value] if isinstance(value, list) else value
 
 
 def _is_event(event: Any, line: bytes) -> bool:

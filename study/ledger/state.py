@@ -18,6 +18,7 @@ from study.config.keys import apply
 from study.config.search import MOST_VALUES
 from study.ledger.lines import Event
 from study.ledger.slots import Run, follow
+from study.text import one_line
 from study.tracking_uri import without_passwords
 from trainers.object_store import is_url
 
@@ -326,9 +327,9 @@ def _without_commands(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(trial: TrialState) -> str:
-    """Return a trial's name for people: ``lns12 #7, seed 0``."""
+    """Return a trial's name for people, in one line: ``lns12 #7, seed 0``."""
     number = "" if trial.number is None else f" #{trial.number}"
-    return f"{trial.row}{number}, seed {trial.seed}"
+    return f"{one_line(trial.row)}{number}, seed {trial.seed}"
 
 
 def fold(events: Iterable[Event]) -> StudyState:

@@ -19,6 +19,7 @@ from study.ledger.state import FINISHED, STOPPED, StudyState, code_of
 from study.plan.trials import PlannedTrial
 from trainers.checkpoint.manifest import STATE, digest_file, file_digests, read_state
 from trainers.checkpoint.remote import fetched
+from trainers.files import NotRegularError
 from trainers.object_store import Store, is_url, place_of
 
 
@@ -59,7 +60,7 @@ def check_checkpoints(folder: Path) -> Iterator[tuple[str, bool]]:
             path = fetched(place)
             files = file_digests(read_state(path))
             yield place, all(digest_file(path / name) == files[name] for name in files)
-        except (ValueError, KeyError, FileNotFoundError):
+        except (ValueError, KeyError, TypeError, FileNotFoundError, NotRegularError):
             yield place, False
 
 

@@ -8,18 +8,19 @@ the trial, ``seed`` or ``config.epochs``, is in the column ``metrics.seed``
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 from study.config.keys import flatten
 from study.ledger.state import StudyState, TrialState
 from study.results.objectives import SPENT, column_of, objective
-from study.text import printable
+from study.text import one_line, printable
+from trainers.files import write_whole
 
 EXPORTS = ("csv", "json", "jsonl", "parquet")
 OWN = ("id", "row", "number", "seed", "status", "epoch", "bits", "seconds", "restarts", "error")
@@ -79,32 +80,53 @@ def _identity(trial: TrialState) -> dict[str, Any]:
     }
 
 
-def export(state: StudyState, path: Path | None, form: str, *, epochs: bool = False) -> int:
-    """Write :func:`export_rows` to ``path``, None for standard output; return the number of rows.
+def export(
+    state: StudyState, path: Path | None, form: str, *, epochs: bool = False, named: bool = False
+) -> int:
+    """Write :func:`export_rows` to a file; return the number of rows.
 
-    The format is csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what
-    is no finite number is null.
+    Args:
+        state: state of the study.
+        path: the file; None for standard output.
+        form: csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what is
+            no finite number is null.
+        epochs: whether it has a row per epoch.
+        named: whether the user has named the file, which may then be a link or a device; otherwise
+            it replaces what has its name.
     """
     rows = export_rows(state, epochs=epochs)
     names = list(dict.fromkeys(name for row in rows for name in row))
     if form == "parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
-        pyarrow.parquet.write_table(table, path or sys.stdout.buffer)
-        return len(rows)
-    output = getattr(sys.stdout, "stream", sys.stdout)  # the line breaks of csv are \r\n
-    with path.open("w", newline="", encoding="utf-8") if path else nullcontext(output) as file:
-        if form == "csv":
-            write_csv(file, names, rows)
-            return len(rows)
-        lines = (json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows)
-        if form == "json":
-            file.write("[\n" + ",\n".join(lines) + "\n]\n")
-        else:
-            file.writelines(line + "\n" for line in lines)
+        content = _parquet(rows, names)
+        if path is None:
+            sys.stdout.buffer.write(content)
+    else:
+        text = _text(rows, names, form)
+        if path is None:  # the line breaks of csv are \r\n
+            getattr(sys.stdout, "stream", sys.stdout).write(text)
+        content = text.encode()
+    if path is not None:
+        path.write_bytes(content) if named else write_whole(path, content)
     return len(rows)
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    pyarrow.parquet.write_table(table, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+def _text(rows: Sequence[Mapping[str, Any]], names: Sequence[str], form: str) -> str:
+    if form == "csv":
+        write_csv(buffer := io.StringIO(newline=""), names, rows)
+        return buffer.getvalue()
+    lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
+    if form == "json":
+        return "[\n" + ",\n".join(lines) + "\n]\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _finite(value: Any) -> Any:
@@ -120,12 +142,14 @@ def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, An
 
 def _cell(value: Any) -> Any:
     """Return a value; a text has an apostrophe before it if it begins like a formula and is no
-    number, and its control characters are escaped."""
+    number, has one line, and its control characters are escaped."""
     if not isinstance(value, str):
         return value
-    if value.startswith(FORMULA):
-        try:
-            float(value)
-        except ValueError:
-            return f"'{printable(value)}"
-    return printable(value)
+    text = printable(one_line(value))
+    if not value.startswith(FORMULA):
+        return text
+    try:
+        float(value)
+    except ValueError:
+        return f"'{text}"
+    return text

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from bisect import bisect
 from collections import Counter, defaultdict
@@ -482,7 +481,7 @@ def _replace(folder: Path, id_: str, restoration: _Restoration, marks: set[str])
         try:
             os.link(path, kept)
         except OSError:  # a file system without hard links
-            shutil.copyfile(path, kept)
+            write_whole(kept, path.read_bytes())
     write_whole(path, b"".join(lines), sync=True)
     sync_folder(folder)
     return kept

@@ -8,6 +8,7 @@ from typing import Any
 
 from study.claims.record import SAME
 from study.config.claims import BOUNDS
+from study.text import one_line
 
 HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "remark")
 
@@ -60,18 +61,22 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> l
 def markdown_cell(text: str) -> str:
     """Return a text as a cell of a Markdown table has it: one line, bars escaped, see
     :func:`markdown_text` too."""
-    return markdown_text(" ".join(text.splitlines())).replace("|", "\\|")
+    return markdown_text(text).replace("|", "\\|")
 
 
+_ADDRESS = re.compile(r"(www\.|:(?=//)|@)(?=\S)", re.IGNORECASE)
 _LIVE = re.compile(r"(\\*)(\](?=\s*[(:\[])|<(?=[A-Za-z/!?]))")
 
 
 def markdown_text(text: str) -> str:
-    """Return a text without links, pictures and HTML of Markdown: their brackets are escaped.
+    """Return a text in one line without links, pictures and HTML of Markdown: their brackets are
+    escaped, and what many viewers take for an address is broken by a space.
 
-    Names and labels may be a stranger's: a picture of theirs would tell them who reads a report.
+    Names and labels may be a stranger's: a picture of theirs would tell them who reads a report, a
+    line of theirs would look like one of the report's.
     """
-    return _LIVE.sub(lambda found: f"{2 * found[1]}\\{found[2]}", text)
+    broken = _ADDRESS.sub(lambda found: f"{found[0]} ", one_line(text))
+    return _LIVE.sub(lambda found: f"{2 * found[1]}\\{found[2]}", broken)
 
 
 def claims_markdown(claims: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ from study.claims.verdict import OUTCOMES
 from study.claims.verdicts import judge
 from study.config import StudyConfig
 from study.ledger.state import StudyState
-from study.report.claims import HEADINGS, claim_cells, markdown_table
+from study.report.claims import HEADINGS, claim_cells, markdown_table, markdown_text
 from study.report.figures.style import LIGHT, png
 from study.report.html import shown
 from study.report.pictures import caption, drawings
@@ -80,7 +80,12 @@ class Reproduced:
 
 
 def reproduced(
-    state: StudyState, folder: Path, command: str, file: StudyConfig | None = None
+    state: StudyState,
+    folder: Path,
+    command: str,
+    file: StudyConfig | None = None,
+    *,
+    run_checks: bool = False,
 ) -> Reproduced:
     """Return a study's part of the page.
 
@@ -90,13 +95,15 @@ def reproduced(
         command: command that runs it.
         file: the study as its file is now, which may have amendments that the ledger lacks; None
             for as it ran.
+        run_checks: whether the functions of its claims are run, see
+            :func:`study.claims.verdicts.judge`.
     """
     summary = summarise(state)
     file = file or state.config
     picture, alt = _picture(state, summary, file.picture)
     return Reproduced(
         name=state.config.name, slug=state.config.slug, question=state.config.question,
-        claims=record(state, summary, judge(state, folder))["claims"],
+        claims=record(state, summary, judge(state, folder, run_checks=run_checks))["claims"],
         facts=_facts(state, summary, command, file), picture=picture, alt=alt,
     )  # fmt: skip
 
@@ -122,11 +129,15 @@ def write_page(studies: Sequence[Reproduced], folder: Path) -> Path:
 def _markdown(studies: Sequence[Reproduced]) -> str:
     lines = ["# Claims", "", f"**{_answer(studies)}**", "", fill(RULE, WIDTH), ""]
     for study in studies:
-        lines += [f"## {study.name}", "", fill(study.question, WIDTH), ""]
+        question = fill(markdown_text(study.question), WIDTH)
+        lines += [f"## {markdown_text(study.name)}", "", question, ""]
         lines += [*markdown_table(HEADINGS, study.lines), ""]
         picture = _fill_words(f"![{study.alt}]({study.slug}.png)")
         lines += [picture, ""] if study.picture else []
-        facts = (f"- {name}: {value}" for name, value in study.facts.items())
+        facts = (
+            f"- {name}: {value if name == 'Command' else markdown_text(value)}"
+            for name, value in study.facts.items()
+        )
         lines += [*(_fill_words(fact, "  ") for fact in facts), ""]
     return "\n".join(lines)
 

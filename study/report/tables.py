@@ -25,7 +25,7 @@ from study.results.answer import answer
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, summarise
-from study.text import counted, duration, when
+from study.text import counted, duration, one_line, when
 
 HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
@@ -36,8 +36,9 @@ BEST = "best of {count}, by {metric}"
 def render_text(state: StudyState) -> str:
     """Return the table for a terminal, with the remarks about it."""
     summary = summarise(state)
-    lines = _align([headings(state, summary), *(cells(row, summary) for row in summary.rows)])
-    return "\n".join([*lines, "", *remarks(state, summary)])
+    table = [headings(state, summary), *(cells(row, summary) for row in summary.rows)]
+    lines = _align([list(map(one_line, line)) for line in table])
+    return "\n".join([*lines, "", *map(one_line, remarks(state, summary))])
 
 
 def render_markdown(

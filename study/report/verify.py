@@ -9,7 +9,7 @@ metrics. What differs is told in a sentence each:
   objective);
 - each row's mean, spread and interval, as numbers and as printed;
 - figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
-  judged again as the report did;
+  judged again as the report did, those of a function of the study only if the user has it run;
 - in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims; then
   every point, param and status of every trial (:mod:`study.tracking.reconcile`), since a validation
   figure that was altered chooses another configuration;
@@ -41,7 +41,7 @@ from study.config.claims import BOUNDS, digest
 from study.config.metric import DERIVED
 from study.config.search import broken
 from study.ledger.log import read_ledger
-from study.ledger.state import fold
+from study.ledger.state import StudyState, fold
 from study.ledger.storage import fetch_report
 from study.manage.studies import placed, read
 from study.report.claims import markdown_cell
@@ -165,12 +165,16 @@ class Source:
         return {self.trials[id_]["seed"]: self.finals[id_] for id_ in ids if id_ in self.finals}
 
 
-def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
+def verify(
+    folder: Path, tracking_uri: str | None = None, *, run_checks: bool = False
+) -> Iterator[str]:
     """Yield what differs between a study's report and what it should say, a sentence each.
 
     Args:
         folder: folder of the study.
         tracking_uri: MLflow store to read; None for the study's own.
+        run_checks: whether the functions of claims are run, which the ledger names; otherwise their
+            verdicts are those of the report itself.
 
     Raises:
         ValueError: the study has no report with figures, or its ledger holds no plan.
@@ -189,7 +193,7 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     source, text = Source(folder), folder / "report" / "report.md"
     page = read_own(text, MOST_JSON).decode(errors="replace") if text.is_file() else ""
     summary = summarise(state)
-    wanted = record(state, summary, judge(state, folder))
+    wanted = record(state, summary, judge(state, folder, run_checks=run_checks))
     if not has_form_of(figures, wanted):
         yield f"{FILE}: it is not of the form that this version writes"
         yield from verify_record(figures, wanted)
@@ -208,10 +212,14 @@ def verify(folder: Path, tracking_uri: str | None = None) -> Iterator[str]:
     yield from verify_pages(state, summary, wanted["claims"], folder / "report")
     uri = store_of(placed(StudyConfig.from_dict(source.plan["study"]), folder), tracking_uri)
     if uri != OFF:
-        check_tracking(uri)
-        client = connect(uri)
-        yield from _mlflow(client, figures, source)
-        yield from (f"MLflow, {line}" for line in audit(client, state).differences())
+        yield from _sent(uri, figures, source, state)
+
+
+def _sent(uri: str, figures: Mapping[str, Any], source: Source, state: StudyState) -> Iterator[str]:
+    check_tracking(uri)
+    client = connect(uri)
+    yield from _mlflow(client, figures, source)
+    yield from (f"MLflow, {line}" for line in audit(client, state).differences())
 
 
 def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:

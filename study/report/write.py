@@ -33,13 +33,17 @@ PICTURES = tuple(f"{name}.png" for name in TITLES)
 """Names of the files of all pictures that a report may have."""
 
 
-def write_report(state: StudyState, folder: Path, study: Path | None = None) -> Path:
+def write_report(
+    state: StudyState, folder: Path, study: Path | None = None, *, run_checks: bool = False
+) -> Path:
     """Write the report's files into ``folder`` and return it.
 
     Args:
         state: the study's state.
         folder: folder of the report.
         study: folder of the study, for the checks of its claims; None if the report lies in it.
+        run_checks: whether the functions of its claims are run, see
+            :func:`study.claims.verdicts.judge`.
 
     Raises:
         ValueError: the folder of the report is a link.
@@ -47,7 +51,8 @@ def write_report(state: StudyState, folder: Path, study: Path | None = None) -> 
     check_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     summary = summarise(state)
-    figures = record(state, summary, judge(state, study or folder.parent))
+    verdicts = judge(state, study or folder.parent, run_checks=run_checks)
+    figures = record(state, summary, verdicts)
     made, where = parts(state, summary, sentences(state)), links(state, folder.parent)
     files = render_files(state, summary, made, where, figures["claims"])
     for file in set(PICTURES) - files.keys():
@@ -61,7 +66,7 @@ def write_report(state: StudyState, folder: Path, study: Path | None = None) -> 
 def rewrite_report(folder: Path) -> Path | None:
     """Write the report of the study in ``folder`` again if it has one, and return its folder.
 
-    What lies there may be a stranger's, and is not sent to MLflow.
+    What lies there may be a stranger's, and is not sent to MLflow; functions of claims are not run.
     """
     report = folder / REPORT
     if not report.exists():

@@ -1,11 +1,10 @@
-"""The answer of a study in words: how the rows' test figures differ from the baseline's, and how
-sure that is.
+"""A study's answer as text: the rows' differences from the baseline, and their confidence.
 
-Every row that has finished is compared with the baseline seed by seed, by the paired contrast of
-:mod:`study.results.contrasts`, corrected for the number of rows compared. "Undecided" means that
-the 95 % interval of the difference holds 0. Without a baseline the two best rows are named, and
-nothing is tested, since they were chosen by the figures that a test would use. A row of which a
-trial diverged is named and not compared.
+Every finished row is compared with the baseline seed by seed, using the paired contrast of
+:mod:`study.results.contrasts`, corrected for the number of comparisons. "Undecided" means that the
+95 % interval of the difference contains 0. Without a baseline the answer names the two best rows
+without a test, because a test would use the same figures that selected them. A row with a diverged
+trial is named but not compared.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Comparison:
     Attributes:
         row: the row.
         contrast: row minus baseline over the seeds that both have, of errors in percentage points;
-            None where there is one such seed, or where the difference is the same at all of them.
+            None with a single common seed, or if all seeds have the same difference.
     """
 
     row: Row
@@ -69,8 +68,7 @@ def answer(state: StudyState, summary: Summary) -> str:
 
 
 def _none(state: StudyState) -> str:
-    """Say why there is no answer: trials are left, all that finished diverged, or none of it keeps
-    the bounds."""
+    """Explain a missing answer: unfinished trials, divergence, or violated constraints."""
     search, trials = state.config.search, state.trials
     constraints = search.constraints
     ended = sum(trial.status in ENDED for trial in trials)
@@ -82,7 +80,7 @@ def _none(state: StudyState) -> str:
     if ended < len(trials) or not found or any(each.eligible for each in found):
         return f"No answer yet: {ended} of {len(trials)} trials have ended."
     bounds = ", ".join(f"{metric} {bound}" for metric, bound in constraints.items())
-    return f"No answer: none of the {len(found)} configurations that finished keeps {bounds}."
+    return f"No answer: all {len(found)} finished configurations violate {bounds}."
 
 
 def capital(text: str) -> str:

@@ -1,11 +1,11 @@
 """Configurations of a searched row: their objectives, the best one, the Pareto front.
 
 A configuration is one set of sampled values with a trial per seed. Its objectives are means over
-the seeds, of the last epoch or, of what is spent, of the sum over the epochs. It counts once all
-its trials have finished and none has diverged (:mod:`study.results.objectives`); where the search
-goes in rounds (:mod:`study.search.rounds`), only configurations of the last round count. The best
-one has the lowest (or highest) first objective among those that keep the search's constraints; the
-test set has no part in the choice.
+seeds: of the last epoch's value, or of the sum over epochs for costs such as seconds. It is
+eligible after all its trials have finished without divergence (:mod:`study.results.objectives`). A
+search in rounds (:mod:`study.search.rounds`) only considers the last round. The best configuration
+has the lowest (or highest) first objective and satisfies the search's constraints; the test set is
+never used for the selection.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Configuration:
         number: number of the configuration; None in a row that is not searched.
         params: sampled values by dotted key.
         trials: its trials, one per seed.
-        objectives: mean over seeds by metric; NaN if a trial has no value or has diverged. The
-            value of a trial that was ended early is that of its last epoch.
+        objectives: mean over seeds by metric; NaN if a trial has no value or has diverged. A
+            trial that was stopped early has its last epoch's value.
         whole: whether it is of the last round (:mod:`study.search.rounds`); in earlier rounds
             trials had fewer epochs or examples.
-        broken: constraints that its means over the seeds do not keep, in words; a constraint counts
-            once all trials have ended, and where none has diverged.
+        broken: texts of the constraints that its means over seeds violate; empty until all trials
+            have ended, and if one has diverged.
         diverged: number of its trials that have diverged.
     """
 

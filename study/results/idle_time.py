@@ -1,7 +1,8 @@
-"""Causes of a run's idle time, and what the run and the report say of its utilisation.
+"""Causes of a run's idle time, and the notices about low utilisation.
 
-:func:`what_held` divides the idle part of ``integral c_r dt`` (:mod:`study.results.utilisation`) by
-cause, looking back: a trial that started later *waited* if it was known already.
+:func:`what_held` splits the idle part of ``integral c_r dt`` (:mod:`study.results.utilisation`) by
+cause. It works on the finished timeline: a trial that started later was *waiting* from the moment
+when it was known.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from study.results.utilisation import (
 from study.text import duration
 
 LOW, LEAST_SECONDS = 0.5, 60.0
-"""Utilisation without starts below which a run is told what held it, and the least seconds of such
-a run."""
+"""Print a notice if the utilisation without starts is below this share and the run took at least
+this many seconds."""
 LOOK_SECONDS = 600.0
-"""Seconds after the first trial's start from which a run may be told while it goes on."""
+"""Time between the first trial's start and the first notice during the run (seconds)."""
 MOST_CAUSES, LEAST_SHARE = 3, 0.05
-"""Largest number of causes reported, and the least share of the capacity of each."""
+"""Maximum number of reported causes, and the minimum share of the capacity of each."""
 
 BEFORE, LIMIT, DRIVER, RESULTS, FEW, TAIL, STARTS = (
     "before",
@@ -67,10 +68,10 @@ CAUSES = {
 
 
 def what_held(run: Run) -> dict[str, float]:
-    """Return the share of the run's capacity that lay idle for each of :data:`CAUSES`.
+    """Return the idle share of the run's capacity for each of :data:`CAUSES`, largest first.
 
-    The capacity is that of the resource that binds. The largest share comes first; with the
-    utilisation, the shares add up to 1. :data:`STARTS` is listed beside them.
+    The capacity is measured in the bottleneck resource. These shares and the utilisation add up
+    to 1. :data:`STARTS` is listed in addition.
     """
     use = utilisation(run)
     if use is None:
@@ -120,10 +121,10 @@ def remark(run: Run | None) -> str:
 
 
 class UseWatch:
-    """Tells a run that goes on, once, that it trains with less than half of its capacity.
+    """Reports once, during a run, that less than half of its capacity trains.
 
-    It looks :data:`LOOK_SECONDS` after the first trial's start, and then whenever the time since
-    that has doubled: a look takes longer the more trials there were.
+    Checks :data:`LOOK_SECONDS` after the first trial's start, and again whenever the elapsed time
+    has doubled, because a check takes longer with more trials.
     """
 
     def __init__(self) -> None:
@@ -134,15 +135,15 @@ class UseWatch:
         return self._since + time.monotonic() - run.intervals[0].begin if run.intervals else 0.0
 
     def is_due(self, run: Run) -> bool:
-        """Tell whether it is time to look."""
+        """Return whether a check is due."""
         return self._seconds(run) >= self._next
 
     def look(self, run: Run, waiting: Waiting | None) -> str:
-        """Explain in a sentence why a run trains with little so far; "" if it does not.
+        """Return a sentence that explains a low utilisation; "" if it is high enough.
 
         Args:
-            run: the run, of which a trial has started.
-            waiting: the next trial to start; None if none is left.
+            run: the run; at least one trial has started.
+            waiting: the next trial to start, or None.
         """
         seconds = self._seconds(run)
         self._next = 2 * seconds

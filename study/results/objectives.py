@@ -1,9 +1,9 @@
-"""A trial's figures: objectives of a search, their means over a configuration's seeds, and the
-study's metric in the unit in which it is shown.
+"""A trial's figures: the search's objectives, their means over a configuration's seeds, and the
+study's metric in its display unit.
 
-A trial has *diverged* if a loss of its last epoch, or the metric that is asked about, is no finite
-number (:func:`diverged`). Its other figures are of a network that learns nothing, such as the error
-of always naming the first class, so no choice looks at them: :func:`mean_objective` is NaN.
+A trial has *diverged* if a loss of its last epoch, or the requested metric, is not finite
+(:func:`diverged`). Its other metrics are meaningless, for example the error of always predicting
+the first class, so :func:`mean_objective` returns NaN and no selection uses them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
 
 
 LOSSES = ("train/loss", "validation/loss")
-"""Losses of which one that is no finite number says that training diverged."""
+"""A trial has diverged if one of these losses is not finite."""
 
 
 def has_diverged(metrics: Mapping[str, float], *names: str) -> bool:
-    """Tell whether an epoch's metrics are those of a trial that has diverged.
+    """Return whether an epoch's metrics show that the trial has diverged.
 
     Args:
-        metrics: what the trial reported after the epoch.
-        names: metrics, beside :data:`LOSSES`, that must be finite numbers where they are reported.
+        metrics: metrics that the trial reported after the epoch.
+        names: further metrics, beside :data:`LOSSES`, that must be finite if reported.
     """
     wanted = (metrics.get(name) for name in (*LOSSES, *names))
     return any(value is not None and not math.isfinite(value) for value in wanted)
@@ -120,8 +120,8 @@ def joules(state: StudyState) -> float:
 
 
 def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
-    """Tell whether a trial's own values break a constraint of the search; those of one that has
-    diverged say nothing."""
+    """Return whether a trial violates a constraint of the search; False if it has diverged,
+    because its metrics are meaningless."""
     return bool(
         constraints
         and not diverged(trial, *constraints)
@@ -135,8 +135,8 @@ def bits_of(config: dict[str, Any]) -> float:
 
 
 def weight_bits_of(config: dict[str, Any]) -> float:
-    """Return the bits that a weight takes while it is trained: those of its number format (float32
-    with scope ``matmul``), of a copy of more bits, and of the compensation of what is updated."""
+    """Return the number of bits stored per weight during training: the weight's number format
+    (float32 with scope ``matmul``), its master copy, and the update's Kahan compensation."""
     precision = config["precision"]
     of_float32 = precision["scope"] == "matmul"
     weight = updated = parse("float32" if of_float32 else precision["format"])
@@ -186,7 +186,7 @@ def lacking(state: StudyState) -> list[str]:
     ]
     if without := [names for names in reports if metric.name not in names]:
         return [_told(without, "reported", metric.name, "name one of them by metric=NAME")]
-    remedy = "let the loop return it, or tell it; or choose a figure of no split by metric=NAME"
+    remedy = "return it from the loop or pass it to tell(), or choose metric=NAME without a split"
     return [_told(tests, "ended with", metric.test_name, remedy)] if tests else []
 
 

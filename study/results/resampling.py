@@ -1,18 +1,18 @@
-"""Intervals of figures that are no means, by the bootstrap over seeds or over configurations.
+"""Bootstrap intervals, over seeds or configurations, for figures other than means.
 
-The percentiles of a bootstrap are too narrow where there are few replicates: resampling n figures
-knows a spread of (n - 1) / n of the variance, and the normal distribution in place of Student's.
-Of five seeds a 95 % interval holds the truth in 75 to 85 % of simulated studies. Its percentiles
-are therefore those of a wider level, with which the interval of a mean is Student's::
+Percentile intervals are too narrow with few replicates: resampling n figures underestimates the
+variance by the factor (n - 1) / n, and uses the normal distribution instead of Student's t. With
+five seeds, a 95 % interval contains the true value in 75 to 85 % of simulated studies. This module
+therefore widens the level so that the interval of a mean equals Student's interval::
 
     level = 2 Phi(sqrt(n / (n - 1)) t(n - 1, 97.5 %)) - 1        5 seeds: 99.81 %, 10: 98.29 %
 
 (T. Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69, 2015,
-section 4.3: the expanded percentile interval). In the same simulations it holds the truth in 92 to
-95 %, and in 84 % where figures have an exponential distribution.
+section 4.3: the expanded percentile interval). In the same simulations it contains the true value
+in 92 to 95 %, and in 84 % with exponentially distributed figures.
 
-Limits: all resamples lie between the least and the largest figure, so below :data:`FEWEST`
-replicates no level is wide enough, and there is no interval.
+Limits: all resamples are between the smallest and the largest figure, so no level is wide enough
+below :data:`FEWEST` replicates, and the functions return None.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST = 5
-"""Replicates below which there is no interval."""
+"""Minimum number of replicates for an interval."""
 RESAMPLES = 10_000
 
 
 def expanded_level(count: int, level: float = 0.95) -> float:
-    """Return the level of a percentile interval with which that of a mean is Student's.
+    """Return the percentile level that makes the bootstrap interval of a mean equal Student's.
 
     Args:
-        count: number of replicates, 2 or more.
-        level: level of the interval that is wanted.
+        count: number of replicates, at least 2.
+        level: desired confidence level.
     """
     from scipy.special import ndtr, stdtrit
 
@@ -45,7 +45,9 @@ def expanded_level(count: int, level: float = 0.95) -> float:
 def bootstrap_interval(
     figures: NDArray[np.float64], figure_of: Callable[[NDArray[np.float64]], float]
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of a function of means over replicates; None where there is none.
+    """Return the 95 % interval of a function of means over replicates, or None.
+
+    Returns None with fewer than :data:`FEWEST` replicates or if a figure is not finite.
 
     Args:
         figures: ``[replicates, figures]``; the figures of a replicate are drawn together.

@@ -2,9 +2,10 @@
 
 An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
 the measures that can be weighed against each other: the study's metric, bits of the format and of a
-weight, seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It counts
-once every seed's trial has finished, in the last round where there are rounds, and none diverged.
-The metric is that of the validation split, errors in per cent: the test set chooses nothing.
+weight, seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It is
+included after all its trials have finished without divergence, in the last round of a search in
+rounds. The metric is measured on the validation split, errors in per cent; the test set is never
+used for a selection.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's

@@ -1,17 +1,15 @@
-"""Summary of a study: each row's mean test figure, its spread, its gap to the baseline, its
-verdict.
+"""Summary of a study: for each row the mean test figure, its spread, gap to the baseline, verdict.
 
-The figure is that of the study's metric (:mod:`study.config.metric`). The protocol: the recipe is
-fixed in the config before anything runs, the test figure is that of the last epoch, and every seed
-counts, also one that diverged; the row says how many did, and passes no requirement. Errors are in
-per cent; spread is the sample standard deviation over seeds (n - 1).
+The test figure is the study's metric (:mod:`study.config.metric`) after the last epoch. The config
+fixes the recipe before a trial runs, and every seed counts, including diverged ones. A row with
+diverged trials shows their number and cannot pass a requirement. Errors are in per cent; spread is
+the sample standard deviation over seeds (n - 1).
 
-The figures of a searched row are those of its best configuration, chosen by the first objective,
-never by the test set; with ``search.per_seed`` those of the best of every seed.
+A searched row shows its best configuration, chosen by the first objective on the validation split,
+never by the test set. With ``search.per_seed`` it shows the best configuration of each seed.
 
-The published figures are always shown, but verdicts are given only if the study has the published
-recipe (``comparable`` in the config, of the study and of each row); any other study says how it
-departs from it.
+Published figures are always shown. Verdicts are only given if the study and the row use the
+published recipe (``comparable`` in the config); other studies list their differences from it.
 """
 
 from __future__ import annotations
@@ -45,10 +43,10 @@ class Row:
         published: published test figure, or None.
         gap: mean minus the baseline row's mean; None until every seed of both has finished; NaN if
             one diverged.
-        rule: requirement that the verdict is about, in words.
+        rule: text of the requirement behind the verdict.
         verdict: ``pass``, ``fail``, or "" if nothing is required or the study is not comparable.
-        trials: trials behind the figures: all of the row, or those of a searched row's best
-            configuration, or of its best of every seed.
+        trials: trials behind the figures: all trials of the row, or the trials of a searched
+            row's best configuration (with ``search.per_seed`` of each seed's best).
         searched: number of the row's configurations that have ended; 0 if nothing is searched.
         params: sampled values of the best configuration; empty where every seed has one.
     """
@@ -126,10 +124,10 @@ class _Choice:
 def _chosen(
     label: str, trials: list[TrialState], found: list[Configuration], study: StudyConfig
 ) -> _Choice:
-    """Return all trials of a row; for a searched row, those of its best configuration.
+    """Return all trials of a row; for a searched row, only its best configuration's trials.
 
-    With ``search.per_seed`` they are those of the best of every seed. A searched row may have no
-    best configuration yet, or some seed none.
+    With ``search.per_seed`` each seed has its own best configuration. A searched row, or one of its
+    seeds, may not have a best configuration yet.
     """
     mine = [entry for entry in found if entry.row == label]
     if not mine:

@@ -1,32 +1,32 @@
 """Utilisation of a run's resources, and its speed.
 
-*Utilisation* is measured in the resource that binds. With ``h_r(t)`` the CPUs (or GPUs) that trials
-held at a time and ``c_r(t)`` those that the run had, over a window from ``a`` to ``b``::
+*Utilisation* is measured in the bottleneck resource. ``h_r(t)`` is the number of CPUs (or GPUs)
+that trials hold at a time and ``c_r(t)`` the run's total, in a window from ``a`` to ``b``::
 
     share_r = integral_a^b h_r dt / integral_a^b c_r dt        utilisation = max over r of share_r
 
-It is computed *from the command* (in older ledgers, which lack its time, *from the plan*) to the
-end of the run, and from the first trial's start to the last one's end. Before the first
-``capacity`` event the run is taken to have had the capacity of that event. A trial that starts, or
-tests, holds its slots; the utilisation *without starts* is that from the command less those, and
-the one that a run is told of if it is low (:mod:`study.results.idle_time`).
+There are two windows: *from the command* to the end of the run (*from the plan* in older ledgers,
+which lack the command's time), and from the first trial's start to the last trial's end. Before
+the first ``capacity`` event, that event's capacity is assumed. A trial holds its slots while it
+starts and tests. The utilisation *without starts* leaves the starts out; a low value triggers a
+notice (:mod:`study.results.idle_time`).
 
-A *start* lasts from when a trial got its slots, before its processes start and join, to its first
-report, less the seconds of an epoch. These are the least of what the report says (of Ray Train all
-since it was asked to start), what the trial's later epochs took, and, if it has none, those of its
-row: the first epoch also compiles. The epochs of a loop of the user's own need not be alike, so of
-these only what the report says counts. Where nobody tells there is no start.
+A *start* lasts from the allocation of a trial's slots to its first report, minus the duration of
+one epoch. That duration is the smallest of: the reported epoch time (with Ray Train the time since
+its start was requested), and the trial's later epochs or, if there are none, its row's, because
+the first epoch also compiles. The epochs of a user's own loop can differ, so only its reported time
+is used. Without any of these the start is unknown and not counted.
 
-*Speed* compares epochs with those of trials that had the study's machines to themselves. It is
-taken over the intervals ``i`` of trials whose kind (:func:`study.plan.identity.pace_key`) has an
-epoch that a trial's process timed while no other trial ran, on average ``a_i`` seconds; where the
-run has none, one in an earlier run of the same software on the same machines::
+*Speed* compares epoch times with trials that ran alone on the study's machines. It covers the
+intervals ``i`` of all trials whose kind (:func:`study.plan.identity.pace_key`) has an epoch timed
+while no other trial ran, with mean duration ``a_i`` seconds. If the run has no such epoch, an
+earlier run with the same software and machines provides it::
 
     speed = sum_i epochs_i a_i / sum_i seconds_i
 
-So 1 is as many epochs as if every slot in use trained as fast as one alone, and starts and tests
-took no time. A trial's first and last epochs are not timed, which also compile and test, nor those
-of a loop of the user's own. Without such an epoch there is no speed: nothing is invented.
+A speed of 1 means that every slot trained as fast as a trial alone, without time for starts and
+tests. First and last epochs are excluded because they also compile and test; so are the epochs of
+a user's own loop. Without a reference epoch the speed is None.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Use:
 
 
 def utilisation(run: Run, now: float | None = None) -> Use | None:
-    """Return the utilisation of a run; None if the ledger has no slots or capacity of it.
+    """Return a run's utilisation; None if the ledger lacks its slots or its capacity.
 
     Args:
         run: the run.

@@ -18,8 +18,9 @@ A page may be a stranger's though it comes from here: MLflow shows artifacts of 
 without our origin. So no address with the token is told to anybody (``Referrer-Policy``), and pages
 send nothing to, and load nothing from, other servers (:data:`POLICY`).
 
-Where MLflow asks for logins, it reads a request's body first. Here the login is checked before the
-body is read, and a call that is no upload of an artifact has at most :data:`MOST_BYTES`.
+Where MLflow asks for logins, it reads a request's body first, and answers some routes (its version,
+the files of its page) without one. Here the login is checked before anything else is answered or
+the body is read, and a call that is no upload of an artifact has at most :data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -137,21 +138,20 @@ class Guard:
                 await self._ask(method, path, send)
                 return
             path = path if inside is None else inside
+        if self._is_login is not None and not await self._logs_in(scope):
+            await _say(send, 401, "Log in first.", ask="Basic")
+            return
         if not self._is_allowed(method, path):
             text = "This server answers what browsing and logging of studies need, and not this."
             await _say(send, 404, text)
             return
-        if _has_body(scope):
-            if self._is_login is not None and not await self._logs_in(scope):
-                await _say(send, 401, "Log in first.", ask="Basic")
+        if _has_body(scope) and not UPLOAD.fullmatch(path):
+            body = await _read_body(scope, receive)
+            if body is None:
+                text = f"A call of this server has at most {MOST_BYTES:,} bytes; send fewer."
+                await _say(send, 413, text)
                 return
-            if not UPLOAD.fullmatch(path):
-                body = await _read_body(scope, receive)
-                if body is None:
-                    text = f"A call of this server has at most {MOST_BYTES:,} bytes; send fewer."
-                    await _say(send, 413, text)
-                    return
-                receive = _replay(body, receive)
+            receive = _replay(body, receive)
         # it has been judged; MLflow would judge it by a list, and answer to pages of that
         headers = [pair for pair in scope["headers"] if pair[0] != b"origin"]
         scope = {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}

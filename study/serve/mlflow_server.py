@@ -29,6 +29,7 @@ from study.serve.confined import confine
 from study.serve.guard import Guard
 from study.serve.routes import is_allowed
 from study.serve.team_guard import refuse_places
+from study.tracking.database_file import watch_engines
 from study.tracking.sqlite import prepare, write_statistics
 
 TOKEN = "LNS_STUDY_UI_TOKEN"
@@ -55,6 +56,7 @@ def application() -> Guard:
     from mlflow.server import app as pages
     from mlflow.server import handlers
 
+    watch_engines()
     confine(os.environ[STORE], os.environ[DESTINATION])
     served: Any
     if LOGINS in os.environ:
@@ -119,6 +121,8 @@ def main() -> None:
     """Run the process; see the head of this file."""
     options = _options()
     uri = os.environ[STORE]
+    if LOGINS in os.environ:
+        os.umask(0o077)  # a database in a file has the hashes of passwords
     os.environ |= {HOSTS: options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
     os.environ |= dict(
         zip(

@@ -30,7 +30,8 @@ from pathlib import Path
 from study.ledger.storage import check_writable
 from study.serve.mlflow_server import LOGINS, STORE
 from study.serve.ui import ENVIRONMENT, EVERYWHERE, command, listen, run
-from study.tracking.address import HOST
+from study.tracking.address import FILE, HOST
+from study.tracking.database_file import SIDES, check_files
 from study.tracking_uri import without_password
 
 PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
@@ -171,6 +172,29 @@ def _check_store(team: Team) -> None:
             f"--backend-store-uri {without_password(team.uri)}: must be a PostgreSQL database for a"
             " team; use postgresql://user@host/database"
         )
+    if team.uri.startswith(FILE):
+        _make_private(Path(team.uri.removeprefix(FILE)))
+
+
+def _make_private(path: Path) -> None:
+    """Let the server's user alone read a database in a file, which has the hashes of passwords; the
+    server makes a new one so.
+
+    Raises:
+        ValueError: it is another user's.
+    """
+    check_files(path)
+    for side in SIDES:
+        file = Path(f"{path.resolve()}{side}")
+        try:
+            if file.exists() and file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+        except OSError as error:
+            raise ValueError(
+                f"--backend-store-uri {FILE}{path}: {file} has the hashes of passwords, and its"
+                f" permissions cannot be set to 0600 ({error.strerror}); start the server as its"
+                " owner"
+            ) from None
 
 
 def _check_names(team: Team) -> None:

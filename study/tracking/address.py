@@ -105,6 +105,22 @@ def is_within(uri: str, storage: str) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(local_folder(storage)))
 
 
+def check_default(uri: str, storage: str) -> None:
+    """Refuse the database of a storage that its reader has not named, if it is not the storage's.
+
+    Raises:
+        ValueError: a link leads out of the storage, or another user of the machine owns it.
+    """
+    if not is_within(uri, storage):
+        place = os.path.realpath(uri.removeprefix(FILE))
+        raise ValueError(
+            f"tracking_uri={uri!r}: is a link to {place}, out of the storage, and nothing is"
+            f" written there that you have not named; remove the link, or give"
+            f" `--tracking-uri {FILE}{place}`"
+        )
+    check_owner(uri)
+
+
 def check_owner(uri: str) -> None:
     """Refuse a sqlite file that is, or lies in a folder that is, another user's of the machine.
 

@@ -95,8 +95,9 @@ def _checkpoint(place: str, storage: Path) -> Path | None:
         return None
     folder = fetched(place)
     with suppress(ValueError):
-        read_state(folder)
-        return None if has_links(folder) else folder
+        if not has_links(folder):
+            read_state(folder)
+            return folder
     return None
 
 

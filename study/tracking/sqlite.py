@@ -25,7 +25,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-PREFIX = "sqlite:///"
+from study.tracking.database_file import (
+    PREFIX,
+    check_database,
+    check_files,
+    opened,
+    refuse_strange,
+    watch_engines,
+)
+from trainers.files import open_own
 
 BY_KEY = ("latest_metrics", "params", "tags")
 """Tables in which MLflow looks up one key of all runs, to sort or filter by it."""
@@ -41,14 +49,19 @@ PLACES = (
 def prepare(uri: str) -> None:
     """Make the sqlite file of ``uri`` if it is missing, and have it use the log if it is local.
 
-    Every engine of this process then commits to the log.
+    Every engine of this process then commits to the log, and opens no sqlite file that is refused.
+
+    Raises:
+        DatabaseFileError: the file is refused (:mod:`study.tracking.database_file`).
     """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
+    watch_engines()
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or "?" in uri or not path.parent.is_dir():
         return
+    refuse_strange(uri)
     if not path.exists():
         _make(path)
     if not _is_local(path):
@@ -56,7 +69,7 @@ def prepare(uri: str) -> None:
     if not event.contains(Engine, "connect", _commit_to_the_log):
         event.listen(Engine, "connect", _commit_to_the_log)
     try:
-        with closing(sqlite3.connect(path, timeout=1.0)) as database:
+        with closing(opened(path, 1.0)) as database:
             database.execute("PRAGMA journal_mode=WAL")
     except sqlite3.Error:
         return  # busy: whoever uses it has set it, or the next one will
@@ -77,11 +90,14 @@ def _make(path: Path) -> None:
         finally:
             event.remove(Engine, "connect", _never_wait)
         stack.callback(part.unlink, missing_ok=True)
-        shutil.copyfile(made, part)
-        with part.open("rb") as file:
+        part.unlink(missing_ok=True)
+        descriptor = open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with made.open("rb") as source, open(descriptor, "wb") as file:
+            shutil.copyfileobj(source, file)
+            file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(part, path)  # never over another's, as rename would
+            os.link(part, path, follow_symlinks=False)  # never over another's, as rename would
         except OSError:
             if not path.exists():  # a file system without links
                 part.rename(path)
@@ -99,7 +115,7 @@ def write_statistics(uri: str) -> None:
     if not uri.startswith(PREFIX) or not path.is_file() or not _is_local(path):
         return
     try:
-        with closing(sqlite3.connect(path, timeout=1.0)) as database, database:
+        with closing(opened(path, 1.0)) as database, database:
             database.execute("PRAGMA analysis_limit=1000")
             database.execute("ANALYZE")
             for table in BY_KEY:
@@ -123,12 +139,16 @@ def rename_folder(uri: str, folder: Path, is_elsewhere: Callable[[str], bool]) -
         uri: address of a sqlite file; one that is not there stays so.
         folder: absolute path of the folder of artifacts.
         is_elsewhere: tells of the address of an experiment's artifacts whether it is to be changed.
+
+    Raises:
+        DatabaseFileError: the file is refused.
     """
     path = Path(uri.removeprefix(PREFIX))
+    check_files(path)
     if not path.is_file():
         return
-    with closing(sqlite3.connect(path, timeout=10.0)) as database, database:
-        database.execute("PRAGMA trusted_schema=OFF")
+    check_database(uri)
+    with closing(opened(path, 10.0)) as database, database:
         if not database.execute(
             "SELECT 1 FROM sqlite_master WHERE name = 'experiments'"
         ).fetchone():

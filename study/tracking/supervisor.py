@@ -18,12 +18,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from study.program import lns_study, module_command
 from study.tracking.address import OFF, naming
+from study.tracking.database_file import PREFIX, DatabaseFileError, check_database
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
@@ -45,14 +45,16 @@ def check_tracking(uri: str) -> None:
         return
     shown, uri = without_password(uri), reveal(uri)
     try:
-        if uri.startswith("sqlite:///"):
-            _check_sqlite(Path(uri.removeprefix("sqlite:///")))
+        if uri.startswith(PREFIX):
+            _check_sqlite(uri)
         elif uri.startswith(("http://", "https://")) and "@" not in uri:
             _probe(uri)
         else:
             if not uri.startswith(("http://", "https://")):
                 _probe_database(uri)
             connect(uri).search_experiments(max_results=1)
+    except DatabaseFileError as refused:
+        raise ValueError(f"tracking_uri={shown!r}: {refused}") from None
     except Exception as error:
         if "error code 401" in str(error):
             raise ValueError(
@@ -81,19 +83,16 @@ def _probe_database(uri: str) -> None:
         pass
 
 
-def _check_sqlite(path: Path) -> None:
+def _check_sqlite(uri: str) -> None:
     """Check that the file is a database, or that its folder takes one.
 
     It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every
     connection this process has to it (POSIX), after which another process may delete the
     write-ahead log under them.
     """
-    import sqlite3
-
-    if path.exists():
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=rw", uri=True)) as database:
-            database.execute("PRAGMA schema_version")
-    else:
+    path = Path(uri.removeprefix(PREFIX))
+    check_database(uri)
+    if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass

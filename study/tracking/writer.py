@@ -33,17 +33,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from study.errors import UserError
 from study.ledger.lines import Event
 from study.ledger.lock import BUSY, is_locked, no_locks
 from study.ledger.log import FILE, Follower
 from study.ledger.state import PLANNED, StudyState, TrialState
 from study.tracking.address import WHERE
 from study.tracking.artifacts import Artifacts, PlaceError
+from study.tracking.database_file import DatabaseFileError
 from study.tracking.runs import Runs
 from study.tracking.sqlite import prepare, write_statistics
 from study.tracking.view import view_key
 from study.tracking_uri import hide, reveal, without_login, without_password
-from trainers.files import open_own_text, write_whole
+from trainers.files import NotRegularError, open_own_text, write_whole
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -223,9 +225,16 @@ def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[b
     ``name`` is the lock's file; other readers of the ledger have others.
 
     Waits up to ``patience`` seconds for another process to end.
+
+    Raises:
+        UserError: the file is a link, or no regular file; or the storage has no locks.
     """
     deadline = time.monotonic() + patience
-    with open_own_text(folder / name) as lock:
+    try:
+        opened = open_own_text(folder / name)
+    except NotRegularError as error:
+        raise UserError(f"{error.filename}: {error.strerror}") from None
+    with opened as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +314,7 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = without_password(" ".join(str(error).split()))
-    if isinstance(error, PlaceError):
+    if isinstance(error, PlaceError | DatabaseFileError):
         return text
     return f"{type(error).__name__}: {text[:200]}"
 

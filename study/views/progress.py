@@ -46,7 +46,7 @@ from study.results.objectives import (
 )
 from study.results.utilisation import bars
 from study.results.utilisation import line as slots_line
-from study.text import counted, duration
+from study.text import counted, duration, one_line
 
 T = TypeVar("T")
 STYLES = {
@@ -319,7 +319,7 @@ def _cells(
     if trial.status in ENDED and infeasible(trial, constraints):
         status += ", infeasible"
     status += ", diverged" if diverged(trial, metric.name) else ""
-    row = trial.row if trial.number is None else f"{trial.row} #{trial.number}"
+    row = one_line(trial.row) + ("" if trial.number is None else f" #{trial.number}")
     return [row, str(trial.seed), status, f"{trial.epoch}/{trial.epochs}", last, test, trial.id]
 
 

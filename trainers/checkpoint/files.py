@@ -9,6 +9,7 @@ LNS values are stored as their int16 codes.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from trainers.checkpoint.manifest import STATE, read_state, sealed
-from trainers.files import write_whole
+from trainers.files import open_own, write_whole
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -48,7 +49,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     try:
         state = read_state(folder)
-        content = (folder / str(state.pop("tensors"))).read_bytes()
+        with open(open_own(folder / str(state.pop("tensors")), os.O_RDONLY), "rb") as file:
+            content = file.read()
         digest = state.pop("sha256")
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError(

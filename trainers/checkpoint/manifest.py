@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from trainers.files import MOST_JSON, open_own, read_own
 
 STATE = "state.json"
 """The file of a checkpoint that is written last: without it there is no checkpoint."""
@@ -30,7 +33,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         ValueError: there is none, it does not match its digest, or names files elsewhere.
     """
     try:
-        return parse_state((folder / STATE).read_bytes(), folder)
+        return parse_state(read_own(folder / STATE, MOST_JSON), folder)
     except OSError as error:
         raise _none_there(folder, error) from None
 
@@ -40,7 +43,7 @@ def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(content)
         digest = state.pop("digest", None)
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise _none_there(folder, error) from None
     if digest is not None and digest != _digest(state):
         raise ValueError(
@@ -79,12 +82,12 @@ def file_digests(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file.
+    """Return the SHA-256 of a regular file, which is no link.
 
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

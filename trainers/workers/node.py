@@ -1,9 +1,9 @@
 """The worker processes of one machine: they are made, given messages, listened to and ended here.
 
-On the machine that runs a study a :class:`Node` lives in the study's own process; on the nodes of a
-Ray cluster it is a Ray actor, which holds the CPUs and GPUs that its processes use. The messages of
-the processes are passed on unread, and those that arrived in the meantime together, so that a
-machine with hundreds of processes costs its driver one call for many reports.
+Of the local engine a :class:`Node` lives in the study's own process; on the nodes of a Ray cluster
+it lives in an actor (:mod:`study.execution.tune.process_host`). The messages of the processes are
+passed on unread, and those that arrived in the meantime together, so that a machine with hundreds
+of processes costs its driver one call for many reports.
 
 The death of a process is reported after all messages that it sent before.
 """
@@ -176,11 +176,6 @@ class Node:
                 process.unwanted = True
                 self._end(process)
 
-    def call(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-        """Make several calls, by method and arguments, in order."""
-        for method, arguments in calls:
-            getattr(self, method)(*arguments)
-
     def events(self, seconds: float) -> list[tuple[int, bytes]]:
         """Return what processes have said, with their keys, as soon as there is something.
 
@@ -251,25 +246,6 @@ class Node:
             message = pickle.loads(content)
         self.kill(key)
         return message
-
-    def describe(self) -> tuple[str, str, list[str], str]:
-        """Return the machine's name, its address, the GPUs that Ray gave and the Ray node's id.
-
-        For a node that is a Ray actor.
-        """
-        import ray
-
-        gpus = [str(name) for name in ray.get_gpu_ids()]
-        return (
-            os.uname().nodename,
-            str(ray.util.get_node_ip_address()),
-            gpus,
-            str(ray.get_runtime_context().get_node_id()),
-        )
-
-    def versions(self, modules: Sequence[str] = ()) -> dict[str, str]:
-        """Return :func:`versions` of this machine."""
-        return versions(modules)
 
     def __enter__(self) -> Node:
         return self

@@ -1,4 +1,4 @@
-"""The pool of worker processes on all leases: where a trial fits, which process takes it, what it
+"""The pool of worker processes on this machine: where a trial fits, which process takes it, what it
 reports.
 
 A trial holds CPUs and a share of GPUs from when it is handed to processes until it has ended. A
@@ -14,21 +14,16 @@ and its resources are free; a gang ends with the first of its processes.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
 import pickle
-import queue
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from study.execution.engine import EPSILON, Slots
-from study.execution.local.leases import Call, Lease
-from study.execution.local.places import Spot, find, fits
+from study.execution.local.machine import Machine, Place
 from trainers.workers.messages import (
     BEGAN,
     DIED,
@@ -47,21 +42,8 @@ from trainers.workers.messages import (
     TRAIN,
     Message,
 )  # fmt: skip
+from trainers.workers.node import Node
 from trainers.workers.resources import WorkerResources
-
-
-class Machines(Protocol):
-    """A source of leases (:mod:`study.execution.local.leases`)."""
-
-    @property
-    def leases(self) -> list[Lease]:
-        """Leases that are held now."""
-
-    def poll(self, waiting: bool) -> None:
-        """Look for more machines; ``waiting`` tells whether trials wait for resources."""
-
-    def close(self) -> None:
-        """Give back all leases."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -70,7 +52,8 @@ class Running:
 
     Attributes:
         slots: number of each rank, the lowest that were free: its place in a picture of the study.
-        spots: place of each rank.
+        places: place of each rank.
+        hosts: machine of each rank.
         plan: what a worker process needs to train the trial.
         ended: processes in which the trial has ended.
         result: result reported by the first process in which it ended.
@@ -79,17 +62,13 @@ class Running:
 
     trial: str
     shape: WorkerResources
-    spots: list[Spot]
+    places: list[Place]
     slots: list[int]
+    hosts: list[str]
     plan: dict[str, Any]
     ended: set[int] = field(default_factory=set)
     result: dict[str, Any] = field(default_factory=dict)
     retire: str = ""
-
-    @property
-    def hosts(self) -> list[str]:
-        """Machine of each rank."""
-        return [lease.host for lease, _ in self.spots]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -100,7 +79,7 @@ class _Group:
     """
 
     shape: WorkerResources
-    spots: list[Spot]
+    places: list[Place]
     keys: list[int]
     running: dict[str, Running] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
@@ -112,31 +91,18 @@ class Pool:
     """The processes of one study.
 
     Args:
-        inbox: queue of (lease, messages of its processes), filled by the leases' threads; the
-            messages are None when a lease has ended.
+        machine: what they may use.
+        node: makes and ends them; closed with the pool.
     """
 
-    def __init__(
-        self, inbox: queue.SimpleQueue[tuple[Lease, list[tuple[int, bytes]] | None]]
-    ) -> None:
-        self._inbox = inbox
-        self._machines: Machines | None = None
+    def __init__(self, machine: Machine, node: Node) -> None:
+        self._machine, self._node = machine, node
         self._groups: dict[int, _Group] = {}
         self._trials: dict[str, _Group] = {}
         self._pids: dict[int, int] = {}
-        self._calls: dict[Lease, list[Call]] = defaultdict(list)
         self._keys, self._slots = itertools.count(1), Slots()
         self._idle: list[_Group] = []
         self._reasons: dict[str, str] = {}
-
-    def use(self, machines: Machines | None) -> None:
-        """Take resources from ``machines``; give back those of the machines used before."""
-        self.close()
-        self._machines = machines
-
-    def leave(self) -> None:
-        """Forget machines that cannot be reached, without asking them to end."""
-        self._machines = None
 
     @property
     def running(self) -> list[str]:
@@ -144,44 +110,27 @@ class Pool:
         return list(self._trials)
 
     @property
-    def leases(self) -> list[Lease]:
-        """Leases of all machines that trials may be given to."""
-        return [lease for lease in self._all_leases if not lease.draining]
-
-    @property
     def moving(self) -> list[str]:
-        """Ids of the trials that processes train on a machine that is about to end."""
-        ending = {id(lease) for lease in self._all_leases if lease.draining}
-        groups = self._trials.items() if ending else []
-        return [trial for trial, group in groups if any(id(on) in ending for on, _ in group.spots)]
+        """Ids of the trials on machines that are about to end: none, as this one is not."""
+        return []
 
     @property
     def idle_resources(self) -> tuple[float, float]:
         """CPUs and GPUs that no trial holds."""
-        return sum(each.free for each in self.leases), sum(each.free_gpus for each in self.leases)
+        return self._machine.free, sum(self._machine.gpus)
 
     def could_fit(self, shape: WorkerResources) -> bool:
         """Tell whether there would be room for a trial if no other ran."""
-        empty = [dataclasses.replace(lease, gpus=[1.0] * lease.gpu_count) for lease in self.leases]
-        return find(shape, empty) is not None
+        return Machine(self._machine.cpus, self._machine.names).find(shape) is not None
 
     @property
     def idle(self) -> bool:
         """Whether there is a CPU that no trial holds."""
-        return any(lease.free >= 1.0 - EPSILON for lease in self.leases)
+        return self._machine.free >= 1.0 - EPSILON
 
     def capacity(self) -> tuple[float, int, int]:
-        """Return the CPUs, GPUs and machines of all leases; of a machine that is about to end, what
-        trials hold there."""
-        leases = self._all_leases
-        return (
-            sum(each.cpus - each.free if each.draining else each.cpus for each in leases),
-            sum(
-                math.ceil(each.gpu_count - sum(each.gpus)) if each.draining else each.gpu_count
-                for each in leases
-            ),
-            len({each.host for each in leases}),
-        )
+        """Return the CPUs, GPUs and machines: one."""
+        return self._machine.cpus, len(self._machine.gpus), 1
 
     def start(
         self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
@@ -194,25 +143,25 @@ class Pool:
             make_plan: makes what a worker process needs (:mod:`trainers.workers.worker_process`).
         """
         group = None if shape.packed else self._idle_group(shape)
-        spots = group.spots if group else self._place(shape)
-        if spots is None:
+        places = group.places if group else self._machine.find(shape)
+        if places is None:
             return None
-        group = group or self._shared_group(shape, spots) or self._make(shape, spots)
+        group = group or self._shared_group(shape, places) or self._make(shape, places)
         running = Running(
             trial=trial,
             shape=shape,
-            spots=spots,
-            slots=self._slots.take(len(spots)),
+            places=places,
+            slots=self._slots.take(len(places)),
+            hosts=[self._machine.host] * len(places),
             plan=make_plan(),
         )
-        self._take(running, 1.0)
+        self._machine.take(shape, places)
         group.running[trial] = running
         if group in self._idle:
             self._idle.remove(group)
         self._trials[trial] = group
         if group.ready:
             self._train(group, running)
-        self.flush()
         return running
 
     def answer(self, trial: str, go: bool) -> None:
@@ -225,106 +174,61 @@ class Pool:
         """Have trials write a checkpoint after the epoch under way and end there."""
         for trial in trials:
             self._tell(self._trials[trial], Message(LEAVE, trial))
-        self.flush()
 
     def kill(self, trial: str, why: str) -> None:
         """End the processes of a trial; its death will be reported with this reason."""
         group = self._trials.get(trial)
         if group is not None:
             self._reasons[trial] = why
-            for key, (lease, _) in zip(group.keys, group.spots, strict=False):
-                self._calls[lease].append(("kill", (key,)))
-            self.flush()
+            for key in group.keys:
+                self._node.kill(key)
 
-    def end_all(self, why: str) -> None:
-        """End every process; the deaths of trials will be reported with this reason."""
-        for group in list(self._idle):
-            self._end(group)
-        for trial in self.running:
-            self.kill(trial, why)
-        self.flush()
-
-    def wait(self, seconds: float, *, waiting: bool, poll: bool = True) -> list[Message]:
+    def wait(self, seconds: float) -> list[Message]:
         """Return the messages of trials (began, report, ended, died) once there are any.
 
         Returns after ``seconds`` at the latest. A report also has ``pid`` and ``host`` of its
         process.
-
-        Args:
-            seconds: longest time to wait.
-            waiting: whether trials wait for resources.
-            poll: whether to look for machines that joined or left.
         """
-        if poll and self._machines is not None:
-            self._machines.poll(waiting)
         found: list[Message] = []
         until = time.monotonic() + seconds
         while not found:
-            try:
-                lease, events = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            found += self._hear(lease, events)
-            while not self._inbox.empty():
-                found += self._hear(*self._inbox.get())
-            self.flush()  # what a gang's ranks are told next
+            events = self._node.events(max(0.0, until - time.monotonic()))
             if not events:
-                break  # a lease came or went: there may be room now
+                break
+            for key, content in events:
+                if (group := self._groups.get(key)) is not None:
+                    found += self._react(group, key, pickle.loads(content))
         return found
 
-    def flush(self) -> None:
-        """Send the collected messages to the processes."""
-        for lease, calls in self._calls.items():
-            lease.call(calls)
-        self._calls.clear()
-
     def close(self) -> None:
-        """End all processes and give back their resources."""
-        if self._machines is not None:
-            self._machines.close()
-
-    @property
-    def _all_leases(self) -> list[Lease]:
-        return self._machines.leases if self._machines else []
+        """End all processes."""
+        self._node.close()
 
     def _idle_group(self, shape: WorkerResources) -> _Group | None:
         """Return processes of this shape without a trial whose resources are free, or None."""
         same = (group for group in self._idle if group.shape == shape)
-        return next((group for group in same if fits(shape, group.spots)), None)
+        return next((group for group in same if self._machine.fits(shape, group.places)), None)
 
-    def _shared_group(self, shape: WorkerResources, spots: list[Spot]) -> _Group | None:
+    def _shared_group(self, shape: WorkerResources, places: list[Place]) -> _Group | None:
         """Return a process at this place with trials of this shape and room for one more."""
         if not shape.packed:
             return None
-        same = (g for g in self._groups.values() if g.shape == shape and g.spots == spots)
+        same = (g for g in self._groups.values() if g.shape == shape and g.places == places)
         return next((group for group in same if len(group.running) < shape.lanes), None)
 
-    def _place(self, shape: WorkerResources) -> list[Spot] | None:
-        """Return free places for all ranks, on one machine if possible, else on several, or None.
-
-        The emptiest machines and GPUs come first, so that few trials do not crowd into one place.
-        """
-        leases = sorted(self.leases, key=lambda lease: -lease.free)
-        for among in [*([lease] for lease in leases), leases]:
-            spots = find(shape, among)
-            if spots is not None:
-                return spots
-        return None
-
-    def _make(self, shape: WorkerResources, spots: list[Spot]) -> _Group:
+    def _make(self, shape: WorkerResources, places: list[Place]) -> _Group:
         keys = [next(self._keys) for _ in range(shape.processes)]
-        group = _Group(shape=shape, spots=spots, keys=keys, ready=shape.processes == 1)
-        for key, (lease, gpu) in zip(keys, spots, strict=False):
-            self._make_room(lease, gpu)
+        group = _Group(shape=shape, places=places, keys=keys, ready=shape.processes == 1)
+        for key, place in zip(keys, places, strict=True):
+            self._make_room(place)
             self._groups[key] = group
-            self._calls[lease].append(("start", (key, lease.environment(gpu), shape.lanes)))
+            self._node.start(key, self._machine.environment(place), shape.lanes)
         return group
 
-    def _make_room(self, lease: Lease, gpu: int | None) -> None:
-        """End an idle group on this machine, or all on this GPU, before one is made."""
-        idle = [group for group in self._idle if any(spot[0] is lease for spot in group.spots)]
-        same = [group for group in idle if gpu is not None and (lease, gpu) in group.spots]
-        for group in same or idle[:1]:
+    def _make_room(self, place: Place) -> None:
+        """End an idle group, or all on this GPU, before one is made."""
+        same = [group for group in self._idle if place is not None and place in group.places]
+        for group in same or self._idle[:1]:
             self._end(group)
 
     def _train(self, group: _Group, running: Running) -> None:
@@ -332,32 +236,15 @@ class Pool:
 
     def _tell(self, group: _Group, message: Message) -> None:
         content = pickle.dumps(message)
-        for key, (lease, _) in zip(group.keys, group.spots, strict=False):
-            self._calls[lease].append(("send", (key, content)))
-
-    def _hear(self, lease: Lease, events: list[tuple[int, bytes]] | None) -> list[Message]:
-        if events is None:
-            groups = {
-                id(g): g for g in self._groups.values() if any(spot[0] is lease for spot in g.spots)
-            }.values()
-            return [
-                message
-                for group in groups
-                for message in self._lose(group, f"the node {lease.host} is gone")
-            ]
-        found = []
-        for key, content in events:
-            group = self._groups.get(key)
-            if group is not None:
-                found += self._react(group, key, pickle.loads(content))
-        return found
+        for key in group.keys:
+            self._node.send(key, content)
 
     def _react(self, group: _Group, key: int, message: Message) -> list[Message]:
         speaks = key == group.keys[0]
         if message.kind == HELLO:
             self._pids[key] = message.payload
             if group.shape.processes > 1 and speaks:
-                self._join(group, [0], "")
+                self._join(group, [0])
         elif message.kind == MEET:
             self._join(group, range(1, group.shape.processes), message.payload)
         elif message.kind == JOINED:
@@ -373,23 +260,22 @@ class Pool:
         elif speaks and message.kind == BEGAN:
             return [message]
         elif speaks and message.kind == REPORT:
-            process = {"pid": self._pids.get(key), "host": group.spots[0][0].host}
+            process = {"pid": self._pids.get(key), "host": self._machine.host}
             return [message._replace(payload=message.payload | process)]
         return []
 
-    def _join(self, group: _Group, ranks: Iterable[int], store: int | str) -> None:
-        """Have ranks meet in rank 0's store, which rank 0 opens."""
-        together = len({spot[0].address for spot in group.spots}) == 1
-        address = "" if together else group.spots[0][0].address
-        backend = "nccl" if group.shape.device == "cuda" else "gloo"
+    def _join(self, group: _Group, ranks: Iterable[int], store: str = "") -> None:
+        """Have ranks meet in rank 0's store, in its memory, which it opens first."""
+        values = {
+            "workers": group.shape.processes,
+            "address": "",
+            "store": store,
+            "secret": group.secret,
+            "backend": "nccl" if group.shape.device == "cuda" else "gloo",
+        }
         for rank in ranks:
-            values = {
-                "rank": rank, "workers": group.shape.processes, "address": address, "store": store,
-                "secret": group.secret, "backend": backend,
-            }  # fmt: skip
-            self._calls[group.spots[rank][0]].append(
-                ("send", (group.keys[rank], pickle.dumps(Message(JOIN, payload=values))))
-            )
+            message = Message(JOIN, payload=values | {"rank": rank})
+            self._node.send(group.keys[rank], pickle.dumps(message))
 
     def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
         """Note the end of a trial in one process; the trial ends once it has in all of them.
@@ -430,8 +316,8 @@ class Pool:
 
     def _end(self, group: _Group) -> None:
         """Kill the group's processes; later messages of theirs are ignored."""
-        for key, (lease, _) in zip(group.keys, group.spots, strict=False):
-            self._calls[lease].append(("kill", (key,)))
+        for key in group.keys:
+            self._node.kill(key)
             self._groups.pop(key, None)
             self._pids.pop(key, None)
         if group in self._idle:
@@ -440,11 +326,5 @@ class Pool:
     def _release(self, group: _Group, running: Running) -> None:
         del group.running[running.trial]
         del self._trials[running.trial]
-        self._take(running, -1.0)
+        self._machine.give_back(running.shape, running.places)
         self._slots.give_back(running.slots)
-
-    def _take(self, running: Running, sign: float) -> None:
-        for (lease, gpu), bundle in zip(running.spots, running.shape.bundles, strict=True):
-            lease.free -= sign * bundle["CPU"]
-            if gpu is not None:
-                lease.gpus[gpu] -= sign * bundle["GPU"]

@@ -1,1 +1,1 @@
-"""The ray engine: a study's trials as those of a ``ray.tune.Tuner``."""
+"""The ray engine: runs a study as a ``ray.tune.Tuner``."""

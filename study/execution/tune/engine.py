@@ -1,14 +1,13 @@
 """The ray engine: a study is a ``ray.tune.Tuner``.
 
-Tune makes an actor for each trial, Ray places it, and Ray's tools show it. The study's loop
-(:mod:`study.execution.loop`) decides what runs next and writes the ledger, as on one machine; here
-it is called by what Tune calls: a searcher hands trials to Tune, a scheduler passes on what they
-report and answers, a callback does what is due. All of it runs in a thread of ``Tuner.fit``'s; the
-caller's looks after Ray.
+Tune creates one actor per trial, Ray places it, and Ray's tools show it. The study's loop
+(:mod:`study.execution.loop`) decides which trial runs next and writes the ledger, as on one
+machine. Tune calls it through three objects: the searcher hands trials to Tune, the scheduler
+forwards their reports and returns the decision, and the callback reports actors that died. All of
+this runs in one thread, in ``Tuner.fit``; the calling thread checks that Ray responds.
 
-A trial that died is a trial of Tune's that has ended: the loop starts it again as a new one, from
-its last checkpoint. So Tune retries nothing, and the ledger says what is left to do; the same
-command goes on from it.
+Tune never retries a trial. When one dies, the loop starts a new Tune trial from its last
+checkpoint. The ledger records the remaining work, so the same command resumes the study.
 """
 
 from __future__ import annotations
@@ -46,36 +45,36 @@ ENVIRONMENT = {
     "TUNE_RESULT_BUFFER_LENGTH": "1",
     "RAY_TRAIN_COUNT_PREEMPTION_AS_FAILURE": "1",  # a study starts such trials again itself
 }
-"""Variables of Tune's while it runs: the ledger keeps what it would write, the terminal is ours,
-Ctrl-C cancels the study, and trials are held back by the study's loop."""
+"""Environment of Tune while it runs. The ledger replaces Tune's own logs, the study draws the
+terminal, Ctrl-C cancels the study, and the study's loop limits the number of trials."""
 IDLE_SECONDS = 2.0
-"""Seconds for which an actor is kept for a next trial while none waits."""
+"""Seconds for which an idle actor is kept for another trial when the queue is empty."""
 ROUND_SECONDS = 0.05
-"""Seconds between rounds of the loop, unless a trial has ended."""
+"""Seconds between two rounds of the loop; the end of a trial starts one at once."""
 LOOK_SECONDS = 1.0
-"""Seconds between looks at what others use of the cluster."""
+"""Seconds between two polls of the cluster's state."""
 DEFAULT = tune.RunConfig().storage_path
-"""Where Tune keeps what it writes unless it is told."""
+"""Tune's default folder for its own files."""
 ABORT_SECONDS = 5.0
-"""Seconds for which the end of a run waits for Tune where Ray is gone."""
+"""Longest wait for Tune's thread after Ray was lost (seconds)."""
 END_SECONDS = 10.0
-"""Seconds that trials have to end before Tune stops them."""
+"""Grace period of running trials before Tune stops them (seconds)."""
 
 
 class AbortRun(BaseException):
-    """Ends Tune's run at once, without its clean-up, which would wait for a Ray that is gone."""
+    """Ends Tune's run without its clean-up, which would block because Ray is gone."""
 
 
 class TuneEngine:
-    """Runs one study's trials as those of a ``Tuner``.
+    """Runs one study's trials in a ``Tuner``.
 
     Args:
         trials: the trials; the loop's pool.
-        hosts: process hosts of the nodes.
+        hosts: the nodes' process hosts.
         loop: the study's loop.
-        watch: looks whether the cluster is there; raises to end the run.
-        look: returns how much of the cluster is in use.
-        options: what the caller adds to the Tuner.
+        watch: checks that the cluster responds; raises an error to end the run.
+        look: returns the cluster's current use.
+        options: the caller's additions to the Tuner.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class TuneEngine:
         self._trials, self._hosts, self._loop = trials, hosts, loop
         self._watch, self._look, self._options = watch, look, options
         self._handed: dict[str, Handed] = {}
-        """Trials by Tune's id of them."""
+        """Trials by Tune's trial id."""
         self._controller: Any = None
         self._error: BaseException | None = None
         self._abort: BaseException | None = None
-        """What ends the run at once."""
+        """Error that ends the run immediately, or None."""
         self._next_round = self._next_look = 0.0
         self._others_wait, self._idle_since = False, time.monotonic()
         self._goes_on, self._ends_at = True, float("inf")
@@ -103,7 +102,7 @@ class TuneEngine:
         """Run the study to its end.
 
         Raises:
-            UserError, KeyboardInterrupt: as the loop and the control do.
+            UserError, KeyboardInterrupt: from the loop or the control.
         """
         before = {name: os.environ.get(name) for name in ENVIRONMENT}
         os.environ.update(ENVIRONMENT)
@@ -121,11 +120,11 @@ class TuneEngine:
             raise self._error
 
     def _run(self, folder: str) -> None:
-        """Run the Tuner in a thread, and end without it where a control store has died: a call to
-        one that is silent does not return.
+        """Run the Tuner in a thread, and abandon the thread if Ray's control store (GCS) is lost: a
+        call to a dead store never returns.
 
         Raises:
-            Exception: the cluster is gone.
+            Exception: the error of ``watch``.
         """
 
         def fit() -> None:
@@ -149,7 +148,7 @@ class TuneEngine:
             raise
 
     def tuner(self, folder: str) -> tune.Tuner:
-        """Return the Tuner, which keeps what it must in a folder, or where the caller says."""
+        """Return the Tuner; its files go to ``folder`` unless the caller chose another place."""
         given = self._options.run_config or tune.RunConfig(verbose=0)
         own = given.storage_path in (None, DEFAULT)
         return tune.Tuner(
@@ -174,7 +173,7 @@ class TuneEngine:
         )
 
     def suggest(self, tune_id: str) -> dict[str, Any] | str | None:
-        """Return the config of the next trial; None while there is none, or that no more come."""
+        """Return the next trial's config, None if no trial can start now, or ``FINISHED``."""
         with self._guard():
             self.round()
             while self._goes_on and not self._trials.running:  # Tune would ask once a second
@@ -187,7 +186,7 @@ class TuneEngine:
         return None if self._goes_on or self._trials.running else Searcher.FINISHED
 
     def hear(self, tune_id: str, messages: list[Message]) -> bool:
-        """Pass on what a trial has said; tell whether it goes on."""
+        """Forward a trial's messages to the loop; return whether the trial continues."""
         with self._guard():
             handed = self._handed[tune_id]
             handed.goes_on = True
@@ -199,7 +198,7 @@ class TuneEngine:
         return False
 
     def note_error(self, tune_id: str, error: str) -> None:
-        """Pass on that the actor of a trial has died."""
+        """Report to the loop that a trial's actor has died."""
         with self._guard():
             handed = self._handed[tune_id]
             for rank, node in enumerate(handed.nodes):
@@ -207,11 +206,11 @@ class TuneEngine:
             self._take_in(self._trials.hear(handed, [Message(DIED, handed.job.trial, error)]))
 
     def forget(self, tune_id: str) -> None:
-        """Note that Tune is done with a trial."""
+        """Drop a trial that Tune has finished with."""
         self._handed.pop(tune_id, None)
 
     def round(self) -> None:
-        """Have the loop do what is due."""
+        """Poll the cluster if that is due, then run one round of the study's loop."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -233,13 +232,13 @@ class TuneEngine:
         elif (
             self._trials.running
             and self._controller is not None
-            # of what Ray has not placed nobody would hear
+            # a trial that Ray has not placed never reports its end
             and (now > self._ends_at or not self._trials.used)
         ):
             self._controller.request_stop_experiment()
 
     def use(self, controller: Any) -> None:
-        """Look after Tune's actors: none is kept that keeps resources from whoever waits."""
+        """End Tune's idle actors if another trial or another user waits for their resources."""
         self._controller = controller
         with self._guard():
             self.round()
@@ -251,7 +250,7 @@ class TuneEngine:
 
     @property
     def _gangs(self) -> list[Handed]:
-        """Trials whose workers Ray Train places. It may wait for CPUs that an idle actor holds."""
+        """Trials whose workers Ray Train places. They may need the CPUs of an idle actor."""
         return [
             handed
             for handed in self._handed.values()
@@ -270,15 +269,12 @@ class TuneEngine:
             raise AbortRun
 
     def _look_at_others(self, use: Use) -> None:
-        """Note what others hold of the cluster, and keep free what one of them waits for.
-
-        They hold what is neither free nor any actor's of ours. Where they hold half of the cluster
-        already, nothing more is kept free for them.
-        """
+        """Update the resources that other users hold, and reserve room for their largest pending
+        request. Nothing is reserved once other users hold half of the cluster."""
         room, mine = self._trials.room, dict[str, float]()
         if self._controller is not None:
             mine = held_by_actors(self._controller)
-        gangs = [handed.job.shape for handed in self._gangs]  # Ray Train holds what they need
+        gangs = [handed.job.shape for handed in self._gangs]  # Ray Train holds their CPUs
         held = (
             mine.get("CPU", 0.0) + sum(shape.cpus for shape in gangs),
             mine.get("GPU", 0.0) + sum(shape.gpus_in_all for shape in gangs),
@@ -290,7 +286,7 @@ class TuneEngine:
         room.kept = max(asked) if asked and room.others[0] < room.total[0] / 2 else (0.0, 0.0)
 
     def _end_deaf(self) -> None:
-        """Kill the supervisors that do not tell of the end of their processes."""
+        """Kill supervisors that do not report the end of their processes."""
         deaf = set(self._trials.deaf())
         for trial in self._controller.get_live_trials() if deaf else ():
             handed = self._handed.get(trial.trial_id)
@@ -300,7 +296,7 @@ class TuneEngine:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Keep the first error, and end Tune's run: Tune would make another of it, or go on."""
+        """Record the first error and stop Tune, which would otherwise wrap or ignore it."""
         if self._error is not None:
             self._goes_on = False
         self._end_if_aborted()
@@ -317,8 +313,8 @@ class TuneEngine:
 
 
 class _OfEngine:
-    """What calls an engine. Tune writes such objects to its folder, to restore a run from there; a
-    study goes on from its ledger, so the engine is left out."""
+    """Base of the objects that Tune calls. Tune pickles them to restore a run; a study resumes from
+    its ledger instead, so the engine is not pickled."""
 
     _engine: TuneEngine
 
@@ -340,49 +336,50 @@ class StudySearcher(_OfEngine, Searcher):  # type: ignore[misc]
     def on_trial_complete(
         self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
     ) -> None:
-        """Do nothing: the scheduler and the callback tell the study."""
+        """Do nothing: the scheduler and the callback inform the study."""
 
     def set_search_properties(self, *_: Any, **__: Any) -> bool:
-        """Refuse nothing: a study has its own objectives."""
+        """Accept any metric: a study has its own objectives."""
         return True
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: the ledger has it."""
+        """Save nothing: the ledger has the search state."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Restore nothing: the ledger has it."""
+        """Restore nothing: the ledger has the search state."""
 
 
 class StudyScheduler(_OfEngine, FIFOScheduler):  # type: ignore[misc]
-    """Passes on what trials report, and ends those early that the study's scheduler ends."""
+    """Forwards reports to the study, and stops the trials that its scheduler stops."""
 
     def __init__(self, engine: TuneEngine) -> None:
         super().__init__()
         self._engine = engine
 
     def choose_trial_to_run(self, tune_controller: Any) -> None:
-        """Choose none: pending trials start in their order anyway."""
+        """Return None: Tune starts pending trials in order."""
         self._engine.use(tune_controller)
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        """Return Tune's decision after a result that is not the last one."""
+        """Return Tune's decision after a result other than the last."""
         goes_on = self._engine.hear(trial.trial_id, result[MESSAGES])
         return str(TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
-        """Pass on the last result; one after which the trial was ended is known."""
+        """Forward the last result; the study already knows a result after which it stopped the
+        trial."""
         self._engine.hear(trial.trial_id, result.get(MESSAGES, []))
         self._engine.forget(trial.trial_id)
 
 
 class StudyCallback(_OfEngine, tune.Callback):  # type: ignore[misc]
-    """Tells a study of trials whose actors died."""
+    """Reports trials whose actors died to the study."""
 
     def __init__(self, engine: TuneEngine) -> None:
         self._engine = engine
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Pass on that the actor of a trial has died."""
+        """Report that a trial's actor has died."""
         error = trial.get_error() or "its supervisor died"
         self._engine.note_error(trial.trial_id, last_line(str(error)))
         self._engine.forget(trial.trial_id)

@@ -1,11 +1,12 @@
-"""The process hosts of a study, one on each node of its Ray cluster that may be used.
+"""The process hosts of a study: one actor on each usable node of the Ray cluster.
 
-A node that joins is checked once, before a trial runs there: its Python, torch, the code of this
-package, the user's packages and the data must be the driver's. One with other versions is refused
-for good; one on which our code does not start, or whose data are not the study's, is asked again
-after ever longer waits. Either is said once, with the remedy. A node that Ray drains gets no more
-trials. A host that no trial has needed for a while, while none waits, ends, so that an autoscaler
-may end its node; it is made again once a trial waits.
+Every node is checked once before a trial runs there. Its Python, torch, lns-study code, user
+packages and data must equal the driver's. A node with other versions is rejected permanently. A
+node on which the host does not start, or which has other data, is retried with exponential
+backoff. Either way the user sees the reason and the remedy once.
+
+A node that Ray drains gets no new trials. An idle host ends after :data:`IDLE_SECONDS` if no trial
+is waiting, so that an autoscaler can remove its node, and starts again with the next waiting trial.
 """
 
 from __future__ import annotations
@@ -17,17 +18,25 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from study.execution.local.leases import IDLE_SECONDS, LONGEST_SECONDS, NODE_LABEL, POLL_SECONDS
 from study.execution.tune.process_host import NodeCheck, ProcessHost
 from study.execution.tune.supervisor import host_name
 from trainers.config import TrialConfig
 from trainers.workers.messages import NAMESPACE, last_line
 from trainers.workers.node import differing, versions
 
+IDLE_SECONDS = 60.0
+"""Seconds for which a host may be idle while no trial waits, before it is ended."""
+POLL_SECONDS = 1.0
+"""Seconds between looks at the nodes, and the first wait before one that cannot be used is asked
+again."""
+LONGEST_SECONDS = 60.0
+"""Longest wait before a node that cannot be used is asked again."""
+NODE_LABEL = "ray.io/node-id"
+"""Label by which Ray knows a node."""
 LOST_SECONDS = 30.0
-"""Longest time after which Ray knows of a node's end."""
+"""Longest delay until Ray marks a lost node as dead (seconds)."""
 CALLS = 10_000
-"""Most calls that a host answers at once: two for each of its runs."""
+"""Maximum number of concurrent calls to a host: two for each run."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,12 +44,12 @@ class _Host:
     """The host of a node.
 
     Attributes:
-        node, name: Ray's id of the node, and the machine's name as Ray has it.
+        node, name: Ray's node id, and the machine's name in Ray.
         actor: handle of the actor.
-        checked: the check, while nobody knows its answer.
-        lives: call that ends with the actor.
-        ready: whether trials may run there.
-        needed: when it last had a trial, or one waited.
+        checked: pending call of the node's check, or None after it.
+        lives: call that returns only when the actor ends.
+        ready: whether trials may run on the node.
+        needed: time when the host last had a trial or a trial was waiting.
     """
 
     node: str
@@ -54,7 +63,7 @@ class _Host:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRoom:
-    """A node that may be used: its id, its machine's name, and what Ray says that it has."""
+    """A usable node: its id, its machine's name, and its CPUs and GPUs in Ray."""
 
     node: str
     host: str
@@ -70,8 +79,8 @@ class Hosts:
         nodes: returns the nodes as :meth:`~study.execution.ray_session.Session.nodes` does.
         say: prints a line for the user.
         modules: code of the user's that a node must have, as ``package.module:name``.
-        data: a trial for each data set that a node must have, and the SHA-256 of the examples of
-            all (:attr:`trainers.data.DatasetInfo.files`).
+        data: one trial for each data set that a node must have, and the SHA-256 digests of their
+            examples (:attr:`trainers.data.DatasetInfo.files`).
     """
 
     def __init__(
@@ -89,21 +98,21 @@ class Hosts:
         self._refused: set[str] = set()
         self._told: set[str] = set()
         self._waits: dict[str, tuple[float, float]] = {}
-        """Wait after the last failure of a node, and the time when it ends."""
+        """Current backoff of a node and the time when it ends (seconds)."""
         self._lost: dict[str, float] = {}
-        """When a node that was used lost its host."""
+        """Time when a usable node lost its host."""
         self._looked, self._gave_back = -float("inf"), False
         self.rooms: list[NodeRoom] = []
-        """The nodes that may be used now."""
+        """The usable nodes."""
         self.draining: set[str] = set()
-        """Nodes that are about to end."""
+        """Nodes that Ray drains."""
 
     def poll(self, waiting: bool, used: Collection[str]) -> None:
-        """Look for nodes that joined, left, drain or have answered; to be called every second.
+        """Update the list of nodes and their hosts; to be called every second.
 
         Args:
-            waiting: whether a trial waits for room.
-            used: nodes with trials.
+            waiting: whether a trial is waiting for resources.
+            used: ids of the nodes that run trials.
         """
         self._looked = time.monotonic()
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
@@ -130,13 +139,13 @@ class Hosts:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Labels that a trial's nodes must have: nodes that cannot be used are left out."""
+        """Label selector that excludes unusable nodes, for Ray's placement of a trial."""
         known = {node for node, host in self._hosts.items() if not host.ready}
         out = sorted(self._refused | self.draining | known | self._waits.keys())
         return {NODE_LABEL: f"!in({','.join(out)})"} if out else {}
 
     def call(self, node: str, method: str, *arguments: Any) -> None:
-        """Call a host without waiting for its answer."""
+        """Call a host's method without waiting for the result."""
         if node in self._hosts:
             with contextlib.suppress(Exception):  # it may have died
                 getattr(self._hosts[node].actor, method).remote(*arguments)
@@ -151,18 +160,18 @@ class Hosts:
         self._hosts.clear()
 
     def _drain(self, nodes: dict[str, dict[str, Any]], used: Collection[str]) -> None:
-        """Keep further trials from nodes that are about to end; leave one once it has none."""
+        """Exclude draining nodes from placement, and end the host of one without trials."""
         for name in nodes.keys() & set(used) - self.draining:
             self._say(
-                f"Ray drains the node {nodes[name]['NodeManagerHostname']}: its trials finish the"
-                " epoch under way, write a checkpoint and go on elsewhere, those that can"
+                f"Ray drains the node {nodes[name]['NodeManagerHostname']}: trials that can finish"
+                " their epoch, write a checkpoint and continue on another node"
             )
         self.draining = set(nodes)
         for name in self.draining & self._hosts.keys() - set(used):
             self._drop(self._hosts[name])
 
     def _end_idle(self, waiting: bool, used: Collection[str]) -> None:
-        """End the hosts that were not needed for a while; none is made before a trial waits."""
+        """End idle hosts; they start again when a trial is waiting."""
         self._gave_back = self._gave_back and not waiting
         for host in list(self._hosts.values()):
             if waiting or host.node in used:
@@ -176,7 +185,7 @@ class Hosts:
         return ask and time.monotonic() >= self._waits.get(node, (0.0, 0.0))[1]
 
     def _ask(self, node: str, name: str) -> None:
-        """Make a node's host, and ask what it has."""
+        """Start a node's host and its check."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -194,7 +203,7 @@ class Hosts:
         )
 
     def _hear(self, host: _Host) -> None:
-        """Take in the answer of a host, or its end."""
+        """Handle the result of a host's check, or the host's end."""
         import ray
 
         asked = host.checked if host.checked is not None else host.lives
@@ -212,7 +221,7 @@ class Hosts:
             self._judge(host, found)
 
     def _may_be_gone(self, node: str) -> bool:
-        """Tell whether a node has lost its host so lately that Ray may not yet know it as dead."""
+        """Return whether Ray may still list a lost node as alive."""
         return time.monotonic() - self._lost.get(node, -float("inf")) < LOST_SECONDS
 
     def _judge(self, host: _Host, found: NodeCheck) -> None:
@@ -227,7 +236,7 @@ class Hosts:
             self._waits.pop(host.node, None)
 
     def _lacks(self, found: NodeCheck) -> str:
-        """Return what forbids a node's data; "" if they are the study's."""
+        """Return why a node's data cannot be used; "" if they equal the study's."""
         if found.data is None:
             return ""
         if isinstance(found.data.payload, str):  # also how its process died
@@ -241,7 +250,7 @@ class Hosts:
         return f"the data are not this study's ({named}); bring the same files there"
 
     def _refuse(self, host: _Host, theirs: dict[str, str]) -> None:
-        """Leave a node out for good, and say why."""
+        """Reject a node permanently, and print the reason."""
         self._drop(host)
         self._refused.add(host.node)
         wrong = ", ".join(differing(theirs, self._versions))
@@ -252,7 +261,7 @@ class Hosts:
         )
 
     def _put_off(self, host: _Host, problem: str) -> None:
-        """Ask a node again after a while; say of a problem the first time."""
+        """Retry a node later with exponential backoff; print the problem the first time."""
         self._drop(host)
         wait = min(2 * self._waits.get(host.node, (POLL_SECONDS / 2, 0.0))[0], LONGEST_SECONDS)
         self._waits[host.node] = wait, time.monotonic() + wait

@@ -1,13 +1,13 @@
 """The worker processes of one node of a Ray cluster, behind an actor that takes no CPU.
 
-There is one :class:`ProcessHost` a node. Its fork server has torch, the kernels and the data
-loaded, so a trial's process starts in milliseconds. The supervisors of trials
-(:mod:`study.execution.tune.supervisor`) hold the CPUs and GPUs; each asks the host of its node for
-a process, and passes on what it says.
+Each node has one :class:`ProcessHost`. Its fork server has torch, the kernels and the data loaded,
+so a trial's process starts in milliseconds. The trials' supervisors
+(:mod:`study.execution.tune.supervisor`) hold the CPUs and GPUs. Each requests a process from the
+host of its node, and forwards the process's messages.
 
-A *run* is a trial, or one rank of it, in a process. A process is kept for the next run of its
-resources, and several runs of small trials may share one on a GPU
-(:mod:`trainers.workers.packed`). One that ran the user's code, or a rank, trains nothing else.
+A *run* is a trial, or one rank of a gang, in a process. A process is reused for the next run with
+the same resources, and several small trials may share a process on a GPU
+(:mod:`trainers.workers.packed`). A process that ran a gang's rank or the user's code is not reused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from trainers.workers.node import Node, versions
 from trainers.workers.resources import WorkerResources
 
 LISTEN_SECONDS = 1.0
-"""Longest wait of the thread that hears the processes."""
+"""Timeout of one read of the processes' messages (seconds)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Process:
-    """A process, and the runs that it trains."""
+    """A process and its runs."""
 
     key: int
     shape: WorkerResources
@@ -44,23 +44,23 @@ class _Process:
 
 @dataclass(eq=False, kw_only=True)
 class _Run:
-    """A trial, or a rank of it, in a process, and what it has said that nobody has read yet."""
+    """A run and its unread messages."""
 
     trial: str
     process: _Process
     said: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     reason: str = ""
-    """Why it was ended from here."""
+    """Reason given by the caller that ended the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCheck:
-    """What a host tells of its node before it is used.
+    """Result of a node's check.
 
     Attributes:
         host: name of the machine.
         versions: see :func:`trainers.workers.node.versions`.
-        data: answer of :meth:`trainers.workers.node.Node.examine`; None if nothing was asked.
+        data: result of :meth:`trainers.workers.node.Node.examine`; None without data sets.
     """
 
     host: str
@@ -72,8 +72,8 @@ class ProcessHost:
     """The processes of this node, as an asynchronous Ray actor: every call may wait.
 
     Args:
-        log: file that takes what the processes print; None for nowhere.
-        data: data sets that are loaded once, by ``DataConfig``'s keys.
+        log: file for the processes' output; None discards it.
+        data: data sets to load once, each as the keys of a ``DataConfig``.
     """
 
     def __init__(self, log: Path | None, data: Sequence[dict[str, Any]]) -> None:
@@ -87,10 +87,10 @@ class ProcessHost:
         self._listener: asyncio.Task[None] | None = None
 
     async def check(self, modules: Sequence[str], trials: Sequence[TrialConfig]) -> NodeCheck:
-        """Describe this node: what must be the same on all, and the data of some trials.
+        """Return this node's versions and the digests of its data.
 
-        To be called first, once. Runs come once the caller has admitted the node: the check hears
-        the processes itself.
+        Must be called once, before all other methods. The check reads the processes' messages
+        itself, so runs may be opened only after :meth:`admit`.
         """
         found = None
         if trials:
@@ -105,25 +105,25 @@ class ProcessHost:
         )
 
     async def admit(self) -> None:
-        """Note that this node is used."""
+        """Allow runs on this node."""
         self._admitted.set()
 
     async def name(self) -> str:
-        """Return the machine's name, once this node is used."""
+        """Wait until the node is admitted, then return the machine's name."""
         await self._admitted.wait()
         return os.uname().nodename
 
     async def open(
         self, run: str, trial: str, shape: WorkerResources, gpus: str, messages: Sequence[Message]
     ) -> None:
-        """Give a run to a process, a new one if need be.
+        """Start a run in a process; creates a process if none can be reused.
 
         Args:
-            run: names it from now on; it must be new.
+            run: unique name of the run.
             trial: the trial's id.
-            shape: what it needs; runs of the same shape may take turns in a process.
+            shape: the run's resources; runs with the same shape can reuse a process.
             gpus: value of ``CUDA_VISIBLE_DEVICES``.
-            messages: what the process is told first.
+            messages: first messages for the process.
         """
         process = self._process_for(shape, gpus)
         self._runs[run] = _Run(trial=trial, process=process)
@@ -133,13 +133,13 @@ class ProcessHost:
             self._node.send(process.key, pickle.dumps(message))
 
     async def send(self, run: str, message: Message) -> None:
-        """Send a message to the process of a run; one that has ended hears nothing."""
+        """Send a message to a run's process; ignored after the run has ended."""
         await self._opened[run].wait()
         if run in self._runs:
             self._node.send(self._runs[run].process.key, pickle.dumps(message))
 
     async def receive(self, run: str) -> list[Message]:
-        """Return what a run has said, as soon as there is something."""
+        """Wait for messages of a run and return them."""
         await self._opened[run].wait()
         said = self._runs[run].said
         found = [await said.get()]
@@ -148,20 +148,20 @@ class ProcessHost:
         return found
 
     async def leave(self, runs: Sequence[str]) -> None:
-        """Have runs write a checkpoint after the epoch under way and end there."""
+        """Ask runs to write a checkpoint after their current epoch and to end."""
         for run in runs:
             if run in self._runs:
                 await self.send(run, Message(LEAVE, self._runs[run].trial))
 
     async def end(self, runs: Sequence[str], why: str) -> None:
-        """End the processes of runs; their deaths are told with this reason."""
+        """Kill the processes of runs; ``why`` becomes the reason in their last message."""
         for run in runs:
             if run in self._runs:
                 self._runs[run].reason = why
                 self._node.kill(self._runs[run].process.key)
 
     async def close(self, run: str) -> None:
-        """Forget a run; a process that still trains it ends."""
+        """Drop a run; kills its process if the run has not ended."""
         await self._opened[run].wait()
         del self._opened[run]
         found = self._runs.pop(run, None)
@@ -169,11 +169,11 @@ class ProcessHost:
             self._drop(found.process)
 
     async def live(self) -> None:
-        """Wait for ever: whoever waits for the answer hears of the end of this actor."""
+        """Block forever: the call fails when this actor ends, which informs the caller."""
         await asyncio.Event().wait()
 
     def _process_for(self, shape: WorkerResources, gpus: str) -> _Process:
-        """Return a process of that shape with room for one more run, a new one if there is none."""
+        """Return a process for a run of that shape: one with a free lane, or a new one."""
         rank = shape.processes > 1
         same = [p for p in self._processes.values() if (p.shape, p.gpus) == (shape, gpus)]
         free = [p for p in same if len(p.runs) < shape.lanes and not rank and not shape.own]
@@ -228,7 +228,7 @@ class ProcessHost:
         run.said.put_nowait(message)
 
     def _lose_others(self, process: _Process, why: str) -> None:
-        """Tell the other runs of a process that ends with one of them."""
+        """Report the death of the other runs of a process that one run has ended."""
         for run in process.runs:
             text = f"its process ended with another trial's: {why}"
             run.said.put_nowait(Message(DIED, run.trial, text))

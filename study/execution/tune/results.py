@@ -19,15 +19,15 @@ SCOPES: dict[str, Callable[[list[float]], float]] = {
     "avg": statistics.fmean,
     "all": min,
 }
-"""What of a trial's epochs counts, by its name; ``all`` is the best, whichever that is."""
+"""How a trial's epochs are combined, by name; ``all`` takes the best epoch."""
 
 
 class StudyResults(ResultGrid):  # type: ignore[misc]
-    """The trials of a study that have ended, those of earlier runs too: one result each.
+    """One result for each ended trial of a study, in this run or an earlier one.
 
-    A result's ``metrics`` are those of its last epoch and test, with ``epoch``, ``trial_id`` and
-    ``config`` (``trial``, ``row``, ``seed`` and the sampled values); ``metrics_dataframe`` has an
-    epoch a line.
+    A result's ``metrics`` contain the metrics of the last epoch and the test, ``epoch``,
+    ``trial_id`` and ``config`` (``trial``, ``row``, ``seed`` and the sampled values).
+    ``metrics_dataframe`` has one line per epoch.
 
     Args:
         state: state of the study.
@@ -57,7 +57,7 @@ class StudyResults(ResultGrid):  # type: ignore[misc]
 
         Args:
             metric, mode: name, and ``min`` or ``max``.
-            scope: what of a trial's epochs counts: ``last``, ``all`` for the best, or ``avg``.
+            scope: how a trial's epochs are combined: ``last``, ``all`` (the best) or ``avg``.
             filter_nan_and_inf: whether to leave out trials whose value is not finite.
 
         Raises:

@@ -1,7 +1,8 @@
-"""Where the trials of a study fit on a cluster, by what Ray says of its nodes.
+"""The CPUs and GPUs of a cluster that a study can use now.
 
-Ray places trials. This counts what they hold, so that a study hands Ray no more of them than can
-start: what else waits could not be taken back, and a gang would wait behind it.
+Ray places the trials. This module counts their resources, so that a study hands Tune only trials
+that can start at once. A pending trial cannot be withdrawn from Tune, and a gang would have to wait
+behind it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ from study.execution.tune.hosts import NodeRoom
 from trainers.workers.resources import WorkerResources
 
 LOOKS = 3
-"""Looks of which the least is taken for what others hold."""
+"""Number of polls whose minimum estimates the resources that other users hold."""
 
 
 @dataclass(eq=False)
 class Room:
-    """The CPUs and GPUs of a cluster, and what a study's trials hold of them.
+    """The CPUs and GPUs of a cluster, and the part that a study's trials hold.
 
     Attributes:
-        nodes: the nodes that may be used.
-        others: CPUs and GPUs that somebody else holds.
-        kept: CPUs and GPUs that are kept free for somebody else who waits.
-        held: node of each rank by trial, and the ranks' CPUs and GPUs; the node None where nobody
-            knows it yet.
+        nodes: the usable nodes.
+        others: CPUs and GPUs that other users hold.
+        kept: CPUs and GPUs reserved for a pending request of another user.
+        held: node, CPUs and GPUs of each rank by trial; the node is None until Ray has placed it.
     """
 
     nodes: Sequence[NodeRoom] = ()
@@ -34,13 +34,13 @@ class Room:
     kept: tuple[float, float] = (0.0, 0.0)
     held: dict[str, list[tuple[str | None, float, float]]] = field(default_factory=dict)
     _seen: list[tuple[float, float]] = field(default_factory=list)
-    """What others held at the last looks."""
+    """Resources of other users at the last polls."""
     _known: set[str] = field(default_factory=set)
-    """Nodes of the last look."""
+    """Nodes at the last poll."""
 
     @property
     def free(self) -> tuple[float, float]:
-        """CPUs and GPUs that nobody holds, of all nodes together."""
+        """Free CPUs and GPUs of all nodes together."""
         cpus, gpus = self.total
         mine = [rank for ranks in self.held.values() for rank in ranks if self._is_here(rank[0])]
         return (
@@ -50,18 +50,20 @@ class Room:
 
     @property
     def total(self) -> tuple[float, float]:
-        """CPUs and GPUs of the nodes that may be used."""
+        """CPUs and GPUs of all usable nodes."""
         return sum(node.cpus for node in self.nodes), sum(node.gpus for node in self.nodes)
 
     def note_others(
         self, free: Mapping[str, tuple[float, float]], ours: tuple[float, float]
     ) -> None:
-        """Note what others hold: the least of the last looks, since what has just begun or ended
-        is in one figure before it is in the other. What a node that has just joined lacks is all
-        theirs.
+        """Estimate the resources that other users hold: all that is neither free nor ours.
+
+        Ray's figures and ours change at slightly different times when a trial starts or ends, so
+        the estimate is the minimum over :data:`LOOKS` polls. On a node that has just joined, all
+        used resources belong to other users.
 
         Args:
-            free: CPUs and GPUs of each node that nobody holds.
+            free: free CPUs and GPUs of each node.
             ours: CPUs and GPUs that this study holds on all nodes.
         """
         used = {}
@@ -80,7 +82,7 @@ class Room:
             self.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
 
     def take(self, trial: str, shape: WorkerResources) -> bool:
-        """Have a trial hold what it needs, if there is room; tell whether there was."""
+        """Allocate a trial's resources if they are free; return whether they were."""
         free, found = self.free, self._find(shape, empty=False)
         if found is None or free[0] + EPSILON < shape.cpus:
             return False
@@ -90,17 +92,17 @@ class Room:
         return True
 
     def place(self, trial: str, nodes: Sequence[str]) -> None:
-        """Note on which nodes the ranks of a trial are."""
+        """Record the nodes of a trial's ranks."""
         if trial in self.held and len(nodes) == len(self.held[trial]):
             ranks = zip(nodes, self.held[trial], strict=True)
             self.held[trial] = [(node, cpus, gpus) for node, (_, cpus, gpus) in ranks]
 
     def release(self, trial: str) -> None:
-        """Note that a trial holds nothing any more."""
+        """Free a trial's resources."""
         self.held.pop(trial, None)
 
     def could_fit(self, shape: WorkerResources) -> bool:
-        """Tell whether there would be room for a trial if no other ran."""
+        """Return whether a trial would fit if no other trial of the study ran."""
         return self._find(shape, empty=True) is not None
 
     def _is_here(self, node: str | None) -> bool:
@@ -109,7 +111,7 @@ class Room:
     def _find(
         self, shape: WorkerResources, empty: bool
     ) -> list[tuple[str | None, float, float]] | None:
-        """Return a node with room for each rank, as few nodes as that takes; None without room."""
+        """Return a node for each rank, using few nodes; None if the trial does not fit."""
         free = {node.node: [node.cpus, node.gpus] for node in self.nodes}
         held = [] if empty else [rank for ranks in self.held.values() for rank in ranks]
         for node, cpus, gpus in held:

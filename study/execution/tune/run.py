@@ -1,4 +1,4 @@
-"""A study on a cluster, from joining its Ray to leaving it."""
+"""A study's run on a Ray cluster, with a restart after this process has lost its node."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainers.workers.messages import DIED, Message
 
 
 class RayLostError(Exception):
-    """The part of Ray that this process has joined is gone; it may be joined again."""
+    """The Ray node that this process uses is gone; the process can reconnect."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What every node must have.
+    """Requirements of every node.
 
     Attributes:
         make: arguments of :class:`~study.execution.tune.process_host.ProcessHost`.
@@ -43,20 +43,19 @@ def run_on_ray(
     say: Callable[[str], None],
     options: TuneOptions,
 ) -> None:
-    """Run a study on the Ray that this process has joined.
+    """Run a study on the Ray cluster that this process is connected to.
 
-    Where that part of Ray is lost, it is joined again, and trials that ran there go on from their
-    checkpoints.
+    If the connection is lost, this process reconnects and the trials resume from their checkpoints.
 
     Args:
-        session: the Ray.
-        needs: what every node must have.
-        make_loop: makes the study's loop.
+        session: the connection to Ray.
+        needs: requirements of every node.
+        make_loop: creates the study's loop.
         say: prints a line for the user.
-        options: what the caller adds to the Tuner.
+        options: the caller's additions to the Tuner.
 
     Raises:
-        UserError: Ray has been silent for too long, or cannot be joined again.
+        UserError: Ray has not responded for too long, or reconnecting failed.
     """
     loop: Loop | None = None
     said = set[str]()
@@ -86,11 +85,11 @@ def run_on_ray(
 
 
 def _watch(session: Session, say: Callable[[str], None], said: set[str]) -> None:
-    """Check that Ray is there, and say if it does not answer.
+    """Check that Ray responds, and print a notice if it does not.
 
     Raises:
-        UserError: it has been silent for too long.
-        RayLostError: what this process has joined is gone.
+        UserError: it has not responded for too long.
+        RayLostError: the connection to the cluster is lost.
     """
     session.look()
     if session.lost:

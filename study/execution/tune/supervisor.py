@@ -1,13 +1,13 @@
-"""The trainable of a study under Ray Tune: it supervises a trial and trains nothing itself.
+"""The trainable of a study under Ray Tune: it supervises a trial, which trains in other processes.
 
-A supervisor is the actor that Tune makes for a trial. It holds the trial's CPUs and GPUs, asks the
-process host of its node (:mod:`study.execution.tune.process_host`) for a process that trains the
-trial, and returns what that says as results. A trial of several workers has a bundle a rank in
-Tune's placement group; its supervisor asks the host of each bundle's node for that rank's process,
-and has them meet.
+Tune creates one supervisor actor per trial. The supervisor holds the trial's CPUs and GPUs,
+requests a worker process from its node's process host (:mod:`study.execution.tune.process_host`),
+and returns the process's reports as Tune results. A trial with several workers has one bundle per
+rank in Tune's placement group; its supervisor requests a process on each bundle's node and
+connects the ranks.
 
-Each result has, beside the figures of the trial's last epoch, :data:`MESSAGES`: what the processes
-said, unchanged, for the study that runs the trial. Loads no torch.
+Each result contains the metrics of the trial's last epoch and, under :data:`MESSAGES`, the
+processes' messages for the study's loop. Does not import torch.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from trainers.workers.resources import RAY_TRAIN, WorkerResources
 JOB = "job"
 """Key of a trial's config with its :class:`Job`."""
 MESSAGES = "messages"
-"""Key of a result with what the trial's processes have said, a list of messages."""
+"""Key of a result with the messages of the trial's processes, a list."""
 LAST = (ENDED, DIED, UNPLACED)
-"""Kinds of messages after which nothing more comes of a start of a trial."""
-SLIVER = 0.001
-"""CPUs of the supervisor of a trial whose workers Ray Train places."""
+"""Kinds of the last message of a trial's start."""
+SLIVER = {"memory": 1.0}
+"""Resources of a supervisor whose workers are placed by Ray Train: one byte of memory, because Tune
+rejects an empty request. A share of a CPU would block workers that need all CPUs of a cluster."""
 HOST_SECONDS = 60.0
-"""Longest wait for the process host of a node that has just joined."""
+"""Timeout for the process host of a new node (seconds)."""
 FOLLOWS_SECONDS = 0.01
-"""Longest wait for more before what a trial said is a result."""
+"""Time during which further messages are added to the same result (seconds)."""
 END_SECONDS = 5.0
-"""Longest wait for a process to end its trial before it is killed."""
+"""Time for a process to stop its trial before it is killed (seconds)."""
 
 
 def host_name(engine: str, node: str) -> str:
@@ -72,15 +73,15 @@ def host_name(engine: str, node: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a supervisor needs of its trial.
+    """Description of a trial for its supervisor.
 
     Attributes:
         engine: name of the run of the study.
-        run: name of this start of the trial.
+        run: unique name of this start of the trial.
         trial: id of the trial.
-        shape: resources of its workers.
-        plan: what a worker process needs (:mod:`trainers.workers.worker_process`).
-        labels: labels that its nodes must have.
+        shape: its workers' resources.
+        plan: task of a worker process (:mod:`trainers.workers.worker_process`).
+        labels: label selector for its nodes.
     """
 
     engine: str
@@ -95,27 +96,28 @@ class Job:
 
     @property
     def request(self) -> tune.PlacementGroupFactory:
-        """What Tune asks Ray for: a bundle a rank, or a sliver where Ray Train asks for them."""
-        bundles = [{"CPU": SLIVER}] if self.shape.executor == RAY_TRAIN else self.shape.bundles
+        """Tune's resource request: one bundle per rank, or :data:`SLIVER` if Ray Train places the
+        workers."""
+        bundles = [SLIVER] if self.shape.executor == RAY_TRAIN else self.shape.bundles
         labels = {"bundle_label_selector": [self.labels] * len(bundles)} if self.labels else {}
         return tune.PlacementGroupFactory(bundles, strategy="PACK", **labels)
 
 
 @dataclass(eq=False, kw_only=True)
 class _Rank:
-    """A rank of a trial: the host of its process, and the name of its run there."""
+    """A rank of a trial: its process host, and the name of its run there."""
 
     host: Any
     run: str
     node: str
     machine: str
     asked: Any = None
-    """The call that waits for what it says next."""
+    """Pending call that returns its next messages."""
     ended: bool = False
 
 
 class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
-    """Supervises one trial after another; see the module."""
+    """Supervises one trial at a time; Tune reuses the actor for the next trial."""
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the first trial."""
@@ -127,19 +129,19 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         self._figures: dict[str, Any] = {}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End the last trial and start the next one."""
+        """End the previous trial and start the next."""
         self.cleanup()
         self.setup(new_config)
         return True
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """Return what Tune asks Ray for."""
+        """Return Tune's resource request for a trial."""
         job: Job = config[JOB]
         return job.request
 
     def step(self) -> dict[str, Any]:
-        """Return the next result: what the processes have said since the last one."""
+        """Return the next result, with all messages since the previous one."""
         messages = self._next() if self._ranks else self._begin()
         self._add_what_follows(messages)
         for message in messages:
@@ -155,7 +157,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         """Load nothing: a trial's processes find its checkpoints in the study's storage."""
 
     def cleanup(self) -> None:
-        """End the trial where it has not ended, and let go of its processes."""
+        """Stop the trial if it still runs, and release its processes."""
         ranks, self._ranks = self._ranks, []
         stopping = [rank for rank in ranks if not rank.ended and rank.asked is not None]
         if stopping and self._waits:
@@ -168,7 +170,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             rank.host.close.remote(rank.run)
 
     def _begin(self) -> list[Message]:
-        """Give the trial to its processes."""
+        """Start the trial's processes."""
         job = self._job
         try:
             places = _places(job)
@@ -196,7 +198,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         return [Message(PLACED, job.trial, place)]
 
     def _meet(self) -> list[Message]:
-        """Have the ranks join a group and train; return how one died, if one did."""
+        """Connect the ranks and start the training; return the death of a rank, if one died."""
         job, first = self._job, self._ranks[0]
         together = len({rank.node for rank in self._ranks}) == 1
         values = {
@@ -224,7 +226,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         rank.host.send.remote(rank.run, Message(JOIN, payload=values))
 
     def _next(self) -> list[Message]:
-        """Return what rank 0 says next, or the end of the trial in any rank."""
+        """Return the next messages of rank 0, or the end of the trial in any rank."""
         if self._meets:
             self._meets = False
             if died := self._meet():
@@ -248,7 +250,8 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         return found
 
     def _add_what_follows(self, messages: list[Message]) -> None:
-        """Add what the trial says within :data:`FOLLOWS_SECONDS`: a short trial is one result."""
+        """Add messages that follow within :data:`FOLLOWS_SECONDS`, so that a short trial is one
+        result."""
         until = time.monotonic() + FOLLOWS_SECONDS
         while not (self._meets or self._waits or messages[-1].kind in LAST):
             if not self._listen(until - time.monotonic()):
@@ -256,7 +259,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             messages += self._next()
 
     def _hear(self) -> tuple[_Rank, list[Message]]:
-        """Return what a rank says next."""
+        """Return a rank's next messages."""
         (ready, *_) = self._listen(None)
         rank = next(rank for rank in self._ranks if rank.asked == ready)
         rank.asked = None
@@ -268,7 +271,7 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
             return rank, [Message(DIED, self._job.trial, why)]
 
     def _listen(self, seconds: float | None) -> list[Any]:
-        """Return the calls whose rank has said something, once there is one, or after a while."""
+        """Return the calls that have messages, waiting at most ``seconds``."""
         for rank in self._ranks:
             if rank.asked is None and not rank.ended:
                 rank.asked = rank.host.receive.remote(rank.run)
@@ -277,9 +280,9 @@ class TrialSupervisor(tune.Trainable):  # type: ignore[misc]
         return ready
 
     def _end(self, rank: _Rank, message: Message) -> list[Message]:
-        """Note the end of the trial in a rank; return it once it has ended in all of them.
+        """Record the end of the trial in one rank; return the trial's end after the last rank.
 
-        If it has not ended well in one, the others would wait in vain.
+        A failed rank ends the trial immediately, because the other ranks would wait for it forever.
         """
         rank.ended = True
         if message.kind == DIED:
@@ -321,20 +324,20 @@ def _own_gpus() -> str:
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def _gpus_of() -> str:
-    """Return the GPUs of the bundle that this task was given."""
+    """Return the GPUs of this task's bundle."""
     return _own_gpus()
 
 
 @functools.cache
 def _host(engine: str, node: str) -> tuple[Any, str]:
-    """Return the process host of a node, and its machine's name.
+    """Return a node's process host and the machine's name.
 
-    The driver makes the host when the node joins, checks the node, and ends the host if the node
-    cannot be used.
+    The driver starts the host when the node joins, checks the node, and kills the host if the node
+    is not usable.
 
     Raises:
-        ValueError: there is none after :data:`HOST_SECONDS`.
-        RayError: it has ended.
+        ValueError: the host did not start within :data:`HOST_SECONDS`.
+        RayError: the host has ended.
     """
     until = time.monotonic() + HOST_SECONDS
     while True:

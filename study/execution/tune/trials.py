@@ -1,9 +1,9 @@
-"""The trials of a study as Ray Tune has them: the pool of the ray engine.
+"""The running trials of the ray engine.
 
-:class:`TuneTrials` is to the study's loop (:mod:`study.execution.loop`) what the pool of processes
-is on one machine. A trial that the loop starts waits here until Tune asks its searcher for one
-(:mod:`study.execution.tune.engine`), which is at once. What a trial's processes say comes back as
-messages in Tune's results; what the loop answers becomes Tune's decision.
+:class:`TuneTrials` has the same interface for the study's loop (:mod:`study.execution.loop`) as the
+process pool on one machine. A trial that the loop starts is queued here until Tune's searcher takes
+it (:mod:`study.execution.tune.engine`). The processes' messages come back in Tune's results, and
+the loop's answer becomes Tune's decision.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from trainers.workers.messages import ENDED, PLACED, STOPPED, Message
 from trainers.workers.resources import WorkerResources
 
 DEAF_SECONDS = 15.0
-"""Seconds after which a supervisor is killed that does not tell of its process's end."""
+"""Time for a supervisor to report its killed process before it is killed too (seconds)."""
 ASK_SECONDS = 10.0
-"""Seconds after which an autoscaler is told its demand again."""
+"""Seconds between two requests for the same resources from the autoscaler."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Handed:
-    """A trial that Tune has, or will be given.
+    """A trial that was queued for Tune or is running.
 
     Attributes:
-        job: what its supervisor needs.
-        slots: number of each rank, the lowest that were free.
-        nodes: Ray's ids of the nodes of its ranks, once they are known.
-        goes_on: answer to its last report.
-        over: whether it has ended here; Tune's trial may live on for a moment.
-        killed: when its processes were told to end.
-        hosts: machines of its ranks; unknown when it starts.
+        job: description for its supervisor.
+        slots: slot number of each rank.
+        nodes: Ray node id of each rank; empty until Ray has placed the trial.
+        goes_on: whether it continues after its last report.
+        over: whether it has ended; Tune may process its end later.
+        killed: time when its processes were killed; None before.
+        hosts: always empty: the machines are unknown when a trial starts.
     """
 
     job: Job
@@ -54,8 +54,8 @@ class TuneTrials:
     """The trials of one run of a study under Tune.
 
     Args:
-        hosts: process hosts of the nodes.
-        ask: asks the cluster's autoscaler for room for these workers in all.
+        hosts: the nodes' process hosts.
+        ask: requests resources for these bundles in total from the autoscaler.
     """
 
     def __init__(self, hosts: Hosts, ask: Callable[[list[dict[str, float]]], None]) -> None:
@@ -69,41 +69,41 @@ class TuneTrials:
 
     @property
     def running(self) -> list[str]:
-        """Ids of the trials that were started and have not ended."""
+        """Ids of the queued and running trials."""
         return list(self._trials)
 
     @property
     def moving(self) -> list[str]:
-        """Ids of the trials on nodes that are about to end."""
+        """Ids of the trials on draining nodes."""
         draining = self._hosts.draining
         return [name for name, trial in self._trials.items() if draining.intersection(trial.nodes)]
 
     @property
     def used(self) -> set[str]:
-        """Nodes with trials."""
+        """Ids of the nodes that run trials."""
         return {node for trial in self._trials.values() for node in trial.nodes}
 
     @property
     def started(self) -> bool:
-        """Whether Tune has, or will be given, a trial whose place nobody knows yet."""
+        """Whether a trial has not been placed yet."""
         return any(not trial.nodes for trial in self._trials.values())
 
     @property
     def idle(self) -> bool:
-        """Whether there is a CPU that nobody holds."""
+        """Whether at least one CPU is free."""
         return self.room.free[0] >= 1.0 - EPSILON
 
     @property
     def idle_resources(self) -> tuple[float, float]:
-        """CPUs and GPUs that nobody holds."""
+        """Free CPUs and GPUs."""
         return self.room.free
 
     def could_fit(self, shape: WorkerResources) -> bool:
-        """Tell whether there would be room for a trial if no other ran."""
+        """Return whether a trial would fit if no other trial of the study ran."""
         return self.room.could_fit(shape)
 
     def capacity(self) -> tuple[float, int, int]:
-        """Return the CPUs, GPUs and machines of the nodes that may be used."""
+        """Return the number of CPUs, GPUs and machines that the study can use."""
         (cpus, gpus), others = self.room.total, self.room.others
         machines = len({node.host for node in self.room.nodes})
         return cpus - others[0], int(gpus - others[1]), machines
@@ -111,7 +111,7 @@ class TuneTrials:
     def start(
         self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
     ) -> Handed | None:
-        """Have Tune start a trial if there is room for it now; else return None."""
+        """Queue a trial for Tune if its resources are free; else return None."""
         if not self.room.take(trial, shape):
             return None
         self._starts[trial] += 1
@@ -129,22 +129,22 @@ class TuneTrials:
         return handed
 
     def next(self) -> Handed | None:
-        """Return the next trial that was started and that Tune has not been given, or None."""
+        """Return the next queued trial, or None."""
         return self._waiting.popleft() if self._waiting else None
 
     def answer(self, trial: str, go: bool) -> None:
-        """Note whether a trial goes on after its last report."""
+        """Set whether a trial continues after its last report."""
         if trial in self._trials:
             self._trials[trial].goes_on = go
 
     def leave_after_epoch(self, trials: Iterable[str]) -> None:
-        """Have trials write a checkpoint after the epoch under way and end there."""
+        """Ask trials to write a checkpoint after their current epoch and to end."""
         self._tell(trials, "leave")
 
     def kill(self, trial: str, why: str) -> None:
-        """End the processes of a trial; its death will be reported with this reason.
+        """Kill a trial's processes; ``why`` becomes the reason of its death.
 
-        One that Ray has not placed yet has none, and goes on waiting.
+        A trial that Ray has not placed has no processes and stays pending.
         """
         handed = self._trials.get(trial)
         if handed is not None and handed.nodes and handed.killed is None:
@@ -152,21 +152,18 @@ class TuneTrials:
             self._tell([trial], "end", why)
 
     def end_all(self, why: str) -> None:
-        """End the processes of all trials."""
+        """Kill the processes of all trials."""
         self._waiting.clear()
         for trial in self.running:
             self.kill(trial, why)
 
     def forget_all(self) -> None:
-        """Forget all trials: their actors end with Tune's run."""
+        """Drop all trials: their actors end with Tune's run."""
         self._waiting.clear()
         self._trials.clear()
 
-    def flush(self) -> None:
-        """Do nothing: what Tune decides, it does itself."""
-
     def deaf(self) -> list[str]:
-        """Return the trials whose processes were ended a while ago and that say nothing of it."""
+        """Return killed trials whose supervisors have not reported the death in time."""
         now = time.monotonic()
         return [
             name
@@ -175,7 +172,7 @@ class TuneTrials:
         ]
 
     def hear(self, handed: Handed, messages: list[Message]) -> list[Message]:
-        """Take in what a trial has said; return what the loop is to hear of it."""
+        """Update a trial from its messages; return the messages for the loop."""
         if handed.over:
             return []
         for message in messages:
@@ -187,12 +184,15 @@ class TuneTrials:
         return messages
 
     def note_stop(self, handed: Handed) -> list[Message]:
-        """Note that Tune ends a trial early; return what the loop is to hear of it."""
+        """Record that Tune stops a trial early; return the messages for the loop."""
         end = {"how": STOPPED, "text": "", "retire": ""}
         return self.hear(handed, [Message(ENDED, handed.job.trial, end)])
 
     def ask_for(self, waiting: WorkerResources | None) -> None:
-        """Ask an autoscaler for what the trials hold, and one that waits if there is one."""
+        """Request resources from the autoscaler: those of all trials and of the next waiting one.
+
+        The request is withdrawn when no trial is waiting.
+        """
         wanted: list[dict[str, float]] = []
         if waiting is not None:
             shapes = [*(trial.job.shape for trial in self._trials.values()), waiting]

@@ -12,18 +12,18 @@ from study.execution.tune.options import TuneOptions
 from study.execution.tune.results import StudyResults
 
 OURS = ("failure_config", "checkpoint_config", "sync_config", "stop")
-"""Fields of a ``RunConfig`` that a study decides itself."""
+"""Fields of a ``RunConfig`` that the study's config decides."""
 
 
 class StudyTuner(tune.Tuner):  # type: ignore[misc]
-    """The Tuner of a study: :meth:`fit` runs what is left of it, and writes its ledger.
+    """A study's Tuner: :meth:`fit` runs the unfinished trials and writes the ledger.
 
     Args:
-        run: runs the study with the options that it is given, and returns its handle.
-        run_config: callbacks, ``name``, ``storage_path`` and ``verbose`` for Tune; None for none.
+        run: runs the study with the given options, and returns its handle.
+        run_config: callbacks, ``name``, ``storage_path`` and ``verbose`` for Tune, or None.
 
     Raises:
-        UserError: the ``run_config`` has what a study decides itself.
+        UserError: the ``run_config`` sets a field that the study's config decides.
     """
 
     def __init__(
@@ -41,24 +41,25 @@ class StudyTuner(tune.Tuner):  # type: ignore[misc]
         self._results: StudyResults | None = None
 
     def fit(self) -> tune.ResultGrid:
-        """Run the study, or what is left of it.
+        """Run the unfinished trials of the study.
 
         Returns:
-            All trials that have ended, those of earlier runs too.
+            All trials that have ended, in this run or an earlier one.
 
         Raises:
-            UserError: the study cannot start, and nothing was done.
-            KeyboardInterrupt: it was interrupted; ledger, MLflow runs and report are closed.
+            UserError: the study cannot start; nothing was changed.
+            KeyboardInterrupt: the user interrupted the study; ledger, MLflow runs and report are
+                complete.
         """
         ran = self._run(self._options)
         self._results = StudyResults(ran.state, ran.folder)
         return self._results
 
     def get_results(self) -> tune.ResultGrid:
-        """Return what :meth:`fit` has returned.
+        """Return the result of :meth:`fit`.
 
         Raises:
-            RuntimeError: it has not been called.
+            RuntimeError: :meth:`fit` has not been called.
         """
         if self._results is None:
             raise RuntimeError("nothing has run: call fit() first")

@@ -101,12 +101,13 @@ def test_an_own_function_waits_for_a_seed_that_failed(tiny: Tiny, tmp_path: Path
     study = tiny("own_check", FIVE, f"claims={json.dumps([check])}")
     events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
     write_ledger(study, events)
-    assert [each.outcome for each in judge(fold(events), study.folder)] == ["holds"]
+    (found,) = judge(fold(events), study.folder, run_checks=True)
+    assert found.outcome == "holds"
     lost = next(event for event in events if event["event"] == "finished")["trial"]
     events = [event for event in events if event.get("trial") != lost]
     events.insert(1, {"event": "failed", "trial": lost, "error": "made up", "time": 1.0})
     write_ledger(study, events)
-    (found,) = judge(fold(events), study.folder)
+    (found,) = judge(fold(events), study.folder, run_checks=True)
     assert (found.outcome, found.note) == (
         "undecided", "float32 has no figure of seed 0: it failed"
     )  # fmt: skip
@@ -190,16 +191,18 @@ def test_a_function_that_is_edited_after_the_run_is_told(tiny: Tiny, tmp_path: P
     write_ledger(study, events)
     state = fold(events)
 
+    def figures() -> dict[str, Any]:
+        return record(state, summarise(state), judge(state, study.folder, run_checks=True))
+
     def judged() -> dict[str, Any]:
-        found: dict[str, Any] = record(state, summarise(state), judge(state, study.folder))
-        return dict(found["claims"][0])
+        return dict(figures()["claims"][0])
 
     assert (judged()["outcome"], judged()["stated"]) == ("undecided", SAME)
     before = hashlib.sha256(code.read_bytes()).hexdigest()
     code.write_text("def f(study): return {'figure': 1, 'low': 1, 'high': 1}")
     assert judged()["outcome"] == "holds"
     assert judged()["stated"] == f"changed: check was own.py:f {before[:12]}"
-    tags = claim_tags(record(state, summarise(state), judge(state, study.folder)))
+    tags = claim_tags(figures())
     assert tags["claim.c"].startswith("NOT AS STATED, holds")
     facts = reproduced(read(study.folder), study.folder, "lns-study run edited").facts
     assert f"c (changed: check was own.py:f {before[:12]})" in facts["Statement"]

@@ -256,7 +256,7 @@ def test_an_own_function_gets_the_study(tiny: Tiny, tmp_path: Path) -> None:
     events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
     study.folder.mkdir(parents=True, exist_ok=True)
     (study.folder / "ledger.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    counts, breaks, vague = judge(fold(events), study.folder)
+    counts, breaks, vague = judge(fold(events), study.folder, run_checks=True)
     assert (counts.outcome, counts.shown) == ("holds", "10.00 (9.00 to 11.00) trials")
     assert "ZeroDivisionError" in breaks.note
     assert "needs a verdict" in vague.note
@@ -305,7 +305,7 @@ def test_an_own_function_that_returns_nonsense_decides_nothing(
     study = tiny("nonsense", FIVE, f"claims={json.dumps(checks)}")
     events = with_errors(study, {"float32": BETTER, "lns matmul": WORSE})
     write_ledger(study, events)
-    (found,) = judge(fold(events), study.folder)
+    (found,) = judge(fold(events), study.folder, run_checks=True)
     assert found.outcome == "undecided"
     assert re.search(said, found.note)
     assert len(found.note) < 1000

@@ -21,8 +21,10 @@ from study.report.write import write_report
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny
 
-HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\r"
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\u061c\u200f\u200e\u200b\u2060\ufeff\r"
+CONTROLS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+)
 
 
 def hostile_study(tiny: Tiny) -> Any:
@@ -127,5 +129,72 @@ def test_a_name_or_label_is_no_link_or_picture_in_the_report(tiny: Tiny) -> None
     write_ledger(study, made_up_events(study))
     assert main(["report", study.slug, "--storage", study.storage]) == 0
     text = (study.folder / "report" / "report.md").read_text()
-    assert r"![x\](http://127.0.0.1:9/x) \<img src=x> [y\]: http" in text
+    assert r"![x\](http: //127.0.0.1:9/x) \<img src=x> [y\]: http" in text
     assert re.search(r"(?<!\\)(\]\s*[(:]|<[a-z])", text) is None
+
+
+def test_a_bare_address_is_none_in_the_report(tiny: Tiny) -> None:
+    """Many viewers of Markdown make links of addresses that stand in the text."""
+    bare = "https://evil.example/a www.evil.example me@evil.example WWW.evil.example ftp://evil/x"
+    study = tiny("bare", f"rows=[{{label: '{bare}'}}]", "baseline=null")
+    study = dataclasses.replace(study, question=bare)
+    write_ledger(study, made_up_events(study))
+    assert main(["report", study.slug, "--storage", study.storage]) == 0
+    text = (study.folder / "report" / "report.md").read_text()
+    assert "https: //evil.example/a www. evil.example me@ evil.example" in text
+    assert re.search(r"(?i)://|www\.\S|@\S", text) is None
+    assert main(["report", study.slug, "--verify", "--storage", study.storage]) == 0
+
+
+def odd_study(tiny: Tiny, name: str, odd: str) -> Any:
+    """A study of whose first row the label, and the question, end in ``odd``."""
+    study = tiny(name)
+    events = made_up_events(study)
+    text = json.dumps(events).replace('"float32"', json.dumps(f"float32{odd}"))
+    text = text.replace(json.dumps(f'format": "float32{odd}')[1:-1], 'format": "float32')
+    events = json.loads(text)
+    for trial in events[0]["trials"]:
+        trial["config"]["precision"]["format"] = "float32"
+    events[0]["study"] = study.to_dict() | {"question": f"Why{odd}?"}
+    events[0]["study"]["rows"][0]["label"] = f"float32{odd}"
+    events[0]["study"]["baseline"] = f"float32{odd}"
+    write_ledger(study, events)
+    return study
+
+
+def commands(study: Any, tmp_path: Path) -> Iterator[list[str]]:
+    there = ["--storage", study.storage]
+    yield ["report", study.slug, *there]
+    yield ["report", study.slug, "--format", "csv", *there]
+    yield ["status", study.slug, *there]
+    yield ["list", *there]
+    yield ["compare", study.slug, study.slug, *there]
+    yield ["export", study.slug, "-o", str(tmp_path / "x.csv"), *there]
+    yield ["report", study.slug, "--verify", *there]
+
+
+def test_half_a_surrogate_pair_ends_no_command(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = odd_study(tiny, "surrogate", "\ud800")
+    for words in commands(study, tmp_path):
+        assert main(words) == 0, words
+    said = capsys.readouterr()
+    assert "float32\N{REPLACEMENT CHARACTER}" in said.out
+    assert "float32\N{REPLACEMENT CHARACTER}" in (tmp_path / "x.csv").read_text()
+
+
+def test_a_line_break_in_a_label_forges_no_line(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = odd_study(tiny, "broken", "\nFORGED: holds\r\n| FORGED | x |\u2028FORGED")
+    for words in commands(study, tmp_path):
+        if words[0] != "status":  # a terminal's width breaks its cells anywhere
+            assert main(words) == 0, words
+    report = study.folder / "report"
+    texts = [capsys.readouterr().out, (tmp_path / "x.csv").read_text()]
+    texts += [(report / name).read_text() for name in ("report.md", "trials.csv")]
+    for text in texts:
+        assert "FORGED" in text
+        lines = [line for line in text.splitlines() if re.match(r"[|\s\"]*FORGED", line)]
+        assert not lines, lines

@@ -3,7 +3,7 @@ given back."""
 
 from __future__ import annotations
 
-import queue
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from study.execution.engine import EPSILON
-from study.execution.local.leases import Lease, Local
+from study.execution.local.machine import Machine
 from study.execution.local.pool import Pool
 from tests.trainers.leaking import LEAKING
 from tests.trainers.nodes import SMALL, plan, reports
@@ -46,10 +46,8 @@ class Driver:
     """A pool over this machine, as a study drives it."""
 
     def __init__(self, cpus: float) -> None:
-        said: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.node = Node()
-        self.pool = Pool(said)
-        self.pool.use(Local(cpus, [], self.node, lambda *what: said.put(what)))
+        self.pool = Pool(Machine(cpus), self.node)
 
     def start(
         self,
@@ -72,7 +70,7 @@ class Driver:
         deadline = time.monotonic() + seconds
         while not any(map(wanted, found)):
             assert time.monotonic() < deadline, found
-            found += self.pool.wait(0.5, waiting=False)
+            found += self.pool.wait(0.5)
         return found
 
     def end(self, trial: str) -> list[Message]:
@@ -277,19 +275,18 @@ def test_small_trials_share_a_process_whose_death_is_told_of_each(
 
 
 class Silent:
-    """Machines whose processes say nothing."""
+    """Stands where the node does; its processes say nothing."""
 
-    def __init__(self, leases: list[Lease]) -> None:
-        self.leases = leases
+    def start(self, key: int, environment: dict[str, str], lanes: int) -> None:
+        """Make nothing."""
 
-    def poll(self, waiting: bool) -> None:
-        """Nothing changes."""
+    def send(self, key: int, message: bytes) -> None:
+        """Tell nobody."""
 
-    def close(self) -> None:
-        """Nothing to give back."""
+    def kill(self, key: int) -> None:
+        """End nothing."""
 
 
-MACHINES = st.lists(st.tuples(st.integers(1, 16), st.integers(0, 4)), min_size=1, max_size=4)
 SHAPES = st.builds(
     WorkerResources,
     workers=st.integers(1, 6),
@@ -301,51 +298,61 @@ SHAPES = st.builds(
 )
 
 
-@given(MACHINES, st.lists(st.tuples(SHAPES, st.integers(0, 40)), max_size=40))
-def test_no_place_is_taken_twice_and_all_come_back(
-    machines: list[tuple[int, int]], steps: list[tuple[WorkerResources, int]]
-) -> None:
-    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct,
-    and what is free is found."""
-    leases = [
-        Lease(
-            host=f"h{number}",
-            address="",
-            cpus=cpus,
-            gpus=[1.0] * gpus,
-            names=[str(g) for g in range(gpus)],
-            call=lambda calls: None,
-        )
-        for number, (cpus, gpus) in enumerate(machines)
-    ]
-    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    pool = Pool(said)
-    pool.use(Silent(leases))
+def fill(machine: Machine, steps: list[tuple[WorkerResources, int]]) -> None:
+    """Have trials start and die in any order, and check what is free after each."""
+    pool = Pool(machine, Silent())  # type: ignore[arg-type]
     running: dict[str, Any] = {}
     for number, (shape, ends) in enumerate(steps):
+        room = machine.free >= shape.cpus and shape.device == "cpu"
         started = pool.start(str(number), shape, dict)
-        room = max(lease.free for lease in leases) >= shape.threads and shape.workers == 1
-        if room and shape.device == "cpu":
-            assert started is not None
+        assert started is not None or not room
         if started is not None:
             running[str(number)] = started
-            assert len(started.spots) == shape.workers
+            assert len(started.places) == len(started.hosts) == shape.workers
         slots = [slot for each in running.values() for slot in each.slots]
         assert len(slots) == len(set(slots))
-        for lease in leases:
-            assert -EPSILON < lease.free <= lease.cpus
-            assert all(-EPSILON < free <= 1 + EPSILON for free in lease.gpus)
+        assert -EPSILON < machine.free <= machine.cpus
+        assert all(-EPSILON < free <= 1 + EPSILON for free in machine.gpus)
         if running and ends % 3 == 0:
             trial = sorted(running)[ends % len(running)]
-            lost = [
-                message for group in [pool._trials[trial]] for message in pool._lose(group, "gone")
-            ]
+            lost = pool._lose(pool._trials[trial], "gone")
             assert {message.trial for message in lost} == {trial}
             del running[trial]
     for trial in list(running):
         pool._lose(pool._trials[trial], "gone")
-    assert all(
-        lease.free == pytest.approx(lease.cpus)
-        and lease.gpus == pytest.approx([1.0] * len(lease.gpus))
-        for lease in leases
-    )
+
+
+@given(
+    st.integers(1, 16),
+    st.integers(0, 4),
+    st.lists(st.tuples(SHAPES, st.integers(0, 40)), max_size=40),
+)
+def test_no_place_is_taken_twice_and_all_come_back(
+    cpus: int, gpus: int, steps: list[tuple[WorkerResources, int]]
+) -> None:
+    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct,
+    and what is free is found."""
+    machine = Machine(cpus, [str(gpu) for gpu in range(gpus)])
+    fill(machine, steps)
+    assert machine.free == pytest.approx(machine.cpus)
+    assert machine.gpus == pytest.approx([1.0] * gpus)
+
+
+def test_a_process_sees_its_gpu_alone_and_trials_are_spread_over_all() -> None:
+    machine = Machine(8, ["4", "GPU-7"])
+    half = WorkerResources(workers=1, threads=1, device="cuda", gpus=0.5)
+    places = []
+    for _ in range(4):
+        places += (found := machine.find(half)) or []
+        machine.take(half, found or [])
+    assert places == [0, 1, 0, 1]
+    assert machine.find(half) is None
+    assert not machine.fits(half, [0])
+    machine.give_back(half, [1])
+    assert machine.find(half) == [1]
+    assert [machine.environment(place) for place in (None, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": ""},
+        {"CUDA_VISIBLE_DEVICES": "GPU-7"},
+    ]
+    assert Machine(8).environment(None) == {}
+    assert machine.host == os.uname().nodename

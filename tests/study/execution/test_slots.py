@@ -220,17 +220,9 @@ def course(tiny: Make, tmp_path: Path) -> tuple[Loop, StudyState, Ledger]:
     agenda = Agenda(plan, state, lambda trial: None)
     for _ in plan.trials:
         agenda.next()
-    run = Loop(
-        study, agenda, ledger, state, Control(study.folder, state, study.limits), Processes()
-    )  # type: ignore[arg-type]
+    control = Control(study.folder, state, study.limits)
+    run = Loop(study, agenda, ledger, state, control, None)  # type: ignore[arg-type]
     return run, state, ledger
-
-
-class Processes:
-    """Stands where the pool does; nothing runs."""
-
-    def flush(self) -> None:
-        """Nobody is told."""
 
 
 def metrics(epoch: int, **more: Any) -> dict[str, Any]:

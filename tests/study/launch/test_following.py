@@ -429,7 +429,7 @@ def test_rays_folder_of_a_slurm_job_is_its_users_alone(programs: Path, tmp_path:
 
 @pytest.mark.slow
 def test_rays_own_folder_is_out_of_others_reach() -> None:
-    from study.execution.ray_session import OwnRay
+    from study.execution.tune.own_ray import OwnRay
 
     ray = OwnRay(1, 0, dashboard=False)
     try:

@@ -7,13 +7,16 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from study.cli.entry import main
 from study.config import StudyConfig
+from study.errors import UserError
 from study.execution.control import FILE as CONTROL
 from study.ledger import log
 from study.ledger.lines import seal
@@ -24,6 +27,8 @@ from study.tracking.sinks import LOG, NOTES, Alerts
 from study.tracking.writer import LOCK as TRACKING_LOCK
 from study.tracking.writer import tracking_lock
 from tests.study.conftest import made_up_events, write_ledger
+from trainers.checkpoint.files import load_checkpoint, save_checkpoint
+from trainers.checkpoint.manifest import STATE
 
 Tiny = Callable[..., StudyConfig]
 
@@ -94,7 +99,7 @@ def test_no_note_or_lock_is_written_over_a_link(tiny: Tiny, tmp_path: Path, vict
     alerts = Alerts(study.folder, study)
     with pytest.raises(OSError, match="is a link to"):
         alerts._carry_out("key", "true", {})
-    with pytest.raises(OSError, match="is a link to"), tracking_lock(study.folder, 0.0):
+    with pytest.raises(UserError, match="is a link to"), tracking_lock(study.folder, 0.0):
         pass
     assert untouched(victim)
 
@@ -204,3 +209,80 @@ def test_a_note_without_a_view_is_no_link(tiny: Tiny, tmp_path: Path) -> None:
     for note in ({"uri": "http://h", "experiment": "1"}, {"uri": 7, "view": 1}, [1], "x"):
         (study.folder / WHERE).write_text(json.dumps(note))
         assert main(["report", study.slug, "--storage", study.storage]) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["state.json", "tensors"])
+@pytest.mark.parametrize("command", ["doctor", "sync"])
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(
+    tiny: Tiny, tmp_path: Path, name: str, command: str
+) -> None:
+    study = made_up(tiny, "piped", tmp_path)
+    events = made_up_events(study)
+    first = events[0]["trials"][0]["id"]
+    folder = study.folder / "checkpoints" / first / "epoch-3"
+    save_checkpoint(folder, {"w": torch.zeros(2)}, {"epoch": 3})
+    place = {"event": "checkpoint", "trial": first, "epoch": 3, "path": str(folder), "time": 1.0}
+    write_ledger(study, [*events[:-1], place | {"checkpoint": str(folder)}, events[-1]])
+    file = folder / STATE if name == STATE else next(folder.glob("*.safetensors"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises((ValueError, OSError)):
+        load_checkpoint(folder)
+    to = ["--tracking-uri", f"sqlite:///{tmp_path}/own.db"] if command == "sync" else []
+    assert main([command, "piped", *to, "--storage", study.storage]) == (command == "doctor")
+
+
+@pytest.mark.timeout(60)
+def test_a_tracking_lock_that_is_a_link_is_named(
+    tiny: Tiny, tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = made_up(tiny, "linked", tmp_path)
+    (study.folder / TRACKING_LOCK).symlink_to(victim / "file")
+    to = ["--tracking-uri", f"sqlite:///{tmp_path}/own.db", "--storage", study.storage]
+    for command in (["report"], ["sync"], ["reconcile"]):
+        with suppress(UserError):
+            assert main([*command, "linked", *to]) == 2
+        said = capsys.readouterr()
+        assert "is a link to" in said.err
+    assert untouched(victim)
+
+
+def test_an_export_takes_no_name_from_the_ledger_and_replaces_nothing(
+    tiny: Tiny, tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    study = made_up(tiny, "mine", tmp_path)
+    events = made_up_events(study)
+    events[0]["study"]["name"] = "thesis"
+    write_ledger(study, events)
+    monkeypatch.chdir(victim)
+    (victim / "thesis.csv").symlink_to(victim / "file")
+    there = ["export", str(study.folder), "--storage", study.storage]
+    assert main(there) == 0
+    assert (victim / "mine.csv").read_text().startswith("id,")
+    (victim / "mine.csv").unlink()
+    (victim / "thesis.csv").rename(victim / "mine.csv")
+    for form in ("csv", "json", "parquet"):
+        (victim / f"mine.{form}").unlink(missing_ok=True)
+        (victim / f"mine.{form}").symlink_to(victim / "file")
+        assert main([*there, "--format", form]) == 2
+        assert "exists; give `--output" in capsys.readouterr().err
+        (victim / f"mine.{form}").unlink()
+    assert untouched(victim)
+    (victim / "x.csv").write_text("earlier")
+    assert main([*there, "-o", "x.csv"]) == 0
+    assert (victim / "x.csv").read_text().startswith("id,")
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "latex"])
+def test_a_table_in_a_report_is_written_over_no_link(
+    tiny: Tiny, tmp_path: Path, victim: Path, form: str
+) -> None:
+    study = made_up(tiny, "tables", tmp_path)
+    (study.folder / "report").mkdir()
+    for name in ("trials.csv", "trials.parquet", "table.tex"):
+        (study.folder / "report" / name).symlink_to(victim / "file")
+    there = ["--storage", study.storage]
+    assert main(["report", "tables", "--format", form, *there]) == 0
+    assert untouched(victim)

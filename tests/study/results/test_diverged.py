@@ -88,7 +88,7 @@ def test_a_diverged_configuration_is_never_feasible(tiny: Tiny) -> None:
     search = state.config.search
     found = configurations(state.trials, ["bits"], search.constraints)
     assert best(found, {"bits": "min"}) is None
-    assert "none of the 2 configurations that finished keeps" in answer(state, summarise(state))
+    assert "all 2 finished configurations violate" in answer(state, summarise(state))
 
 
 def test_a_search_of_which_all_diverged_says_so(tiny: Tiny) -> None:

@@ -154,7 +154,7 @@ def test_where_nothing_keeps_a_constraint_the_answer_says_so(searched: Make) -> 
     pretend = Pretend(make_plan(searched("search.num_samples=2", bound)), steady(bowl))
     pretend.run()
     said = answer(pretend.state, summarise(pretend.state))
-    assert said == "No answer: none of the 4 configurations that finished keeps bits <= 1."
+    assert said == "No answer: all 4 finished configurations violate bits <= 1."
 
 
 def test_tpe_learns_the_constraints(searched: Make) -> None:

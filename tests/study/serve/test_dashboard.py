@@ -13,6 +13,8 @@ import uvicorn
 
 from study.config import StudyConfig
 from study.ledger.log import Ledger
+from study.manage.studies import read
+from study.report.write import write_report
 from study.serve.dashboard import Page, make_app
 from study.serve.ui import listen
 from tests.study.cli.test_printing import CONTROLS
@@ -85,6 +87,7 @@ def test_the_live_page_asks_for_its_token(tiny: Tiny) -> None:
 
 
 def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path) -> None:
+    """Those of the study's report, which its run writes: the page runs none."""
     file = tmp_path / "own.py"
     file.write_text(
         "def trials(study):\n"
@@ -93,6 +96,8 @@ def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path
     check = {"name": "c", "claim": "It is so.", "source": "a talk", "check": f"{file}:trials"}
     study = tiny("live claims", f"claims={json.dumps([check])}")
     write_ledger(study, made_up_events(study))
+    write_report(read(study.folder), study.folder / "report", run_checks=True)
+    file.unlink()
     with live_page(study) as ask:
         _, text = ask()
     assert "2.00 trials" in text

@@ -138,3 +138,13 @@ def test_a_call_has_a_bounded_body_and_an_artifact_is_passed_on_as_it_comes() ->
     assert ask.heard == []
     assert ask(UPLOAD, "PUT", parts, authorization=ADA, content_length=whole)[0] == 200
     assert len(ask.heard[0][1]) == int(whole)
+
+
+def test_without_a_login_only_health_is_answered() -> None:
+    ask = guarded(is_login=is_ada)
+    for path in ("/", "/static-files/x.js", "/api/3.0/mlflow/server-info", "/version", "/health/"):
+        for method in ("GET", "HEAD", "OPTIONS", "DELETE"):
+            assert ask(path, method)[0] == 401, path
+    assert ask.heard == []
+    assert ask("/health")[0] == 200
+    assert ask("/version", authorization=ADA)[0] == 200

@@ -245,6 +245,11 @@ def test_only_who_knows_a_password_gets_in(team: tuple[str, int]) -> None:
     for path in (
         "/",
         SEARCH,
+        "/api/3.0/mlflow/server-info",
+        "/static-files/index.html",
+        "/version",
+        "/signup",
+        "/no/such/route",
         "/ajax-api/2.0/mlflow/experiments/search",
         "/api/2.0/mlflow-artifacts/artifacts",
     ):
@@ -434,6 +439,24 @@ def test_a_study_feeds_a_teams_server_while_it_runs(
     assert is_equal(study)
     state = fold(read_ledger(study.folder))
     assert all(expected_points(trial, state.plan) for trial in state.trials)
+
+
+@pytest.mark.slow
+def test_nobody_else_reads_the_passwords_hashes(tmp_path: Path) -> None:
+    database = tmp_path / "team.db"
+    uri, names = f"sqlite:///{database}", ["team.db", "team.db-wal", "team.db-shm"]
+    before = os.umask(0o022)
+    try:
+        for turn in range(2):
+            with team_server(uri, tmp_path, "--workers", "1", **{PASSWORD: ADMIN[1]}) as (at, _):
+                assert ask(at, "POST", SEARCH, ANY, ADMIN)[0] == 200
+                there = {name: (tmp_path / name) for name in names if (tmp_path / name).exists()}
+                assert "team.db" in there
+                modes = {name: oct(file.stat().st_mode & 0o777) for name, file in there.items()}
+                assert set(modes.values()) == {"0o600"}, (turn, modes)
+            database.chmod(0o644)  # as an earlier version left it
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.slow

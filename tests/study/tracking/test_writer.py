@@ -224,7 +224,7 @@ def test_a_database_that_another_process_made_meanwhile_stays(
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
 
-    def link(part: Path, path: Path) -> None:
+    def link(part: Path, path: Path, **_: bool) -> None:
         monkeypatch.undo()
         connect(uri).create_experiment("theirs")
         os.link(part, path)
@@ -236,7 +236,7 @@ def test_a_database_that_another_process_made_meanwhile_stays(
 def test_a_database_is_made_where_there_are_no_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(part: Path, path: Path) -> None:
+    def refuse(part: Path, path: Path, **_: bool) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
     monkeypatch.setattr(os, "link", refuse)

@@ -207,9 +207,10 @@ def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(
         monkeypatch.setattr(node._selector, "select", server_first)
         waves = [range(10 * wave, 10 * wave + 8) for wave in range(1, 4)]
         for old, new in pairwise([range(0), *waves, range(0)]):
-            node.call(
-                [*(("kill", (key,)) for key in old), *(("start", (key, {}, 1)) for key in new)]
-            )
+            for key in old:
+                node.kill(key)
+            for key in new:
+                node.start(key, {}, 1)
             for key in new:
                 driver.until(key, lambda message: message.kind == HELLO)
             for key in old:

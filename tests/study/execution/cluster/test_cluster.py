@@ -53,9 +53,9 @@ import sys
 from study.config.compose import load
 from study.api import run_study
 from tests.study.conftest import SilentView
-from study.execution.local import leases
+from study.execution.tune import hosts
 from tests.study.sleeping import executor
-leases.IDLE_SECONDS = 2.0
+hosts.IDLE_SECONDS = 2.0
 with executor():
     outcome = run_study(load("tiny.yaml", sys.argv[1:]), SilentView(), print)
 sys.exit(outcome.failed)

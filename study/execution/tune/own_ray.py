@@ -1,0 +1,177 @@
+"""A Ray of this machine's own, which ends with the process that has started it.
+
+It runs in processes of its own (``ray start --block``). If a part of Ray dies, ``ray start`` ends
+all of it, but for agents, whose raylet ends alone; :class:`OwnRay` sees either at its next look.
+
+Whoever may talk to Ray runs code as its user. This one listens on 127.0.0.1 alone, requires a token
+that only our processes inherit, and serves no metrics, for which Ray asks no token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from study._compat import RAY_CURRENT, RAY_FOR_NOBODY_ELSE, reread_ray_variables
+from study.errors import UserError
+from study.execution.ray_token import TOKEN
+from study.program import module_command
+from trainers.descendants import end_with_parent
+
+TOKEN_BYTES = 32
+"""Length of a token, as Ray takes it."""
+START_SECONDS = 120.0
+END_SECONDS = 15.0
+"""Seconds that `ray start` has to end: it takes 2, or hangs in a call to a dead control store."""
+
+
+class OwnRay:
+    """The processes of a Ray of this machine that ends with this process.
+
+    Args:
+        cpus, gpus: resources that it has.
+        dashboard: whether to serve the State API (part of Ray's dashboard): by it Ray Train notices
+            that a killed driver's workers still hold their CPUs. Without it the restarted driver
+            would wait for them for ever.
+
+    Attributes:
+        address: address of its control store.
+        lost: reason for which it must be renewed; "" while it is there.
+
+    Raises:
+        UserError: it does not start.
+    """
+
+    address = lost = ""
+
+    def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._parts: dict[str, psutil.Process] = {}
+        # whatever the variables say of clusters: of this one nobody else may have the token
+        token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
+        ours = token | RAY_FOR_NOBODY_ELSE
+        self._before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
+        reread_ray_variables()
+        self._options = [
+            f"--num-cpus={cpus:g}",
+            f"--num-gpus={gpus}",
+            f"--include-dashboard={dashboard}",
+            "--dashboard-host=127.0.0.1",
+            "--no-monitor",  # the autoscaler, which serves metrics to everybody
+            # `ray start` fails where another Ray of this machine has the usual one
+            f"--dashboard-port={_free_port()}",
+        ]
+        self.renew()
+
+    def look(self) -> None:
+        """Check that its processes run, and set ``lost``.
+
+        ``ray start`` takes the end of a raylet whose agents died for intended, and may itself wait
+        for a control store that has died.
+        """
+        for name in {"gcs_server", "raylet"} - self._parts.keys():
+            if part := _child(self._process.pid, name):
+                self._parts[name] = part
+        died = self._process.poll() is not None or not all(map(_runs, self._parts.values()))
+        self.lost = "one of its processes died" if died else ""
+
+    def renew(self) -> None:
+        """Start a new Ray.
+
+        Raises:
+            UserError: it does not start.
+        """
+        if self._folder is not None:
+            self._end()
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+        # Ray lets everybody write into its own folder; nobody else gets through the one around it
+        folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
+        start = [
+            *module_command("ray.scripts.scripts"),
+            "start",
+            "--head",
+            "--block",
+            "--port=0",
+            "--disable-usage-stats",
+        ]
+        printed, self._parts = folder.with_name("start.log"), {}
+        with printed.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*start, *self._options, f"--temp-dir={folder}"],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                # out of reach of signals to our process group, such as Ctrl-C
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        until = time.monotonic() + START_SECONDS
+        while not (address := _text(folder / RAY_CURRENT)):
+            if self._process.poll() is not None or time.monotonic() > until:
+                output = _text(printed)[-500:]
+                self.close()
+                raise UserError(
+                    f"Ray does not start on this machine: {output}; `ray start --head --block`"
+                    " shows why"
+                )
+            time.sleep(0.05)
+        self.address, self.lost = address, ""
+
+    def close(self) -> None:
+        """End its processes."""
+        self._end()
+        for name, value in self._before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        reread_ray_variables()
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()  # it ends its processes, then itself
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(process: int, name: str) -> psutil.Process | None:
+    """Return the child of a process that has that name; None if there is none."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() == name:
+                    return child
+    return None
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Tell whether a process runs; one that has ended and was not waited for does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _text(path: Path) -> str:
+    """Return the contents of a file; "" if there is none."""
+    return path.read_text(errors="replace").strip() if path.exists() else ""
