@@ -171,7 +171,7 @@ def test_mlflow_is_closed_where_the_report_cannot_be_written(
 ) -> None:
     closed: list[object] = []
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("study.api.write_report", fail)
