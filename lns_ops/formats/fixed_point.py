@@ -27,7 +27,8 @@ FIXED_BITS = (2, 24)
 INTEGER_BITS = (2, 12)
 
 
-def _integer_dtype(bits: int) -> torch.dtype:
+def integer_dtype(bits: int) -> torch.dtype:
+    """Return the narrowest signed integer dtype with at least ``bits`` bits, up to int32."""
     import torch
 
     return torch.int8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
@@ -55,7 +56,7 @@ class _WholeNumbers(NumberFormat):
     @property
     def storage(self) -> torch.dtype:
         """The narrowest integer dtype that holds the width."""
-        return _integer_dtype(self.width)
+        return integer_dtype(self.width)
 
 
 @dataclass(frozen=True)

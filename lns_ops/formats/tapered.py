@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lns_ops.formats.fixed_point import integer_dtype
 from lns_ops.formats.tabulated import Grid, Listed, thresholds_of
 
 if TYPE_CHECKING:
@@ -103,9 +104,7 @@ class _Tapered(Listed):
     @property
     def storage(self) -> torch.dtype:
         """The dtype int8 or int16."""
-        import torch
-
-        return torch.int8 if self.width <= 8 else torch.int16
+        return integer_dtype(self.width)
 
     @property
     @abstractmethod

@@ -28,7 +28,6 @@ from typing import Any
 from study.tracking.database_file import (
     PREFIX,
     check_database,
-    check_files,
     opened,
     refuse_strange,
     watch_engines,
@@ -132,22 +131,22 @@ def write_statistics(uri: str) -> None:
 
 
 def rename_folder(uri: str, folder: Path, is_elsewhere: Callable[[str], bool]) -> None:
-    """Have a database name ``folder`` in place of the folder in which an experiment's artifacts
-    were, if that has the same name.
+    """Replace the old artifact folder in a database's addresses by ``folder``.
+
+    Only an old folder with the same name is replaced.
 
     Args:
-        uri: address of a sqlite file; one that is not there stays so.
-        folder: absolute path of the folder of artifacts.
-        is_elsewhere: tells of the address of an experiment's artifacts whether it is to be changed.
+        uri: address of a sqlite file; a missing file is not created.
+        folder: absolute path of the artifact folder.
+        is_elsewhere: returns whether an experiment's artifact address must be changed.
 
     Raises:
         DatabaseFileError: the file is refused.
     """
     path = Path(uri.removeprefix(PREFIX))
-    check_files(path)
+    check_database(uri)
     if not path.is_file():
         return
-    check_database(uri)
     with closing(opened(path, 10.0)) as database, database:
         if not database.execute(
             "SELECT 1 FROM sqlite_master WHERE name = 'experiments'"
