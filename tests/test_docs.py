@@ -3,6 +3,7 @@ somewhere."""
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import itertools
 import re
@@ -46,6 +47,19 @@ def test_the_first_pages_code_trains() -> None:
     names["optimizer"].step()
     assert isinstance(weight, lns_ops.LNSTensor)
     assert not torch.equal(weight.codes, before)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if "```pycon" in page.read_text()],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_sessions_print_what_the_page_shows(page: Path) -> None:
+    blocks = re.findall(r"```pycon\n(.*?)```", page.read_text(), re.DOTALL)
+    session = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page.name, str(page), 0)
+    failed, attempted = doctest.DocTestRunner(verbose=False).run(session)
+    assert attempted
+    assert failed == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

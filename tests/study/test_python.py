@@ -174,14 +174,14 @@ def test_a_study_runs_and_is_read(
         assert table["id"].to_list() == list(frame["id"])
         assert table["validation/error"].to_list() == list(frame["validation/error"])
         assert table["number"].null_count() == len(frame)
-    with pytest.raises(UserError, match="no such rows; use 'trials' or 'epochs'"):
+    with pytest.raises(UserError, match="unknown rows; use 'trials' or 'epochs'"):
         found.polars("trial")
     assert list(found.summary().index) == ["float32", "lns matmul"]
     assert found.answer in found._repr_html_()
     figure = found.figure("error_per_epoch")
     assert isinstance(figure, Figure)
     assert [len(line.get_xdata()) for line in figure.axes[0].get_lines()][:2] == [2, 2]
-    with pytest.raises(UserError, match="nothing to show in it; use one of test_error"):
+    with pytest.raises(UserError, match="has no data for it; use one of test_error"):
         found.figure("importance")
     with pytest.raises(UserError, match=r"no such picture; use one of .*test_error"):
         found.figure("error")
