@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 SHELLS = ("", "sh", "bash", "console")
 """Languages of fences that hold commands."""
@@ -74,7 +75,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         if not (page.parent / link).exists() and (page.parent / link).resolve() not in GENERATED
     ]
     paths = re.findall(
-        r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs)/[\w./-]+)(?:::\w+)?`", text
+        r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs|examples)/[\w./-]+)(?:::\w+)?`", text
     )
     if "log" not in page.parts:
         missing += [path for path in paths if not (ROOT / path).exists()]

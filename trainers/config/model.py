@@ -227,33 +227,6 @@ class VanillaArguments:
         return self.depth + 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class CapsuleArguments:
-    """The arguments of ``capsules`` (:mod:`trainers.models.capsules`).
-
-    Attributes:
-        channels: number of channels of the first convolution.
-        types: primary capsules at each place.
-        kernel: side of both convolutions' kernels.
-        iterations: number of iterations of the routing.
-    """
-
-    channels: int = 256
-    types: int = 32
-    kernel: int = 9
-    iterations: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("channels", "types", "kernel", "iterations"):
-            value, usual = getattr(self, name), getattr(CapsuleArguments, name)
-            at_least(f"model.args.{name}", value, 1, f"use for example {usual}")
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return 3
-
-
 ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
@@ -262,10 +235,11 @@ ARGUMENTS: dict[str, type[Any]] = {
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
     "vanilla": VanillaArguments,
-    "capsules": CapsuleArguments,
 }
 """Our models, each with the dataclass of its ``model.args``."""
 MODELS = tuple(ARGUMENTS)
+MOVED = {"capsules": "examples/capsules/study.yaml"}
+"""Networks that earlier versions had, each with the study of the repository that has it now."""
 HIDDEN = [512]
 """``model.hidden`` where nothing is said."""
 CHANNELS = [8, 16]

@@ -17,7 +17,7 @@ from trainers.config.layout import Layout
 from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
-from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN
+from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN, MOVED
 from trainers.config.optimizer import RATE_OF_HOST, OptimizerConfig
 from trainers.config.precision import PrecisionConfig
 from trainers.config.sync import SyncConfig
@@ -119,13 +119,13 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``densenet``, ``lstm``, ``gpt``, ``vanilla`` or ``capsules``
-            (:mod:`trainers.models`); or ``file.py:factory`` or ``package.module:factory``, which
-            returns a torch module (:mod:`trainers.models.factory`).
+            ``resnet``, ``densenet``, ``lstm``, ``gpt`` or ``vanilla`` (:mod:`trainers.models`);
+            or ``file.py:factory`` or ``package.module:factory``, which returns a torch module
+            (:mod:`trainers.models.factory`).
         args: arguments of mlp and cnn (activation, beta), resnet (depth, width), densenet (depth,
             growth, variant), lstm (layers, width, dropout, variant), gpt (layers, heads, width,
-            dropout), vanilla (depth, width, init, sigma_w, kernel) or capsules (channels, types,
-            kernel, iterations), see :mod:`trainers.config.model`; or of the factory.
+            dropout) or vanilla (depth, width, init, sigma_w, kernel), see
+            :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -138,6 +138,12 @@ class ModelConfig:
     channels: list[int] | None = None
 
     def __post_init__(self) -> None:
+        require(
+            f"model.name={self.name}",
+            self.name not in MOVED,
+            "is no network of this version",
+            f"{MOVED.get(self.name)} of the repository has it",
+        )
         object.__setattr__(self, "args", _checked("model", self.name, self.args, ARGUMENTS))
         if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
@@ -168,8 +174,8 @@ class ModelConfig:
 
     @property
     def feedforward(self) -> bool:
-        """Whether the model is mlp, cnn, vanilla or capsules."""
-        return self.name in ("mlp", "cnn", "vanilla", "capsules")
+        """Whether the model is mlp, cnn or vanilla."""
+        return self.name in ("mlp", "cnn", "vanilla")
 
     @property
     def stateless(self) -> bool:

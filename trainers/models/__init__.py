@@ -8,7 +8,6 @@ from torch import nn
 
 from trainers.config import ModelConfig
 from trainers.config.model import CHANNELS
-from trainers.models.capsules import capsules
 from trainers.models.cnn import cnn
 from trainers.models.densenet import densenet
 from trainers.models.factory import make_own_model
@@ -80,8 +79,6 @@ def build(
     image = _image(config.name, shape)
     if config.name == "cnn":
         return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)
-    if config.name == "capsules":
-        return capsules(config.arguments, image, classes)
     if config.name == "vanilla":
         return vanilla_convolutions(config.arguments, image, classes)
     if config.name == "densenet":

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
 from trainers.config.data import DATA
-from trainers.config.model import CHANNELS, REDUCED, CapsuleArguments, VanillaArguments
+from trainers.config.model import CHANNELS, REDUCED, VanillaArguments
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
@@ -202,7 +202,7 @@ def choose_share(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights an mlp, cnn, vanilla or capsules has, biases left out.
+    """Return how many weights an mlp, cnn or vanilla has, biases left out.
 
     It is 0 for others, whose size their data decide.
     """
@@ -230,9 +230,6 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
-    if model.name == "capsules":
-        yield from _capsule_layers(model.arguments, shape, classes)
-        return
     hidden = model.hidden
     if model.name == "vanilla" and model.arguments.kernel:
         yield from _vanilla_layers(model.arguments, shape, classes)
@@ -255,18 +252,6 @@ def _vanilla_layers(
         yield taps * inputs * args.width, float(side * side)
         inputs = args.width
     yield float(side * side * args.width * classes), 1.0
-
-
-def _capsule_layers(
-    args: CapsuleArguments, shape: tuple[int, ...], classes: int
-) -> Iterator[tuple[float, float]]:
-    """Yield what :func:`_layers` does, of square images."""
-    colours, taps = (shape[0] if len(shape) == 3 else 1), float(args.kernel**2)
-    side = math.isqrt(math.prod(shape) // colours) - args.kernel + 1
-    yield taps * colours * args.channels, float(side * side)
-    side = (side - args.kernel) // 2 + 1
-    yield taps * args.channels * args.types * 8, float(side * side)
-    yield float(side * side * args.types * 8 * classes * 16), 1.0
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:

@@ -28,7 +28,7 @@ def test_a_study_that_takes_its_groups_claims_away_has_none() -> None:
     assert "quickstart" not in found
 
 
-@pytest.mark.parametrize("name", ["law_of_bits", "swish", "update_rules", "capsules", "energy"])
+@pytest.mark.parametrize("name", ["law_of_bits", "swish", "update_rules", "energy"])
 def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
     """Of searches whose results propose no further trials."""
     size = make_plan(load(name, small=True, download=False), download=False).size

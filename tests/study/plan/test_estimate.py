@@ -167,9 +167,8 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
         ),
         (
             ["device=cuda", "model={name: gpt, hidden: [512]}", "rows=[]"],
-            "one each (executor=auto), a whole GPU a trial: only nets of the kinds mlp, cnn,"
-            " vanilla and capsules, and an LSTM's variants in float32, share processes by"
-            " themselves",
+            "one each (executor=auto), a whole GPU a trial: only nets of the kinds mlp, cnn"
+            " and vanilla, and an LSTM's variants in float32, share processes by themselves",
         ),
         (
             ["device=cuda", f"model.hidden={DEEP}"],

@@ -404,7 +404,8 @@ def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
     ("name", "message"),
     [
         ("my net:make", "must be file.py:name or package.module:name"),
-        ("vgg", "must be one of mlp, cnn, .*, capsules, or a factory of your own"),
+        ("vgg", "must be one of mlp, cnn, .*, vanilla, or a factory of your own"),
+        ("capsules", "no network of this version; examples/capsules/study.yaml of the .* has it"),
     ],
 )
 def test_wrong_names_are_refused(name: str, message: str) -> None:
