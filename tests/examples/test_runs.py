@@ -12,7 +12,10 @@ from study.plan.plan import make_plan
 from tests.examples.modules import FOLDER
 
 TINY: dict[str, dict[str, object]] = {
-    "capsules/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1}
+    "capsules/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
+    "densenet/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
+    "gans/study.yaml": {"search.num_samples": 1, "trial.trainable.args.steps": 5},
+    "gans/lns.yaml": {"search.num_samples": 1, "trial.trainable.args.steps": 2},
 }
 """The studies of the examples, each with the changes that make it tiny."""
 PAGE = FOLDER.parent / "docs" / "examples.md"

@@ -13,8 +13,6 @@ VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np
 INITIALS = ("orthogonal", "kaiming")
 REDUCED = 2
 """The number of convolutions of ``vanilla`` that have stride 2, the first ones."""
-DENSE = ("bc", "plain")
-"""The variants of ``densenet`` (:mod:`trainers.models.densenet`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,50 +64,6 @@ class ResNetArguments:
     def chain(self) -> int:
         """The layers of the chain, between which stages are cut."""
         return 2 + (self.depth - 2) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseNetArguments:
-    """The arguments of ``densenet`` (:mod:`trainers.models.densenet`).
-
-    Attributes:
-        depth: layers with weights, L: with ``bc`` 6 n + 4, a first convolution, three blocks of n
-            layers of two convolutions, two transitions and a linear layer; with ``plain`` 3 n + 4,
-            where a layer has one convolution.
-        growth: channels that a layer adds to those before it, k.
-        variant: ``bc``, with convolutions of 1 x 1 to 4 k channels before those of 3 x 3, and
-            transitions that halve the channels; or ``plain``, without either.
-    """
-
-    depth: int = 40
-    growth: int = 12
-    variant: str = "bc"
-
-    def __post_init__(self) -> None:
-        one_of("model.args.variant", self.variant, DENSE)
-        at_least("model.args.growth", self.growth, 1, "use for example 12")
-        require(
-            f"model.args.depth={self.depth} with model.args.variant={self.variant}",
-            self.depth > 4 and (self.depth - 4) % self.convolutions == 0,
-            f"must be {self.convolutions} n + 4, three blocks of n layers beside a first"
-            " convolution, two transitions and a linear layer",
-            "use for example 10, 22, 40 or 100",
-        )
-
-    @property
-    def convolutions(self) -> int:
-        """The convolutions of a layer in each of the three blocks together."""
-        return 6 if self.variant == "bc" else 3
-
-    @property
-    def block(self) -> int:
-        """The layers of a block, n."""
-        return (self.depth - 4) // self.convolutions
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return 3 * self.block + 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,14 +185,13 @@ ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
-    "densenet": DenseNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
     "vanilla": VanillaArguments,
 }
 """Our models, each with the dataclass of its ``model.args``."""
 MODELS = tuple(ARGUMENTS)
-MOVED = {"capsules": "examples/capsules/study.yaml"}
+MOVED = {"capsules": "examples/capsules/study.yaml", "densenet": "examples/densenet/study.yaml"}
 """Networks that earlier versions had, each with the study of the repository that has it now."""
 HIDDEN = [512]
 """``model.hidden`` where nothing is said."""

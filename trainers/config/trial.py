@@ -119,13 +119,12 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``densenet``, ``lstm``, ``gpt`` or ``vanilla`` (:mod:`trainers.models`);
+            ``resnet``, ``lstm``, ``gpt`` or ``vanilla`` (:mod:`trainers.models`);
             or ``file.py:factory`` or ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
-        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), densenet (depth,
-            growth, variant), lstm (layers, width, dropout, variant), gpt (layers, heads, width,
-            dropout) or vanilla (depth, width, init, sigma_w, kernel), see
-            :mod:`trainers.config.model`; or of the factory.
+        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
+            width, dropout, variant), gpt (layers, heads, width, dropout) or vanilla (depth, width,
+            init, sigma_w, kernel), see :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -187,7 +186,7 @@ class ModelConfig:
     @property
     def normed(self) -> bool:
         """Whether the model is ours and has batch norm, which keeps running statistics."""
-        return self.name in ("resnet", "densenet")
+        return self.name == "resnet"
 
     @property
     def arguments(self) -> Any:

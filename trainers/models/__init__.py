@@ -9,7 +9,6 @@ from torch import nn
 from trainers.config import ModelConfig
 from trainers.config.model import CHANNELS
 from trainers.models.cnn import cnn
-from trainers.models.densenet import densenet
 from trainers.models.factory import make_own_model
 from trainers.models.gpt import gpt
 from trainers.models.init import initialize_
@@ -81,8 +80,6 @@ def build(
         return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)
     if config.name == "vanilla":
         return vanilla_convolutions(config.arguments, image, classes)
-    if config.name == "densenet":
-        return densenet(config.arguments, image, classes)
     return resnet(config.arguments, image, classes)
 
 

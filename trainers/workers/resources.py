@@ -180,8 +180,8 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
 def choose_share(config: TrialConfig) -> float:
     """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none.
 
-    It is a whole one for nets that were not measured side by side: a resnet, a densenet, a gpt, an
-    LSTM with dropout.
+    It is a whole one for nets that were not measured side by side: a resnet, a gpt, an LSTM
+    with dropout.
     """
     model = config.model
     measured = model.feedforward or (model.name == "lstm" and model.stateless)

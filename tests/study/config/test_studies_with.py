@@ -15,7 +15,7 @@ from trainers.training.check import check_optimizer
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("name", ["search_space_odyssey_lns", "are_gans_equal_lns"])
+@pytest.mark.parametrize("name", ["search_space_odyssey_lns"])
 def test_a_study_has_the_claims_of_its_groups(name: str) -> None:
     assert load(name, download=False).claims
     assert name in studies_with("claims")

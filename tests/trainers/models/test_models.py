@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,12 @@ from trainers.parallel.pipeline_partition import split
 from trainers.training.trainer import Training
 
 RESNET = ModelConfig(name="resnet", args={"depth": 8, "width": 4})
-DENSENET = ModelConfig(name="densenet", args={"depth": 10, "growth": 4})
 LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8})
 VANILLA_LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8, "variant": "vanilla"})
 GPT = ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 8})
 VANILLA = ModelConfig(name="vanilla", args={"depth": 6, "width": 8})
 CONVOLUTIONS = ModelConfig(name="vanilla", args={"depth": 4, "width": 8, "kernel": 3})
-IMAGES = (RESNET, DENSENET, CONVOLUTIONS)
-NORMED = pytest.mark.parametrize("model", [RESNET, DENSENET], ids=lambda c: c.name)
+IMAGES = (RESNET, CONVOLUTIONS)
 LNS = PrecisionConfig(format="lns12", kahan_sum=True)
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 DIGITS = TrialConfig(
@@ -215,9 +212,6 @@ def test_data_that_do_not_fit_are_refused(
         ("lstm", {"layers": True}, "must be a whole number"),
         ("gpt", {"width": 10, "heads": 4}, "heads share the width evenly"),
         ("gpt", {"layers": 0}, "model.args.layers=0: must be a whole number of at least 1"),
-        ("densenet", {"depth": 12}, r"model.args.depth=12 .*bc: must be 6 n \+ 4"),
-        ("densenet", {"depth": 12, "variant": "plain"}, r"plain: must be 3 n \+ 4"),
-        ("densenet", {"growth": 0}, "model.args.growth=0: must be a whole number of at least 1"),
         ("cnn", {"width": 3}, "there are activation=relu, beta=1.0"),
         ("mlp", {"beta": 2.0}, "only swish and swish_beta have it"),
         ("vanilla", {"kernel": 2}, "model.args.kernel=2: must be odd"),
@@ -317,12 +311,11 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if not key.startswith(left_out)}
 
 
-@NORMED
 @pytest.mark.parametrize("precision", [PrecisionConfig(), LNS], ids=lambda p: p.format)
 def test_networks_with_statistics_train_and_resume_with_the_same_bits(
-    model: ModelConfig, precision: PrecisionConfig, tmp_path: Path
+    precision: PrecisionConfig, tmp_path: Path
 ) -> None:
-    config = replace(DIGITS, model=model, precision=precision)
+    config = replace(DIGITS, precision=precision)
     whole, begun, resumed = Training(config), Training(config), Training(config)
     expected = [without_speed(whole.train_epoch()) for _ in range(2)]
     assert expected[1]["train/loss"] < expected[0]["train/loss"]
@@ -351,18 +344,17 @@ def test_dropout_is_drawn_again_where_activations_are_computed_again() -> None:
     assert none.train_epoch()["train/loss"] != first["train/loss"]
 
 
-def staged(rank: int, folder: str, model: ModelConfig) -> dict[str, Any]:
+def staged(rank: int, folder: str) -> dict[str, Any]:
     """Two stages; two replicas; two sharded replicas, broken off and continued."""
-    digits = replace(DIGITS, model=model)
     found: dict[str, Any] = {}
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
-        config = replace(digits, precision=precision, workers=2)
+        config = replace(DIGITS, precision=precision, workers=2)
         pipeline = replace(config, layout=Layout(pp=2, micro_batches=2))
         training = Training(pipeline, rank=rank, world_size=2)
         metrics = [without_speed(training.train_epoch()) for _ in range(2)]
         found[name] = {"metrics": metrics, "bits": bits(training)}
     for name, layout in (("replicas", Layout()), ("sharded", Layout(fsdp=True))):
-        config = replace(digits, workers=2, layout=layout)
+        config = replace(DIGITS, workers=2, layout=layout)
         whole = Training(config, rank=rank, world_size=2)
         before = [b.clone() for b in whole.model.buffers()]
         expected = [without_speed(whole.train_epoch()) for _ in range(2)]
@@ -383,14 +375,13 @@ def staged(rank: int, folder: str, model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-@NORMED
 @pytest.mark.slow
-def test_layouts_cut_networks_with_statistics(model: ModelConfig, tmp_path: Path) -> None:
+def test_layouts_cut_networks_with_statistics(tmp_path: Path) -> None:
     """Two stages of two micro-batches give the bits of one process with two micro-batches, running
     statistics included. Replicas end an epoch with the same statistics, and go on with them."""
-    first, second = spawned(partial(staged, model=model), tmp_path)
+    first, second = spawned(staged, tmp_path)
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
-        config = replace(DIGITS, model=model, precision=precision, layout=Layout(micro_batches=2))
+        config = replace(DIGITS, precision=precision, layout=Layout(micro_batches=2))
         alone = Training(config)
         metrics = [without_speed(alone.train_epoch()) for _ in range(2)]
         assert first[name]["metrics"] == metrics
@@ -415,12 +406,8 @@ def test_layouts_cut_networks_with_statistics(model: ModelConfig, tmp_path: Path
             r"layout.tp=2 with model.args=\{activation: swish_beta\}: a worker would train",
         ),
         (
-            {"workers": 2, "sync": SyncConfig(name="ensemble"), "model": DENSENET},
-            "sync.name=ensemble with model.name=densenet",
-        ),
-        (
-            {"memory": MemoryConfig(activation_checkpoints=True), "model": DENSENET},
-            "memory.activation_checkpoints=true with model.name=densenet",
+            {"workers": 2, "sync": SyncConfig(name="ensemble")},
+            "sync.name=ensemble with model.name=resnet",
         ),
         (
             {"memory": MemoryConfig(activation_checkpoints=True)},
