@@ -41,6 +41,10 @@ EPOCHS = 1 << 20
 """The distance between the data orders of two seeds (:func:`trainers.data.epoch_order`)."""
 
 
+UNKNOWN = 1 << 30
+"""Layers of a network of the user's: more than any layout has stages."""
+
+
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -196,8 +200,10 @@ class ModelConfig:
     @property
     def layers(self) -> int:
         """The number of layers, at least, of our model's chain; a pipeline stage holds one or
-        more."""
-        if self.own or self.name in ("mlp", "cnn"):
+        more. Of the user's, which only making it shows, it is :data:`UNKNOWN`."""
+        if self.own:
+            return UNKNOWN
+        if self.name in ("mlp", "cnn"):
             convolutions = len(self.channels or CHANNELS) if self.name == "cnn" else 0
             return convolutions + len(self.hidden) + 1
         return int(self.arguments.chain)
