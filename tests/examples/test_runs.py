@@ -11,10 +11,17 @@ from study.config.compose import load, studies_with
 from study.plan.plan import make_plan
 from tests.examples.modules import FOLDER
 
+DEEP: dict[str, object] = {
+    "trial.data.name": "digits", "trial.data.train_size": 64, "trial.data.validation_size": 300,
+    "seeds": [0], "trial.epochs": 1, "trial.model.args": {"depth": 4, "width": 8},
+}  # fmt: skip
 TINY: dict[str, dict[str, object]] = {
     "capsules/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
     "densenet/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
     "gans/study.yaml": {"search.num_samples": 1, "trial.trainable.args.steps": 5},
+    **dict.fromkeys(("vanilla/study.yaml", "vanilla/deepest.yaml"), DEEP),
+    **dict.fromkeys(("vanilla/deepest_cnn.yaml", "vanilla/deepest_lns.yaml"), DEEP),
+    "vanilla/signal.yaml": {"trial.epochs": 4, "seeds": [0]},
     "gans/lns.yaml": {"search.num_samples": 1, "trial.trainable.args.steps": 2},
 }
 """The studies of the examples, each with the changes that make it tiny."""

@@ -10,9 +10,6 @@ from trainers.config.validation import at_least, one_of, positive, require, shar
 ACTIVATIONS = ("relu", "swish", "swish_beta")
 VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
 """The equations of ``lstm`` (:mod:`trainers.models.lstm`)."""
-INITIALS = ("orthogonal", "kaiming")
-REDUCED = 2
-"""The number of convolutions of ``vanilla`` that have stride 2, the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,64 +131,16 @@ class GPTArguments:
         return self.layers + 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class VanillaArguments:
-    """The arguments of ``vanilla`` (:mod:`trainers.models.vanilla`).
-
-    Attributes:
-        depth: layers with tanh, before that of the classes.
-        width: units of each, or channels.
-        init: ``orthogonal``, with the biases with which ``sigma_w`` is critical, or ``kaiming``.
-        sigma_w: singular value of orthogonal weights.
-        kernel: side of the kernels of convolutions, odd; 0 for linear layers.
-    """
-
-    depth: int = 10
-    width: int = 64
-    init: str = "orthogonal"
-    sigma_w: float = 1.0247
-    kernel: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("model.args.depth", self.depth, 1, "use for example 10")
-        at_least("model.args.width", self.width, 1, "use for example 64")
-        one_of("model.args.init", self.init, INITIALS)
-        require(
-            f"model.args.kernel={self.kernel}",
-            self.kernel == 0 or (self.kernel > 0 and self.kernel % 2 == 1),
-            "must be odd, as an orthogonal matrix is put in the kernel's centre, or 0 for linear"
-            " layers",
-            "use for example 3",
-        )
-        require(
-            f"model.args.sigma_w={self.sigma_w}",
-            1 < self.sigma_w <= 2,
-            "must be above 1, where a bias makes it critical, and at most 2",
-            "use for example 1.0247",
-        )
-        if self.init == "kaiming" and self.sigma_w != VanillaArguments.sigma_w:
-            raise ValueError(
-                f"model.args.sigma_w={self.sigma_w} with model.args.init=kaiming: only orthogonal"
-                " weights have it; leave it out, or use model.args.init=orthogonal"
-            )
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return self.depth + 1
-
-
 ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
-    "vanilla": VanillaArguments,
 }
 """Our models, each with the dataclass of its ``model.args``."""
 MODELS = tuple(ARGUMENTS)
-MOVED = {"capsules": "examples/capsules/study.yaml", "densenet": "examples/densenet/study.yaml"}
+MOVED = {name: f"examples/{name}/study.yaml" for name in ("capsules", "densenet", "vanilla")}
 """Networks that earlier versions had, each with the study of the repository that has it now."""
 HIDDEN = [512]
 """``model.hidden`` where nothing is said."""

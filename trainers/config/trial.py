@@ -123,12 +123,12 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``lstm``, ``gpt`` or ``vanilla`` (:mod:`trainers.models`);
+            ``resnet``, ``lstm`` or ``gpt`` (:mod:`trainers.models`);
             or ``file.py:factory`` or ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
         args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
-            width, dropout, variant), gpt (layers, heads, width, dropout) or vanilla (depth, width,
-            init, sigma_w, kernel), see :mod:`trainers.config.model`; or of the factory.
+            width, dropout, variant) or gpt (layers, heads, width, dropout), see
+            :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -177,8 +177,8 @@ class ModelConfig:
 
     @property
     def feedforward(self) -> bool:
-        """Whether the model is mlp, cnn or vanilla."""
-        return self.name in ("mlp", "cnn", "vanilla")
+        """Whether the model is mlp or cnn."""
+        return self.name in ("mlp", "cnn")
 
     @property
     def stateless(self) -> bool:

@@ -23,7 +23,6 @@ from trainers.config.sync import SyncConfig
 from trainers.models import build, make_model
 from trainers.models.init import initialize_, normal_
 from trainers.models.precision import apply_precision
-from trainers.models.vanilla import critical_bias
 from trainers.parallel.pipeline_partition import split
 from trainers.training.trainer import Training
 
@@ -31,9 +30,6 @@ RESNET = ModelConfig(name="resnet", args={"depth": 8, "width": 4})
 LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8})
 VANILLA_LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8, "variant": "vanilla"})
 GPT = ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 8})
-VANILLA = ModelConfig(name="vanilla", args={"depth": 6, "width": 8})
-CONVOLUTIONS = ModelConfig(name="vanilla", args={"depth": 4, "width": 8, "kernel": 3})
-IMAGES = (RESNET, CONVOLUTIONS)
 LNS = PrecisionConfig(format="lns12", kahan_sum=True)
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 DIGITS = TrialConfig(
@@ -47,17 +43,15 @@ DIGITS = TrialConfig(
 
 def made(config: ModelConfig, seed: int = 0) -> nn.Module:
     """The network on images of 3 x 8 x 8 or 11 tokens of 5 kinds."""
-    if config in IMAGES:
+    if config == RESNET:
         return make_model(config, (3, 8, 8), 10, seed)
-    if config.name == "vanilla":
-        return make_model(config, (12,), 10, seed)
     return make_model(config, (11,), 5, seed, tokens=5, each_step=True)
 
 
 def examples(config: ModelConfig) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if config in (*IMAGES, VANILLA):
-        x = torch.rand(6, *((12,) if config == VANILLA else (3, 8, 8)), generator=generator)
+    if config == RESNET:
+        x = torch.rand(6, 3, 8, 8, generator=generator)
         return x, torch.randint(10, (6,), generator=generator)
     tokens = (torch.randint(5, (6, 1), generator=generator) + torch.arange(12)) % 5
     return tokens[:, :-1], tokens[:, 1:]
@@ -67,7 +61,7 @@ def loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("config", [*IMAGES, LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}")
+@pytest.mark.parametrize("config", [RESNET, LSTM, GPT], ids=lambda c: f"{c.name}{c.args}")
 @pytest.mark.parametrize(
     "precision",
     [PrecisionConfig(), LNS, PrecisionConfig(format="bfloat16")],
@@ -76,13 +70,13 @@ def loss(logits: Tensor, y: Tensor) -> Tensor:
 def test_every_parameter_gets_a_gradient(config: ModelConfig, precision: PrecisionConfig) -> None:
     model, (x, y) = apply_precision(made(config), precision), examples(config)
     logits = model(x)
-    assert logits.shape == (*y.shape, 10 if config in (*IMAGES, VANILLA) else 5)
+    assert logits.shape == (*y.shape, 10 if config == RESNET else 5)
     loss(logits, y).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(isinstance(p, LNSTensor) == (precision == LNS) for p in model.parameters())
 
 
-@pytest.mark.parametrize("config", [*IMAGES, LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}")
+@pytest.mark.parametrize("config", [RESNET, LSTM, GPT], ids=lambda c: f"{c.name}{c.args}")
 def test_a_few_steps_lower_the_loss(config: ModelConfig) -> None:
     model, (x, y) = made(config), examples(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
@@ -109,28 +103,6 @@ def test_resnet_20_has_the_layers_of_the_paper() -> None:
     assert [f.shape[1:] for f in _through(model, torch.rand(1, 3, 32, 32))][3::3] == [
         (16, 32, 32), (32, 16, 16), (64, 8, 8)
     ]  # fmt: skip
-
-
-def test_a_vanilla_net_keeps_lengths_and_angles_at_any_depth() -> None:
-    """Schoenholz et al. 2017; the bias for sigma_w^2 = 1.05 is that of Xiao et al. 2018."""
-    sigma_b, q = critical_bias(1.05**0.5)
-    assert sigma_b**2 == pytest.approx(2.01e-5, rel=1e-3)
-    assert q == pytest.approx(0.02592, rel=1e-3)
-    x = q**0.5 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    deep = ModelConfig(name="vanilla", args={"depth": 400, "width": 64})
-    gradients = {}
-    for init in ("orthogonal", "kaiming"):
-        config = replace(deep, args=deep.args | {"init": init})
-        model = make_model(config, (64,), 10, 0)
-        assert isinstance(model, nn.Sequential)
-        signal = x.clone().requires_grad_()
-        model[:-1](signal).square().sum().backward()  # type: ignore[no-untyped-call]
-        assert signal.grad is not None
-        gradients[init] = float(signal.grad.norm() / signal.detach().norm())
-    assert 0.2 < gradients["orthogonal"] < 5
-    assert not 1e-6 < gradients["kaiming"] < 1e6
-    weight = model[0].weight.detach()
-    assert weight.std() == pytest.approx((2 / 64) ** 0.5, rel=0.05)
 
 
 def _through(model: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -214,10 +186,6 @@ def test_data_that_do_not_fit_are_refused(
         ("gpt", {"layers": 0}, "model.args.layers=0: must be a whole number of at least 1"),
         ("cnn", {"width": 3}, "there are activation=relu, beta=1.0"),
         ("mlp", {"beta": 2.0}, "only swish and swish_beta have it"),
-        ("vanilla", {"kernel": 2}, "model.args.kernel=2: must be odd"),
-        ("vanilla", {"kernel": -1}, "model.args.kernel=-1: must be odd"),
-        ("vanilla", {"sigma_w": 1.0}, "model.args.sigma_w=1.0: must be above 1"),
-        ("vanilla", {"init": "kaiming", "sigma_w": 1.1}, "only orthogonal weights have it"),
     ],
 )
 def test_arguments_are_checked(name: str, args: dict[str, Any], said: str) -> None:
@@ -288,7 +256,7 @@ def test_a_parameter_that_nobody_draws_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [*IMAGES, LSTM, VANILLA_LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}"
+    "config", [RESNET, LSTM, VANILLA_LSTM, GPT], ids=lambda c: f"{c.name}{c.args}"
 )
 def test_stages_are_balanced_and_know_what_passes_between_them(config: ModelConfig) -> None:
     model, (x, _) = made(config), examples(config)
@@ -427,7 +395,7 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
 
 @pytest.mark.slow
 def test_ten_thousand_layers_are_built_saved_and_restored(tmp_path: Path) -> None:
-    deepest = ModelConfig(name="vanilla", args={"depth": 10_000, "width": 8})
+    deepest = ModelConfig(hidden=[8] * 10_000)
     config = replace(DIGITS, model=deepest, precision=LNS)
     training, other = Training(config), Training(replace(config, seed=1))
     training.save(tmp_path)
