@@ -18,12 +18,12 @@ from study.execution.engine import EPSILON, Engine
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.plan.durations import expected_seconds
+from study.plan.engines import resources_of
 from study.plan.identity import pace_key
 from study.plan.packing import LOOK_AHEAD
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from study.text import counted
-from trainers.config import TrialConfig
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 LONELY_SECONDS = 10.0
@@ -85,7 +85,7 @@ class Admission:
 
         A cluster may grow, so there the trial waits, and the user is told once.
         """
-        shape = self._shape(trial.config)
+        shape = self._shape(trial)
         if self.engine.running or self.engine.could_fit(shape):
             self._lonely_since = None
             return None
@@ -123,7 +123,7 @@ class Admission:
         """Start trials behind ``head`` that keep nothing from it, or end before it could begin."""
         if not self.engine.idle:
             return
-        needed, seconds = self._shape(head.config), self._agenda.epoch_seconds()
+        needed, seconds = self._shape(head), self._agenda.epoch_seconds()
         until = self._begins_in(needed, seconds)
         for trial in self._agenda.behind(head, LOOK_AHEAD, propose=until > 0):
             if self._control.full or not self._has_room() or not self.engine.idle:
@@ -134,7 +134,7 @@ class Admission:
     def _keeps_nothing(self, trial: PlannedTrial, needed: WorkerResources) -> bool:
         """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
         GPU. On several machines nobody knows which of them will have both."""
-        shape, left = self._shape(trial.config), self.engine.idle_resources[0] + EPSILON
+        shape, left = self._shape(trial), self.engine.idle_resources[0] + EPSILON
         on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and self.engine.capacity()[2] == 1
         return on_cpus and left - shape.cpus >= needed.cpus
 
@@ -153,5 +153,5 @@ class Admission:
                 return until
         return 0.0
 
-    def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, self._study.executor)
+    def _shape(self, trial: PlannedTrial) -> WorkerResources:
+        return resources_of(self._study, trial, self._agenda.epoch_seconds())

@@ -8,28 +8,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from study.config import StudyConfig
 from trainers.workers.resources import WorkerResources
 
 EPSILON = 1e-6
 """How far sums of shares may be off by rounding."""
-
-
-def needs_ray(study: StudyConfig) -> str:
-    """Return the setting for which a study's trials need Ray; "" if they need none.
-
-    Those are a cluster, Ray Train, and a parameter server, which is made of Ray's actors.
-    """
-    if study.address is not None:
-        return f"address={study.address!r}"
-    if study.executor == "train":
-        return "executor=train"
-    asynchronous = '"asynchronous"' in json.dumps(study.to_dict())
-    return "trial.sync.name=asynchronous" if asynchronous else ""
 
 
 class Slots:

@@ -23,6 +23,7 @@ from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
 from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
+from study.plan.engines import resources_of
 from study.plan.packing import TAIL
 from study.plan.trials import PlannedTrial
 from study.results.idle_time import UseWatch
@@ -44,7 +45,14 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import IN_PROCESS, PACKED, WorkerResources, cpus_of, gpus_of
+from trainers.workers.resources import (
+    IN_PROCESS,
+    PACKED,
+    RAY_TRAIN,
+    WorkerResources,
+    cpus_of,
+    gpus_of,
+)
 
 ROUND_SECONDS = 0.5
 """Seconds after which wishes, limits and heartbeats are checked if no process reports."""
@@ -128,7 +136,7 @@ class Loop:
     def waits_for(self) -> WorkerResources | None:
         """Resources of the trial that waits for room; None if none does."""
         head = self._agenda.peek() if self._waiting else None
-        return None if head is None else self._shape(head.config)
+        return None if head is None else self._shape(head)
 
     def describe(self, trial: str) -> dict[str, Any]:
         """Return what a trial is known by: its id, row, seed and sampled values."""
@@ -193,8 +201,8 @@ class Loop:
 
         Where the engine does not yet know on which machines it starts, its event comes later.
         """
-        shape = self._shape(trial.config)
-        running = self._pool.start(trial.id, shape, lambda: self._plan(trial))
+        shape = self._shape(trial)
+        running = self._pool.start(trial.id, shape, lambda: self._plan(trial, shape.executor))
         if running is None:
             return False
         self._agenda.take(trial)
@@ -339,7 +347,7 @@ class Loop:
             return
         waiting = None if self._agenda.exhausted else Waiting()
         if waits and (head := self._agenda.peek()) is not None:
-            shape = self._shape(head.config)
+            shape = self._shape(head)
             waiting = Waiting(trial=head.id, cpus=shape.cpus, gpus=shape.gpus_in_all)
         if low := self._use.look(run, waiting):
             self._say(low)
@@ -372,12 +380,12 @@ class Loop:
         gpus = self._capacity[1] / share if share else math.inf
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
-    def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, self._study.executor)
+    def _shape(self, trial: PlannedTrial) -> WorkerResources:
+        return resources_of(self._study, trial, self._agenda.epoch_seconds())
 
-    def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
+    def _plan(self, trial: PlannedTrial, executor: str) -> dict[str, Any]:
         """Return what the trial's processes need, see :mod:`trainers.workers.worker_process`."""
-        study, by_train = self._study, self._study.executor == "train"
+        study, by_train = self._study, executor == RAY_TRAIN
         return {
             "config": trial.config.to_dict(),
             "origin": origin_of(trial, self._ledger.id, self._state.plan),
@@ -386,7 +394,7 @@ class Loop:
             "checkpoint_every": study.checkpoint_every,
             "resume_from": self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
-            "executor": self._shape(trial.config).executor,
+            "executor": executor,
             "metrics": [
                 name
                 for name in dict.fromkeys([study.primary_metric.name, *study.search.objectives])

@@ -16,11 +16,11 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import grace_seconds
-from study.execution.engine import needs_ray
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
+from study.plan.engines import choose_gang, needs_ray
 from study.plan.identity import code_digests
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
@@ -144,13 +144,14 @@ def check_elastic(plan: Plan) -> None:
     """Refuse trials whose number of workers changes while they run, unless Ray Train runs them.
 
     Raises:
-        ValueError: another executor is chosen.
+        ValueError: the workers are forked.
     """
     for trial in plan.trials:
-        if trial.config.min_workers is not None and plan.study.executor != "train":
+        by_train = choose_gang(plan.study, trial, {}).by_train
+        if trial.config.min_workers is not None and not by_train:
             raise ValueError(
                 f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes"
-                " the number of workers of a running trial; use executor=train, or leave out"
+                " the number of workers of a running trial; use gang=train, or leave out"
                 " trial.min_workers"
             )
 

@@ -3,7 +3,7 @@ events into the ledger.
 
 Two engines run trials: a pool of processes on this machine, which needs no Ray
 (:mod:`study.execution.local`), and Ray Tune (:mod:`study.execution.tune`), which runs whatever
-needs Ray (:func:`by_ray`).
+needs Ray (:func:`study.plan.engines.by_ray`).
 
 Everything happens in one place, the loop (:class:`~study.execution.loop.Loop`): it hands trials
 out, reads what processes report, writes that into the ledger, and only then acts on it. The ledger
@@ -31,7 +31,6 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.engine import needs_ray
 from study.execution.local.machine import Machine
 from study.execution.local.pool import Pool
 from study.execution.loop import ROUND_SECONDS, Loop
@@ -41,6 +40,8 @@ from study.execution.user_files import user_modules
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
+from study.plan.durations import of_storage
+from study.plan.engines import by_ray
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
@@ -132,13 +133,15 @@ def _run_on_ray(
 ) -> None:
     """Run a study by Ray Tune, on its cluster or on a Ray of this machine's own."""
     study = plan.study
+    if any(trial.config.workers > 1 for trial in plan.trials or plan.first):
+        agenda.earlier = of_storage(study.storage)  # short gangs are forked
     gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
     say(
         f"Joining the Ray cluster at {study.address} ..."
         if study.address
         else "Starting Ray on this machine ..."
     )
-    with ray_session(study, gpus=gpus, dashboard=study.executor == "train") as session:
+    with ray_session(study, gpus=gpus, dashboard=study.gang != "forked") as session:
         # loads Ray, which reads then whether it asks for a token
         from study.execution.tune.run import Needs, run_on_ray
 
@@ -171,11 +174,6 @@ def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], se
     configs = [trial.config for trial in plan.trials or plan.first]
     ours = {config.data: config for config in filter(is_compared, configs)}
     return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
-
-
-def by_ray(study: StudyConfig) -> bool:
-    """Tell whether Ray Tune runs a study's trials: it is asked for, or they need Ray."""
-    return study.engine == "ray" or (study.engine == "auto" and needs_ray(study) != "")
 
 
 def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:

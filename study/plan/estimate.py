@@ -19,11 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from study.config import StudyConfig
 from study.config.search import choose_sampler
 from study.config.space import describe
-from study.ledger.log import readable_ledgers
-from study.ledger.state import fold
-from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule, generation_ends
-from study.plan.durations import seconds_an_epoch
+from study.plan.durations import of_storage
 from study.plan.identity import pace_key
 from study.plan.packing import need_of, pack
 from study.plan.plan import Plan, confirmation_rounds, likely_trials
@@ -31,26 +28,11 @@ from study.plan.processes import describe_processes
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.text import counted, duration
-from trainers.object_store import is_url
 from trainers.workers.resources import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 ARGUMENTS = "trainable.args."
 """Prefix of the keys of what a loop of the user's own is called with."""
-
-
-def of_storage(storage: str) -> dict[str, float]:
-    """Return the median seconds per epoch, by pace key, over all studies in a storage.
-
-    See :func:`study.plan.durations.seconds_an_epoch`. Nothing is known of an object store that this
-    machine does not reach, as the one that launches may not.
-    """
-    try:
-        return seconds_an_epoch(fold(events) for events in readable_ledgers(study_folders(storage)))
-    except ValueError:
-        if is_url(storage):
-            return {}
-        raise
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -80,7 +62,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
         yield f"  a configuration can be the best only with {bounds}"
     likely = likely_trials(plan)
-    yield from describe_processes(plan, likely)
+    yield from describe_processes(plan, likely, known)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         for count, first in by_rule(plan.excluded):

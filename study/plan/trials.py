@@ -223,10 +223,10 @@ def _check_loop(study: StudyConfig, config: TrialConfig) -> None:
     if not config.own_loop:
         return
     name = config.trainable.name
-    if study.executor == "train":
+    if study.gang == "train":
         raise ValueError(
-            f"executor=train with trainable.name={name}: Ray Train calls our loop, and its workers"
-            " would not know of this one's reports; use executor=auto"
+            f"gang=train with trainable.name={name}: Ray Train calls our loop, and its workers"
+            " would not know of this one's reports; use gang=auto"
         )
     if study.search.in_rounds:
         raise ValueError(

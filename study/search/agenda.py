@@ -53,6 +53,7 @@ class Agenda:
     Attributes:
         tail: number of waiting trials from which the longest comes first; set once it is known how
             many trials run at a time. 0 keeps the order to the end.
+        earlier: seconds per epoch in earlier studies, see :mod:`study.plan.durations`.
 
     Args:
         plan: plan of the study.
@@ -85,6 +86,7 @@ class Agenda:
         with refusals():
             self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
+        self.earlier: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._estimated = -math.inf
         self.tail = 0
@@ -104,12 +106,14 @@ class Agenda:
         return self._todo[0] if self._todo else None
 
     def epoch_seconds(self) -> dict[str, float]:
-        """Return the seconds per epoch of this study's trials, computed anew every few seconds.
+        """Return the seconds per epoch of this study's trials, updated every few seconds, and of
+        :attr:`earlier` ones.
 
         See :func:`study.plan.durations.seconds_an_epoch`.
         """
         if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
-            self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
+            self._seconds = self.earlier | seconds_an_epoch([self._state])
+            self._estimated = time.monotonic()
         return self._seconds
 
     def behind(self, head: PlannedTrial, count: int, propose: bool) -> Iterator[PlannedTrial]:

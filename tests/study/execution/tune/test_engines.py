@@ -83,16 +83,19 @@ def course(study: StudyConfig) -> dict[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_both_engines_train_the_same(name: str, tiny: Tiny, ray_session: None) -> None:
-    found = {}
-    for engine in ("local", "ray"):
-        study = tiny(f"{name} {engine}", f"engine={engine}", *STUDIES[name])
+    """Under Ray Tune a gang is started by Ray Train, and once more forked."""
+    found, gangs = [], name in ("gang", "pipeline")
+    ways = [("local", "auto"), ("ray", "forked"), *([("ray", "train")] if gangs else [])]
+    for engine, gang in ways:
+        study = tiny(f"{name} {engine} {gang}", f"engine={engine}", f"gang={gang}", *STUDIES[name])
         outcome, _ = run(study)
         assert all(trial.status == FINISHED for trial in outcome.state.trials), outcome.state
         assert weights(outcome)
         actors = [bool(re.fullmatch("[0-9a-f]{32}", t.actor)) for t in outcome.state.trials]
         assert set(actors) == {engine == "ray"}
-        found[engine] = (results(outcome.state), weights(outcome), course(study))
-    assert found["local"] == found["ray"]
+        assert (study.folder / "train").is_dir() == (gang == "train")
+        found.append((results(outcome.state), weights(outcome), course(study)))
+    assert all(each == found[0] for each in found)
 
 
 def test_the_users_code_trains_the_same(tiny: Tiny, ray_session: None, tmp_path: Path) -> None:
