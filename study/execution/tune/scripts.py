@@ -1,8 +1,8 @@
 """For Tune scripts of your own: a study's trials as a trainable, its search as a searcher, and a
 callback that records a script's trials in a ledger.
 
-The keys of a Tune config are those of a trial, dotted (``optimizer.lr``) or nested; ``row`` chooses
-a row of the study by its label (by default the first), ``seed`` a seed (the study's first).
+The keys of a Tune config are the keys of a trial, dotted (``optimizer.lr``) or nested. ``row`` is
+the label of a row of the study (by default its first), ``seed`` a seed (by default its first).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def planned_trial(study: StudyConfig, config: dict[str, Any], number: int = 1) -
         number: number of the configuration.
 
     Raises:
-        ValueError: there is no such row, or the result is no valid trial.
+        ValueError: the row is unknown, or the config is not valid.
     """
     rows = {row.label: row for row in rows_of(study)}
     label = config.get("row", next(iter(rows)))
     if label not in rows:
         raise ValueError(f"row={label!r}: no such row; use one of {', '.join(rows)}")
     params = flatten({name: value for name, value in config.items() if name not in NAMES})
-    override_trial(study.trial.to_dict(), params, "config")  # refuses what is no key of a trial
+    override_trial(study.trial.to_dict(), params, "config")  # raises for unknown keys
     seed = int(config.get("seed", study.seeds[0]))
     return Base(study, rows[label]).trial(seed, number, params)
 
@@ -69,7 +69,7 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """Return the resources of a trial; Ray Train requests those of several workers itself."""
+        """Return the resources of a trial. Ray Train requests the resources of several workers."""
         shape = WorkerResources.of(cls._planned(config).config)
         return tune.PlacementGroupFactory([SLIVER] if shape.workers > 1 else shape.bundles)
 
@@ -107,7 +107,7 @@ class TrialTrainable(tune.Trainable):  # type: ignore[misc]
         return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the trial's state; Ray Train keeps that of several workers itself."""
+        """Write the trial's state; for several workers Ray Train writes its own checkpoints."""
         self._executor.save(Path(checkpoint_dir))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -247,7 +247,7 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
             return
         with refusals():
             planned = planned_trial(self._state.config, trial.config, len(self._state.trials) + 1)
-        known = self._state.known.get(planned.id)
+        known = {known.id: known for known in self._state.trials}.get(planned.id)
         if known is not None and known.status in ENDED:
             return
         self._trials[trial.trial_id] = planned.id

@@ -190,7 +190,7 @@ class TuneTrials:
         return self.hear(handed, [Message(ENDED, handed.job.trial, end)])
 
     def ask_for(self, waiting: WorkerResources | None) -> None:
-        """Request resources from the autoscaler: those of all trials and of the next waiting one.
+        """Request the resources of all trials and of the next waiting trial from the autoscaler.
 
         The request is withdrawn when no trial is waiting.
         """
