@@ -1,12 +1,12 @@
-"""Estimate of what a study takes: trials, resources and time.
+"""Estimate of a study's trials, resources and time.
 
-The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`), by packing
-the trials into the CPUs and GPUs of this machine (:mod:`study.plan.packing`). Where no earlier
-trial is like a planned one there is no estimate, and the plan says so. What an adaptive search will
-propose is not known: as many random configurations of its space stand for it
-(:func:`study.plan.plan.likely_trials`). A trial is counted with all of its epochs and data: where a
-scheduler ends trials early, rounds train on part of the data, or a race drops configurations, the
-estimate is an upper bound, which it says.
+The time is estimated by packing the trials into the CPUs and GPUs of this machine
+(:mod:`study.plan.packing`), with seconds per epoch from earlier studies in the storage
+(:mod:`study.plan.durations`). Without a similar earlier trial there is no estimate, and the plan
+says so. The proposals of an adaptive search are replaced by as many random configurations of its
+space (:func:`study.plan.plan.likely_trials`). Every trial counts with all epochs and all data. The
+estimate is therefore an upper bound, and says so, where a scheduler ends trials early, rounds train
+on part of the data, or a race drops configurations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainers.workers.resources import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 ARGUMENTS = "trainable.args."
-"""Prefix of the keys of what a loop of the user's own is called with."""
+"""Prefix of the keys of a user's loop's arguments."""
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -73,7 +73,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 
 def describe_size(plan: Plan, planned: int) -> str:
-    """Describe a number of planned trials together with those that confirm the best."""
+    """Describe the number of planned trials, including the confirmation of the best."""
     count = _confirmations(plan)
     best = f", {count} of which confirm the best" if count else ""
     return f"{_up_to(plan)}{counted(planned + count, 'trial')}{best}"
@@ -89,7 +89,7 @@ def _up_to(plan: Plan) -> str:
 
 
 def _product(plan: Plan) -> str:
-    """Return the factors of a plan's size; rows of different sizes are told one by one."""
+    """Describe the factors of a plan's size, per row if the rows' sizes differ."""
     rows, seeds = plan.rows, len(plan.study.seeds)
     sizes = [plan.size_of(row) // seeds for row in rows]
     alone = ", each a search of its own" if plan.study.search.per_seed else ""
@@ -115,7 +115,7 @@ def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
 def _describe_unnamed(plan: Plan) -> Iterator[str]:
     """Yield a line on each searched argument of the user's loop that the base trial does not have.
 
-    Nobody but the loop knows which arguments it reads, so a misspelt one is searched in vain.
+    Such an argument may be misspelt, and the loop would ignore it.
     """
     args = plan.study.trial.trainable.args
     for key in plan.study.space:
@@ -128,10 +128,10 @@ def _describe_unnamed(plan: Plan) -> Iterator[str]:
 
 
 def describe_cost(plan: Plan) -> str:
-    """Describe the GPU hours and CPU hours of a plan's trials, from what like ones took.
+    """Describe the GPU hours and CPU hours of a plan, from the times of similar earlier trials.
 
-    GPU hours are seconds of a trial x its share of GPUs / 3600, summed over all trials; those that
-    are unlike any earlier one are counted at the mean.
+    GPU hours are seconds of a trial x its share of GPUs / 3600, summed over all trials. Trials
+    without a similar earlier trial count as the mean.
     """
     known = of_storage(plan.study.storage)
     likely, rounds = likely_trials(plan), confirmation_rounds(plan)
@@ -204,9 +204,9 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 
 
 def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]) -> str:
-    """Describe the expected time: that of all trials, packed into what the machine has.
+    """Describe the expected time of all trials, packed into the resources of the machine.
 
-    Of a cluster only ``max_concurrent`` is known.
+    For a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
     rounds = confirmation_rounds(plan)
@@ -225,7 +225,7 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
     def seconds(trial: PlannedTrial) -> float:
         return times.get(trial.id, mean) / trial.config.epochs
 
-    # those that a search will propose are taken to be like those that it has
+    # future proposals are assumed to be like the existing ones
     trials = list(itertools.islice(itertools.cycle(likely), max(1, round(_whole_trials(plan)))))
     cpus, gpus, assumed = _have(study, likely)
     packed = pack(trials, cpus, gpus, seconds, most=_most(study), rounds=rounds)

@@ -1,6 +1,6 @@
-"""What a plan says of the processes that trials train in: which, with which share of a GPU, why.
+"""Description of the processes of a plan's trials: the kind, the share of a GPU, and the reason.
 
-The rules are those of :mod:`trainers.workers.resources`.
+:mod:`trainers.workers.resources` has the rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FASTER = {
     1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
     1 / 4: " train 1.8 to 3.6 times as fast four at a time as by turns (H100, H200)",
 }
-"""What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
+"""Measured speedup of nets that share a process, by share (docs/benchmarks/studies.md)."""
 
 
 def describe_processes(
