@@ -130,7 +130,10 @@ def _run_on_ray(
 ) -> None:
     """Run a study with Ray Tune, on its cluster or on a Ray that is started here."""
     study = plan.study
-    if any(trial.config.workers > 1 for trial in plan.trials or plan.first):
+    gangs = "workers" in study.space or any(
+        trial.config.workers > 1 for trial in plan.trials or plan.first
+    )
+    if gangs:
         agenda.earlier = of_storage(study.storage)  # short gangs are forked
     gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
     say(
@@ -138,7 +141,7 @@ def _run_on_ray(
         if study.address
         else "Starting Ray on this machine ..."
     )
-    with ray_session(study, gpus=gpus, dashboard=study.gang != "forked") as session:
+    with ray_session(study, gpus=gpus, dashboard=gangs and study.gang != "forked") as session:
         # loads Ray, which reads then whether it asks for a token
         from study.execution.tune.run import Needs, run_on_ray
 
