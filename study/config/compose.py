@@ -312,8 +312,7 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Separate group swaps (``model=mlp_128``) from keys (``trial.epochs=3``)."""
-    groups: dict[str, str] = {}
-    keys: list[str] = []
+    groups, keys = dict[str, str](), list[str]()
     for override in overrides:
         name, equals, value = override.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*(\[|\.\d+(\.|$)).*", name):
