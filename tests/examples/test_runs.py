@@ -17,7 +17,7 @@ DEEP: dict[str, object] = {
 }  # fmt: skip
 TINY: dict[str, dict[str, object]] = {
     "capsules/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
-    "densenet/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 1},
+    "densenet/study.yaml": {"trial.data.train_size": 64, "seeds": [0], "trial.epochs": 2},
     "gans/study.yaml": {"search.num_samples": 1, "trial.trainable.args.steps": 5},
     **dict.fromkeys(("vanilla/study.yaml", "vanilla/deepest.yaml"), DEEP),
     **dict.fromkeys(("vanilla/deepest_cnn.yaml", "vanilla/deepest_lns.yaml"), DEEP),
@@ -53,9 +53,8 @@ def test_the_plans_of_an_example_are_made(file: str) -> None:
 def test_an_example_runs(file: str, tmp_path: Path) -> None:
     config = load(f"{FOLDER}/{file}", download=False)
     changes = {"storage": str(tmp_path), "trial.device": "cpu"} | TINY[file]
-    done = study.run(
-        f"{FOLDER}/{file}", changes, small=bool(config.small), tracking_uri="none", cpus=2
-    )
+    form = {"small": True} if config.small else {}
+    done = study.run(f"{FOLDER}/{file}", changes, tracking_uri="none", cpus=2, **form)
     assert done.state.trials
     assert {trial.status for trial in done.state.trials} == {"finished"}
     assert (done.folder / "report" / "report.html").is_file()
