@@ -15,11 +15,22 @@ from typing import IO, Any
 
 from study.errors import UserError
 from study.ledger import storage
-from trainers.files import check_own_folder, open_own, open_own_text, read_own_json
+from trainers.files import (
+    check_no_links,
+    check_own_file,
+    check_own_folder,
+    open_own,
+    open_own_text,
+    read_own_json,
+)
 
 LOCK = storage.LOCK
 OWN_FOLDERS = ("checkpoints", "profiles", "report", "tensorboard", "train")
 """Folders of a study's folder in which a run writes; a link in their place is refused."""
+OF_TRIALS = ("checkpoints", "profiles", "train")
+"""Folders among them that have a folder for each trial; a link among these is refused too."""
+OUTPUT = "workers.log"
+"""File in the study's folder with the output of the trials' processes."""
 LOCK_ATTEMPTS = 6
 MOST_LINES = 10**9
 """Most lines that a ledger is taken to have had."""
@@ -45,12 +56,14 @@ def take_lock(folder: Path) -> IO[str]:
     """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
 
     Raises:
-        ValueError: another process has the lock, the storage has no locks, or a folder of the
-            study's is a link.
+        ValueError: another process has the lock, the storage has no locks, or a folder or log of
+            the study's is a link.
         OSError: the lock's file is a link, or cannot be opened.
     """
     for name in OWN_FOLDERS:
-        check_own_folder(folder / name)
+        check = check_no_links if name in OF_TRIALS else check_own_folder
+        check(folder / name)
+    check_own_file(folder / OUTPUT)
     for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
         lock = open_own_text(folder / LOCK)
         try:
