@@ -203,6 +203,13 @@ def write_at(folder: int, name: str, source: BinaryIO) -> None:
     os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file such that readers find all of it, or the earlier one, whenever the process dies.
 

@@ -21,6 +21,7 @@ from trainers.files import (
     check_own_folder,
     open_own,
     open_own_text,
+    read_own,
     read_own_json,
 )
 
@@ -31,6 +32,8 @@ OF_TRIALS = ("checkpoints", "profiles", "train")
 """Folders among them that have a folder for each trial; a link among these is refused too."""
 OUTPUT = "workers.log"
 """File in the study's folder with the output of the trials' processes."""
+ALTERED = "by another process while the study ran"
+"""Part of the error of a ledger that its one writer did not leave so."""
 LOCK_ATTEMPTS = 6
 MOST_LINES = 10**9
 """Most lines that a ledger is taken to have had."""
@@ -139,3 +142,24 @@ def last_copy(path: Path, descriptor: int) -> str:
         f" is {copy}: put it into {path.parent}, and the same command goes on without what has"
         " finished"
     )
+
+
+def altered_since(path: Path, size: int, end: bytes) -> str:
+    """Say that a ledger is not as its one writer left it; "" if it is.
+
+    Args:
+        path: the ledger.
+        size: its size in bytes as it was left.
+        end: the last bytes that were written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    now = os.stat(path).st_size
+    if now == size:
+        return ""
+    content = read_own(path, storage.MOST_BYTES)  # a file system may tell sizes late
+    if len(content) == size and content.endswith(end):
+        return ""
+    how = "cut" if now < size else "written"
+    return f"{path}: was {how} {ALTERED} ({now:,} bytes in place of {size:,})"
