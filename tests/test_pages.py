@@ -62,7 +62,7 @@ RUNS = {
     "docs/howto/cluster.md: Ray": 5,
     "docs/howto/cluster.md: S3": 3,
     "docs/howto/gpus.md: GPU": 1,
-    "docs/howto/ray-tune.md": 1,
+    "docs/howto/ray-tune.md": 3,
     "docs/howto/team-mlflow.md: PostgreSQL": 8,
     "docs/tracking.md: TensorBoard": 6,
 }

@@ -46,7 +46,7 @@ from study.config.new import check_new
 from study.config.overrides import is_trial_key, parse_override, refuse_numbers, undotted
 from study.config.script import is_script, read_script
 from study.config.space import flatten_space
-from study.config.study import StudyConfig
+from study.config.study import StudyConfig, check_executor
 from study.config.yaml_loader import as_text, check_references, read_mapping
 from study.program import lns_study
 from study.tracking_uri import refuse_passwords
@@ -485,6 +485,7 @@ def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
 def _finish(merged: DictConfig) -> StudyConfig:
     values = _plain(merged)
     refuse_passwords(values)
+    check_executor(values["executor"])
     return StudyConfig.from_dict(values)
 
 

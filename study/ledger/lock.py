@@ -50,7 +50,7 @@ def is_locked(folder: Path) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in BUSY:  # without locks nobody writes
+            if error.errno in BUSY:  # no writer without locks
                 return True
     return storage.is_locked_remotely(folder)
 

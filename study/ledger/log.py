@@ -99,10 +99,10 @@ class Contents:
 
 
 def open_ledger(folder: Path) -> Contents:
-    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger.
+    """Return the contents of the ledger in a study's folder; empty without a ledger.
 
     Raises:
-        ValueError: it cannot be read, or the object store does not answer.
+        ValueError: the ledger cannot be read, or the object store does not answer.
     """
     storage.refresh(folder)
     closed = closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
@@ -119,9 +119,9 @@ def open_ledger(folder: Path) -> Contents:
 
 
 def read_ledger(folder: Path) -> list[Event]:
-    """Return the whole events of a study's ledger, in order, without repeated reports.
+    """Return the undamaged events of a study's ledger, in order, without repeated reports.
 
-    Returns an empty list if there is no ledger.
+    Returns an empty list without a ledger.
     """
     return open_ledger(folder).events
 
@@ -203,10 +203,9 @@ class Ledger:
         folder: folder of the study; made if missing.
 
     Attributes:
-        broken: error with which writing failed; nothing is written after it, so that the file has
-            no gaps.
-        id: random id, made once per ledger; it tells its checkpoints and MLflow runs from those of
-            the same study run elsewhere.
+        broken: the first write error; nothing is written after it, so that the file has no gaps.
+        id: random id of the ledger; checkpoints and MLflow runs contain it, which distinguishes
+            them from the same study run elsewhere.
         history: events before this writer.
 
     Raises:
@@ -266,7 +265,7 @@ class Ledger:
         Listeners are called once all events are on disk.
 
         Raises:
-            LedgerError: they cannot be written, or an earlier one could not.
+            LedgerError: this or an earlier write failed.
         """
         if self.broken is not None:
             raise self.broken
@@ -344,7 +343,7 @@ class Ledger:
         return last_copy(self.folder / FILE, self._file.fileno())
 
     def _write(self, lines: bytes) -> None:
-        """Write all of the lines to disk, or none of them, under the ledger's name."""
+        """Write all lines to disk atomically, under the ledger's name."""
         self._check_here()
         if self._remote is not None:
             self._remote.append(self._number + 1, lines)
@@ -467,7 +466,7 @@ def _shown(event: Event) -> Event:
 
 
 def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
-    """Tell whether an event is no repeated report of an epoch; remember reports in ``seen``."""
+    """Return whether an event is not a repeated report; reports are remembered in ``seen``."""
     if event["event"] != "report":
         return True
     key = (event.get("trial"), event.get("epoch"))

@@ -294,8 +294,8 @@ class TrialKeys:
         batch_size: examples a step, over all workers together.
         seed: seed of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp x tp.
-        min_workers: with executor=train, the fewest data-parallel workers to go on with where there
-            is no room for ``workers`` (more join when there is); None for all or none.
+        min_workers: with Ray Train (``gang``), the fewest data-parallel workers to go on with where
+            there is no room for ``workers`` (more join when there is); None for all or none.
         threads: CPU threads a worker computes with.
         device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the
             trial has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32

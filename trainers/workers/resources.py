@@ -45,15 +45,8 @@ RECURRENT_UNITS = 8192
 1,000 steps keep some 8 GB."""
 
 
-def choose_executor(wanted: str, lanes: int) -> str:
-    """Return the executor of a trial.
-
-    Args:
-        wanted: the study's key ``executor``.
-        lanes: trials at once in a process that trains this one.
-    """
-    if wanted == "train":
-        return RAY_TRAIN
+def choose_executor(lanes: int) -> str:
+    """Return the executor of a trial in a process that trains ``lanes`` trials at once."""
     return PACKED if lanes > 1 else IN_PROCESS
 
 
@@ -82,13 +75,22 @@ class WorkerResources(NamedTuple):
     own: bool = False
 
     @classmethod
-    def of(cls, config: TrialConfig, wanted: str = "auto") -> WorkerResources:
-        """Return what a trial takes, where the study's key ``executor`` is ``wanted``."""
+    def of(
+        cls, config: TrialConfig, wanted: str = "auto", *, by_train: bool = False
+    ) -> WorkerResources:
+        """Return what a trial takes.
+
+        Args:
+            config: the trial.
+            wanted: the study's key ``executor``.
+            by_train: whether Ray Train starts its workers.
+        """
         share = 1.0 if config.gpus is None else config.gpus
         gpus = share if config.device == "cuda" and config.workers == 1 else None
-        lanes = trials_per_process(wanted, config)
+        lanes = 1 if by_train else trials_per_process(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
-        executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
+        ours = OWN_LOOP if config.own_loop else choose_executor(lanes)
+        executor = RAY_TRAIN if by_train else ours
         own = bool(config.user_code)
         return cls(
             config.workers, config.threads, config.device, gpus, packed, lanes, executor, own

@@ -55,7 +55,7 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
             ["seeds=[0, 1, 2, 3, 4]", "trial.precision.format=lns12"],
         ),
         (["space={optimizer.lr: {grid: [0.1, 0.2]}}"], None),
-        (["max_failures=7", "executor=train"], ["executor=train", "max_failures=7"]),
+        (["max_failures=7", "gang=train"], ["gang=train", "max_failures=7"]),
         (["data.validation_size=200"], ["trial.data.validation_size=200"]),
         (["data.validation_size=300"], []),  # as the data have it
         (["metric=validation/loss"], ["metric=validation/loss"]),
