@@ -37,6 +37,7 @@ from study.config.explain import (
     explain,
     first_line,
     known_keys,
+    refuse_examples,
     schema,
     trial_schema,
     unknown_key,
@@ -216,6 +217,7 @@ def find_study(config: str) -> Path:
     for path in [*direct, *(root / "study" / f"{config}.yaml" for root in _roots())]:
         if path.is_file():
             return path
+    refuse_examples(config, _roots())
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
     stored = f"; to go on with a stored study: {lns_study('resume', config)}"
     raise ValueError(
@@ -310,8 +312,7 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Separate group swaps (``model=mlp_128``) from keys (``trial.epochs=3``)."""
-    groups: dict[str, str] = {}
-    keys: list[str] = []
+    groups, keys = dict[str, str](), list[str]()
     for override in overrides:
         name, equals, value = override.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*(\[|\.\d+(\.|$)).*", name):

@@ -92,8 +92,8 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         if config.model.name == "lstm":
             return "a recurrent net keeps Python busy, for which trials in a process wait"
         return (
-            "only nets of the kinds mlp, cnn, vanilla and capsules, and an LSTM's variants in"
-            " float32, share processes by themselves"
+            "only nets of the kinds mlp and cnn, and an LSTM's variants in float32, share processes"
+            " by themselves"
         )
     if config.model.name == "lstm" and not config.model.stateless:
         return "LSTMs with dropout were not measured side by side"

@@ -168,9 +168,9 @@ def test_a_picture_s_name_is_in_one_line_of_the_page(length: int, tmp_path: Path
 
 def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
     assert set(PICTURES) <= TITLES.keys()
-    assert load("are_gans_equal", download=False).picture == "best_of_k"
+    assert load("examples/gans/study.yaml", download=False).picture == "best_of_k"
     with pytest.raises(ValueError, match="picture"):
-        load("are_gans_equal", ["picture=none_such"], download=False)
+        load("examples/gans/study.yaml", ["picture=none_such"], download=False)
 
 
 def test_a_study_whose_code_lies_elsewhere_states_the_same(tiny: Tiny, tmp_path: Path) -> None:
