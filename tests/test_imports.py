@@ -29,9 +29,9 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn.products", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "text", "descendants", "output", "user_code", "object_store", "files", "config",
-        "user_loop", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync",
-        "parallel", "training", "workers",
+        "_compat", "text", "settings", "descendants", "output", "user_code", "object_store",
+        "files", "config", "user_loop", "data", "models", "optim", "checkpoint", "telemetry",
+        "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",

@@ -31,6 +31,7 @@ from typing import Any
 from study._compat import RAY_JOB
 from study.config import LimitsConfig
 from study.errors import UserError, refusals
+from study.ledger.lock import ALTERED
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
@@ -74,6 +75,8 @@ def storage_refused(error: str, folder: Path, kind: type[UserError] = UserError)
         mend = "raise the limit of a file's size (`ulimit -f`)"
     elif is_full(error):
         mend = f"free some space in {place}"
+    elif ALTERED in error:
+        mend = "let no other process write there"
     elif is_url(place):
         mend = f"see that {place} answers and that no other driver continues the study"
     else:

@@ -34,6 +34,7 @@ from study.execution.loop import ROUND_SECONDS, Loop
 from study.execution.ray_session import ray_session
 from study.execution.tune.options import TuneOptions
 from study.execution.user_files import user_modules
+from study.ledger.lock import OUTPUT
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
@@ -50,8 +51,6 @@ DATA_SETS = 4
 """Largest number of data sets kept in memory."""
 DOUBLED_SECONDS = 1.0
 """Seconds within which a second signal is the first one's."""
-LOG = "workers.log"
-"""File in the study's folder with the output of the trials' processes."""
 
 
 def run_plan(
@@ -110,7 +109,7 @@ def _run_here(
     """Run a study in processes of this machine."""
     pool = Pool(Machine(local_cpus(study), _local_gpus(agenda, study)), node)
     try:
-        node.log(study.folder / LOG)
+        node.log(study.folder / OUTPUT)
         node.load(_data_of(agenda, study))
         loop = Loop(study, agenda, ledger, state, control, pool, say)
         while loop.begin_round():
@@ -146,7 +145,7 @@ def _run_on_ray(
         from study.execution.tune.run import Needs, run_on_ray
 
         needs = Needs(
-            make=(study.folder / LOG, _data_of(agenda, study)),
+            make=(study.folder / OUTPUT, _data_of(agenda, study)),
             modules=user_modules(study),
             data=_data_of_nodes(plan, state),
         )

@@ -63,10 +63,10 @@ from typing import Any, TypeAlias
 
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
-from study.ledger.lock import LOCK, closed_at, last_copy, take_lock, this_process
+from study.ledger.lock import LOCK, altered_since, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
-from trainers.files import open_own, read_own
+from trainers.files import open_own, read_own, sync_folder
 from trainers.object_store import is_url, place_of
 
 FILE = storage.FILE
@@ -226,7 +226,7 @@ class Ledger:
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
-            self._here = self._found()
+            self._here, self._size = self._found(), os.stat(folder / FILE).st_size
             storage.write_lock(self._lock, this_process())
         except BaseException:
             if self._remote is not None:
@@ -307,16 +307,19 @@ class Ledger:
         return found
 
     def _check_here(self) -> None:
-        """Check that ledger and lock are still under their names.
+        """Check that ledger and lock are still under their names, and as this writer left them.
 
         The files stay open when the study's folder is removed, moved or unmounted, and writing them
         succeeds.
 
         Raises:
-            LedgerGoneError: they are not; it names the last complete copy of the ledger.
+            LedgerGoneError: they are not there; it names the last complete copy of the ledger.
+            LedgerError: the ledger was cut or written by another process.
         """
         now = self._found()
         if now == self._here:
+            if altered := altered_since(self.folder / FILE, self._size, self._last):
+                raise LedgerError(f"{altered}; `{how_to_repair(self.folder)}` mends it")
             return
         path = self.folder / FILE
         if now[0] == self._here[0]:
@@ -357,8 +360,8 @@ class Ledger:
             with suppress(OSError):
                 self._file.truncate(start)
             raise
+        self._size, self._last = self._size + len(lines), lines
         self._check_here()
-        self._last = lines
 
     def _open_again(self, end: int, stale: OSError) -> None:
         """Open the file again after its NFS server forgot it, if that is safe.
@@ -484,13 +487,6 @@ def _open_for_append(path: Path) -> io.FileIO:
             file.write(b"\n")
     sync_folder(path.parent)
     return file
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:

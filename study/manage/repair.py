@@ -32,15 +32,7 @@ from pathlib import Path
 from study.errors import UserError
 from study.ledger.lines import HEADER, Damage, Event, seal
 from study.ledger.lock import take_lock
-from study.ledger.log import (
-    FILE,
-    Contents,
-    describe_damage,
-    make_header,
-    new_id,
-    open_ledger,
-    sync_folder,
-)
+from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger
 from study.ledger.state import FINISHED, fold, study_without_password
 from study.ledger.storage import write_lock
 from study.manage.checkpoints import checkpoints_of
@@ -52,7 +44,7 @@ from study.manage.evidence import (
     add_known_to_mlflow,
     known_to_checkpoints,
 )
-from trainers.files import write_whole
+from trainers.files import sync_folder, write_whole
 from trainers.object_store import is_url, place_of
 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
