@@ -102,10 +102,10 @@ def broadcast_form(
     form = np.zeros((3, 3), np.int64)
     form[0] = 1
     steps = [1, 1]
-    for place, (size, *repeated) in enumerate(reversed(groups)):
+    for place, (size, *along) in enumerate(reversed(groups)):
         form[0, 2 - place] = size
         for operand in range(2):
-            if not repeated[operand]:
+            if not along[operand]:
                 form[1 + operand, 2 - place] = steps[operand]
                 steps[operand] *= size
     return shape, int(form[0, 0] * form[0, 1]), form.reshape(-1)

@@ -200,7 +200,7 @@ def _in_one_node(
                 broadcast_shape(shape_x, shape_y)
             except ValueError:
                 return None
-        return function.apply(x, y, *options)  # type: ignore[no-untyped-call]
+        return function.apply(x, y, *options)
 
     return apply
 

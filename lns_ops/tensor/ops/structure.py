@@ -12,6 +12,7 @@ where there are 2.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -65,7 +66,7 @@ def _structural(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor
     return LNSTensor(func(x.codes, *args, **kwargs), x.fmt)
 
 
-_METHODS = {
+_METHODS: dict[Any, Callable[..., Tensor]] = {
     aten.detach.default: Tensor.detach, aten.t.default: Tensor.t, aten.view.default: Tensor.view,
     aten.transpose.int: Tensor.transpose, aten.permute.default: Tensor.permute,
     aten.expand.default: Tensor.expand, aten.unsqueeze.default: Tensor.unsqueeze,
