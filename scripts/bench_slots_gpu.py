@@ -1,13 +1,13 @@
 """Time many small nets on one GPU in a study's worker processes: one lane each, several, and both.
 
     python scripts/bench_slots_gpu.py [--grid 1x12,2x6,4x3,12x1] [--epochs 12] [--hidden 512]
-    [--lstm WIDTH [--music JSB_Chorales] | --vanilla DEPTH] [--format lns12] [--optimizer sgd]
+    [--lstm WIDTH [--music JSB_Chorales] | --deep DEPTH] [--format lns12] [--optimizer sgd]
     [--decay constant] [--json FILE]
 
 ``2x6`` is two processes of six lanes each. All train MNIST nets 784-HIDDEN-10, batch 128, in the
 format everywhere with Kahan summation; or, with ``--lstm``, vanilla LSTMs of one layer that copy 20
 symbols, or with ``--music`` predict the notes of a collection, eight windows a step; or, with
-``--vanilla``, DEPTH layers of 64 units with tanh on 10,000 images. With ``--decay cosine`` every
+``--deep``, DEPTH layers of 64 units on 10,000 images. With ``--decay cosine`` every
 step has a rate of its own. Printed: the seconds until the forking process is ready, until all
 processes are up, until every net has reported its first epoch; the epochs a second from then until
 the first net is done; and those of all the time in which the processes are up: deep nets, whose
@@ -48,8 +48,8 @@ def config(options: argparse.Namespace) -> TrialConfig:
         data = DataConfig(name="copy", train_size=1000)
         if options.music:
             data = DataConfig(name="piano_rolls", args={"collection": options.music})
-    if options.vanilla:
-        model = ModelConfig(name="vanilla", args={"depth": options.vanilla, "width": 64})
+    if options.deep:
+        model = ModelConfig(hidden=[64] * options.deep)
         data = DataConfig(train_size=10_000)
     return TrialConfig(
         model=model,
@@ -57,7 +57,7 @@ def config(options: argparse.Namespace) -> TrialConfig:
         loss=LossConfig(name="binary_cross_entropy") if options.music else LossConfig(),
         batch_size=8 if options.music else 128,
         precision=PrecisionConfig(format=options.format, kahan_sum=options.format != "float32"),
-        optimizer=OptimizerConfig(name=options.optimizer, lr=0.003 if options.vanilla else 0.01),
+        optimizer=OptimizerConfig(name=options.optimizer, lr=0.003 if options.deep else 0.01),
         lr_schedule=LRSchedule(decay=options.decay),
         epochs=options.epochs,
         device="cuda",
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[512])
     parser.add_argument("--lstm", type=int, default=0)
     parser.add_argument("--music", default="")
-    parser.add_argument("--vanilla", type=int, default=0, metavar="DEPTH")
+    parser.add_argument("--deep", type=int, default=0, metavar="DEPTH")
     parser.add_argument("--format", default="lns12")
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--decay", default="constant")

@@ -162,7 +162,7 @@ def executed_by(executor: str | None) -> Iterator[None]:
     """Have trials executed by a class of :mod:`bench.executors`; by their own executor for None."""
     real = resources.choose_executor
     if executor is not None:
-        resources.choose_executor = lambda wanted, lanes: f"bench.executors:{executor}"
+        resources.choose_executor = lambda lanes: f"bench.executors:{executor}"
     try:
         yield
     finally:
@@ -394,10 +394,10 @@ def gang(trials: int) -> None:
         "s",
     )
     start = time.time()
-    _, view = run(3, None, tracked=False, config=replace(DIGITS, workers=2), executor="train")
+    _, view = run(3, None, tracked=False, config=replace(DIGITS, workers=2), gang="train")
     ended = [event["time"] for event in view.events if event["event"] == "finished"]
     report(
-        "the same by Ray Train (executor=train), those after the first",
+        "the same by Ray Train (gang=train), those after the first",
         statistics.median(b - a for a, b in pairwise(ended)),
         "s",
     )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         StudyConfig,
     )
     from study.execution.ask_tell import Suggestion
+    from study.execution.tune.scripts import LedgerCallback, StudySearcher, tune_trainable
     from study.handle import Study, create, load, run, tuner
     from trainers.config import (
         DataConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "DataConfig",
     "LRSchedule",
     "Layout",
+    "LedgerCallback",
     "LimitsConfig",
     "LossConfig",
     "MemoryConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "SearchConfig",
     "Study",
     "StudyConfig",
+    "StudySearcher",
     "Suggestion",
     "SyncConfig",
     "TrainableConfig",
@@ -71,12 +74,14 @@ __all__ = [
     "create",
     "load",
     "run",
+    "tune_trainable",
     "tuner",
 ]
 
 _PLACES = {
     "study.handle": ("Study", "create", "load", "run", "tuner"),
     "study.execution.ask_tell": ("Suggestion",),
+    "study.execution.tune.scripts": ("LedgerCallback", "StudySearcher", "tune_trainable"),
     "study.config": (
         "AmendmentConfig",
         "ClaimConfig",

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 _CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    r"\ud800-\udfff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2"
+    r"\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
+    r"\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000110bd\U000110cd"
+    r"\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""Characters that steer terminals, turn the order of others or are not seen, and halves of
-surrogate pairs, which no file takes."""
+"""Characters that steer terminals, turn the order of others or are not seen: Unicode's categories
+Cc and Cf, its line and paragraph separators, and its property Default_Ignorable_Code_Point, tabs
+and line breaks apart. And halves of surrogate pairs, which no file takes."""
 
 
 def printable(text: str) -> str:
@@ -31,7 +34,13 @@ def one_line(text: str) -> str:
 
 def printable_json(text: str) -> str:
     """Return JSON of the same values whose texts have their control characters as ``\\u001b``."""
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    # in UTF-16, as JSON has it: two escapes for a character beyond U+FFFF
+    return _CONTROLS.sub(
+        lambda found: re.sub(
+            "....", r"\\u\g<0>", found[0].encode("utf-16-be", errors="surrogatepass").hex()
+        ),
+        text,
+    )
 
 
 class PrintableStream:

@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "lns_ops" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 SHELLS = ("", "sh", "bash", "console")
 """Languages of fences that hold commands."""
@@ -74,7 +75,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         if not (page.parent / link).exists() and (page.parent / link).resolve() not in GENERATED
     ]
     paths = re.findall(
-        r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs)/[\w./-]+)(?:::\w+)?`", text
+        r"`((?:study|trainers|lns_ops|tests|scripts|conf|docs|examples)/[\w./-]+)(?:::\w+)?`", text
     )
     if "log" not in page.parts:
         missing += [path for path in paths if not (ROOT / path).exists()]
@@ -86,7 +87,7 @@ def test_the_page_of_rules_has_all_of_them_and_pairs_what_is_right_alone() -> No
     text = page.page()
     rules, _, within = text.partition("## Rules\n")[2].partition("## Rules within")
     assert len(re.findall(r"^\| `.*? \| .+ \| .+ \|$", rules, re.M)) == len(page.RULES)
-    assert len(re.findall(r"^\| `.*? \| `.+` \| .+ \| .+ \|$", within, re.M)) >= 39
+    assert len(re.findall(r"^\| `.*? \| `.+` \| .+ \| .+ \|$", within, re.M)) >= 38
     assert "| `layout.schedule`, `layout.pp` | `schedule not in ('1f1b', 'gpipe') and pp" in within
     assert "| `trainable.args`, `trainable.name` | `not (name), args` |" in within
     choices = (*page.LAYOUTS, *page.PRECISIONS, *page.EXCHANGES)

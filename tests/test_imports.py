@@ -29,9 +29,9 @@ ORDER = {
         "formats", "tensor", "tensor.ops", "nn.products", "nn", "optim", "analysis",
     ],
     "trainers": [
-        "_compat", "text", "descendants", "output", "user_code", "object_store", "files", "config",
-        "user_loop", "data", "models", "optim", "checkpoint", "telemetry", "comm", "sync",
-        "parallel", "training", "workers",
+        "_compat", "text", "settings", "descendants", "output", "user_code", "object_store",
+        "files", "config", "user_loop", "data", "models", "optim", "checkpoint", "telemetry",
+        "comm", "sync", "parallel", "training", "workers",
     ],
     "study": [
         "text", "tracking_uri", "program", "errors", "_compat", "config", "ledger", "plan",
@@ -111,7 +111,7 @@ LONGER = {
     "lns_ops/cpu/simd/reduce.py:_kernels",
 }
 """Kernels of more than :data:`FUNCTION` lines."""
-FILE, FUNCTION, FOLDER, LINE = 500, 50, 14, 100
+FILE, FUNCTION, FOLDER, LINE = 800, 50, 14, 100
 """Most lines of a file and of a function with its docstring, most files of a folder beside the
 ``__init__.py``, and most characters of a line."""
 CODE = {"", ".cu", ".cuh", ".css", ".h", ".j2", ".js", ".py", ".sh", ".toml", ".txt", ".yaml"}

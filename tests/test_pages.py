@@ -62,7 +62,7 @@ RUNS = {
     "docs/howto/cluster.md: Ray": 5,
     "docs/howto/cluster.md: S3": 3,
     "docs/howto/gpus.md: GPU": 1,
-    "docs/howto/ray-tune.md": 1,
+    "docs/howto/ray-tune.md": 3,
     "docs/howto/team-mlflow.md: PostgreSQL": 8,
     "docs/tracking.md: TensorBoard": 6,
 }
@@ -73,6 +73,9 @@ NOT_HERE = {
     "README.md": {"import torch": "tests/test_docs.py runs it"},
     "docs/benchmarks": {"": MEASURES},
     "docs/explanation/life-of-a-trial.md": {"rows:": "a part of a study's file"},
+    "docs/examples.md": {
+        "lns-study run examples/capsules": "from a checkout; tests/examples/test_runs.py"
+    },
     "docs/howto/claims.md": {
         "amendments:": "a part of a study's file; conf/study has files with it, which tests load",
         "lns-study run law_of_bits": "takes hours",

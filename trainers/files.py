@@ -63,6 +63,30 @@ def check_own_folder(folder: Path) -> None:
         )
 
 
+def check_own_file(path: Path) -> None:
+    """Refuse what is no regular file in the place of a file that a study writes.
+
+    Raises:
+        ValueError: it is a link, a pipe, a device or a folder.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise ValueError(f"{path}: {_not_regular(path, None).strerror}")
+
+
+def check_no_links(folder: Path) -> None:
+    """Refuse a folder that a study makes, if it or one of its entries is a link.
+
+    Raises:
+        ValueError: with the link.
+    """
+    check_own_folder(folder)
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                check_own_folder(Path(entry.path))
+
+
 def open_own(path: Path | str, flags: int, *, dir_fd: int | None = None) -> int:
     """Open a regular file, or make one, and return its descriptor; a link is not followed, and a
     pipe not waited for.
@@ -177,6 +201,13 @@ def write_at(folder: int, name: str, source: BinaryIO) -> None:
         while block := source.read(2**20):
             file.write(block)
     os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:

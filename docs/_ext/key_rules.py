@@ -13,7 +13,6 @@ from study.config.claims import EXAMPLES, AmendmentConfig, ClaimConfig
 from study.config.search import SearchConfig
 from study.config.study import RowConfig, StudyConfig
 from trainers.config import LOSSES, MetricConfig, ModelConfig, ProfileConfig, TrialConfig
-from trainers.config.model import DenseNetArguments
 from trainers.config.validation import require
 
 ASKING: dict[type, tuple[Mapping[str, Any], ...]] = {
@@ -22,7 +21,6 @@ ASKING: dict[type, tuple[Mapping[str, Any], ...]] = {
     ModelConfig: ({"name": "cnn", "channels": [8]},),
     ProfileConfig: ({"ranks": [0]},),
     MetricConfig: ({"name": "torchmetrics:R2Score"},),
-    DenseNetArguments: ({}, {"variant": "plain"}),
     SearchConfig: ({"constraints": {"bits": "<= 12"}},),
     RowConfig: ({"label": "lns12"},),
     ClaimConfig: (

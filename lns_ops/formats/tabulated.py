@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -252,6 +253,10 @@ class Table(Listed):
                 f"table({path}): {error.strerror}; give the path of a file that numpy.save wrote,"
                 " absolute if other processes start elsewhere"
             ) from None
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for its writer
+            raise ValueError(
+                f"table({path}): is no regular file; give the path of a file that numpy.save wrote"
+            )
         return _read(path, found.st_mtime_ns, found.st_size)
 
     @property
@@ -297,11 +302,12 @@ class Table(Listed):
 @lru_cache(maxsize=64)
 def _read(path: str, changed_ns: int, size: int) -> Table:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        # mapped, so that memory is not taken for a length that is refused
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # NumPy's reader of headers raises many kinds
         raise ValueError(f"table({path}): {error}; write it with numpy.save") from None
     _check(path, array)
-    levels = np.ascontiguousarray(array, np.float32)
+    levels = np.array(array, np.float32)  # a copy: the file may change
     return Table(path, hashlib.sha256(levels.tobytes()).hexdigest(), levels)
 
 

@@ -36,7 +36,8 @@ DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
 """Keys of a statement that a study's file says by itself, whatever the machine and its data."""
 SETTINGS = (
     "name", "trial", "seeds", "search", "metric", "mode", "limits", "baseline", "cpus",
-    "max_concurrent", "executor", "checkpoint_every", "max_failures", "heartbeat",
+    "max_concurrent", "executor", "gang", "checkpoint_every", "max_failures",
+    "heartbeat",
 )  # fmt: skip
 """Keys of a study that a command can give, and by which its trials or their times are others."""
 OF_THE_FILE = ("question", "rows", "space", "digits", "comparable")

@@ -5,8 +5,6 @@ from study.config.keys import OUTSIDE
 from study.config.metric import MODES, Metric
 from study.config.search import ADAPTIVE, ALGORITHMS, POPULATIONS, SCHEDULERS, SearchConfig
 from study.config.study import (
-    EXECUTORS,
-    TRACKING_SCHEMES,
     LimitsConfig,
     RowConfig,
     StudyConfig,
@@ -17,12 +15,10 @@ from study.config.study import (
 __all__ = [
     "ADAPTIVE",
     "ALGORITHMS",
-    "EXECUTORS",
     "MODES",
     "OUTSIDE",
     "POPULATIONS",
     "SCHEDULERS",
-    "TRACKING_SCHEMES",
     "AmendmentConfig",
     "ClaimConfig",
     "LimitsConfig",

@@ -37,6 +37,7 @@ from study.config.explain import (
     explain,
     first_line,
     known_keys,
+    refuse_examples,
     schema,
     trial_schema,
     unknown_key,
@@ -46,7 +47,7 @@ from study.config.new import check_new
 from study.config.overrides import is_trial_key, parse_override, refuse_numbers, undotted
 from study.config.script import is_script, read_script
 from study.config.space import flatten_space
-from study.config.study import StudyConfig
+from study.config.study import StudyConfig, check_executor
 from study.config.yaml_loader import as_text, check_references, read_mapping
 from study.program import lns_study
 from study.tracking_uri import refuse_passwords
@@ -216,6 +217,7 @@ def find_study(config: str) -> Path:
     for path in [*direct, *(root / "study" / f"{config}.yaml" for root in _roots())]:
         if path.is_file():
             return path
+    refuse_examples(config, _roots())
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
     stored = f"; to go on with a stored study: {lns_study('resume', config)}"
     raise ValueError(
@@ -310,8 +312,7 @@ def as_overrides(changes: Mapping[str, Any]) -> list[str]:
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Separate group swaps (``model=mlp_128``) from keys (``trial.epochs=3``)."""
-    groups: dict[str, str] = {}
-    keys: list[str] = []
+    groups, keys = dict[str, str](), list[str]()
     for override in overrides:
         name, equals, value = override.partition("=")
         if equals and re.fullmatch(r"[A-Za-z_][\w.]*(\[|\.\d+(\.|$)).*", name):
@@ -485,6 +486,7 @@ def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
 def _finish(merged: DictConfig) -> StudyConfig:
     values = _plain(merged)
     refuse_passwords(values)
+    check_executor(values["executor"])
     return StudyConfig.from_dict(values)
 
 

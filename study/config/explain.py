@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -254,3 +256,24 @@ def _likeness(key: str, name: str) -> float:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without the full stop."""
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def refuse_examples(config: str, roots: Iterable[Path]) -> None:
+    """Raise if ``config`` is the name of a study in the folder ``examples`` of a checkout.
+
+    Args:
+        config: what the user named.
+        roots: folders ``conf``; ``examples`` is beside one of them.
+
+    Raises:
+        ValueError: it is; the message names the file.
+    """
+    name = re.compile(rf"^name: {re.escape(config)}$", re.MULTILINE)
+    for root in roots:
+        for path in sorted(root.parent.glob("examples/*/*.yaml")):
+            if name.search(path.read_text()):
+                file = os.path.relpath(path)
+                raise ValueError(
+                    f"config {config!r}: an example has no short name; {file} has it:"
+                    f" {lns_study('run', file)}"
+                )

@@ -30,7 +30,8 @@ from trainers.config.validation import as_dict, at_least, finite, one_of, plain_
 from trainers.object_store import check_place, is_url, local_folder
 
 ALERTS = ("finished", "failed", "best")
-EXECUTORS, ENGINES = ("auto", "packed", "train"), ("auto", "local", "ray")
+EXECUTORS, ENGINES = ("auto", "packed"), ("auto", "local", "ray")
+GANGS = ("auto", "train", "forked")
 TRACKING_SCHEMES = (
     "sqlite:///",
     "http://",
@@ -154,11 +155,13 @@ class StudyConfig:
         max_concurrent: largest number of trials at a time; None for as many as fit.
         engine: ``local``: processes on this machine; ``ray``: Ray Tune, at ``address`` or on a Ray
             started here; ``auto``: ``ray`` for clusters, Ray Train, parameter servers, else local.
-        executor: processes that trials train in. ``auto``: a reused process for a trial of one
-            worker, a reused gang of processes for a trial of several, and one process for several
-            small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``: one
-            process per GPU for trials of one worker (at most 32), or one per machine on CPUs; not
-            of the user's code. ``train``: Ray Train, which restarts a gang within the trial.
+        executor: processes of trials of one worker. ``auto``: a reused process, and one process for
+            several small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``:
+            one process per GPU (at most 32 trials), or one per machine on CPUs; not of the user's
+            code.
+        gang: what starts the workers of a trial of several. ``train``: Ray Train's ``TorchTrainer``
+            (needs Ray); ``forked``: forked processes, which start in milliseconds; ``auto``: Ray
+            Train on a cluster unless the trial is short (:mod:`study.plan.gangs`), else forked.
         checkpoint_every: epochs between checkpoints.
         max_failures: number of times since its last new epoch that a trial whose process or machine
             died is restarted from its last checkpoint.
@@ -196,6 +199,7 @@ class StudyConfig:
     max_concurrent: int | None = None
     engine: str = "auto"
     executor: str = "auto"
+    gang: str = "auto"
     checkpoint_every: int = 1
     max_failures: int = 3
     heartbeat: float | None = None
@@ -222,7 +226,8 @@ class StudyConfig:
             " address=auto`, or address=auto on a node of the cluster",
         )
         one_of("engine", self.engine, ENGINES)
-        one_of("executor", self.executor, EXECUTORS)
+        check_executor(self.executor)
+        one_of("gang", self.gang, GANGS)
         one_of("picture", self.picture or PICTURES[0], PICTURES)
         self._check_storage()
         at_least("checkpoint_every", self.checkpoint_every, 1, "1 checkpoints every epoch")
@@ -403,10 +408,10 @@ class StudyConfig:
 
     def _check_storage(self) -> None:
         check_place("storage", self.storage)
-        if self.executor == "train" and is_url(self.storage):
+        if self.gang == "train" and is_url(self.storage):
             raise ValueError(
-                f"executor=train with storage={self.storage!r}: Ray Train's checkpoints are not"
-                " fetched from an object store; use executor=auto, or a folder that all nodes see"
+                f"gang=train with storage={self.storage!r}: Ray Train's checkpoints are not"
+                " fetched from an object store; use gang=auto, or a folder that all nodes see"
             )
 
     def _check_baseline(self) -> None:
@@ -449,11 +454,13 @@ class StudyConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StudyConfig:
-        """Return the config whose :meth:`to_dict` is ``values``.
+        """Return the config whose :meth:`to_dict` is ``values``, also in ledgers of old versions.
 
         Raises:
             ValueError: a value is outside its range; the message names value, rule and remedy.
         """
+        if values.get("executor") == "train":  # the name of gang=train until 0.1
+            values = {**values, "executor": "auto", "gang": "train"}
         parts = {
             "trial": TrialConfig.from_dict(values.get("trial", {})),
             "rows": [RowConfig(**row) for row in values.get("rows", [])],
@@ -463,6 +470,14 @@ class StudyConfig:
             "amendments": [AmendmentConfig(**each) for each in values.get("amendments", [])],
         }
         return StudyConfig(**{**values, **parts})
+
+
+def check_executor(executor: str) -> None:
+    """Refuse an unknown executor, and the old name of ``gang=train``."""
+    require(
+        "executor=train", executor != "train", "is called gang=train since 0.1", "use gang=train"
+    )
+    one_of("executor", executor, EXECUTORS)
 
 
 def check_tracking_uri(uri: str | None) -> None:

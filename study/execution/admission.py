@@ -1,9 +1,9 @@
-"""Admission: which trial starts next, and which may overtake it.
+"""Admission: which trial starts next, and which trials may overtake it.
 
-Trials start in the order of the agenda. Where the next one waits for resources, as gangs do, those
-after it may use what it cannot, if they take nothing that it needs or are expected to end before it
-could begin anyway: it never waits behind small ones for ever (EASY backfilling, D. Lifka 1995).
-One policy for both engines: it asks what is free, and starts trials by a function that it is given.
+Trials start in the order of the agenda. While the next trial waits for resources, later trials may
+start if they need none of its resources, or are expected to end before it could start. So a gang
+never waits forever behind small trials (EASY backfilling, D. Lifka 1995). Both engines use this
+policy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from study.execution.engine import EPSILON, Engine
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.plan.durations import expected_seconds
+from study.plan.engines import resources_of
 from study.plan.identity import pace_key
 from study.plan.packing import LOOK_AHEAD
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
 from study.text import counted
-from trainers.config import TrialConfig
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 LONELY_SECONDS = 10.0
-"""Seconds after which a study says that no machine has room for its next trial."""
+"""Seconds after which the user is told that no machine has room for the next trial."""
 Start = Callable[[PlannedTrial], bool]
-"""Function that starts a trial if there is room for it, and tells whether there was."""
+"""Function that starts a trial if its resources are free, and returns whether it did."""
 
 
 class Admission:
@@ -40,7 +40,7 @@ class Admission:
         agenda: source of the next trial.
         state: state of the study.
         control: limits of the study.
-        engine: says what is free.
+        engine: the engine, which knows the free resources.
         say: prints a line for the user.
     """
 
@@ -59,11 +59,11 @@ class Admission:
         self._told: set[str] = set()
 
     def hand_out(self, start: Start, fail: Callable[[Event], None]) -> bool:
-        """Start the trials that there is room for; tell whether more wait.
+        """Start all trials whose resources are free; return whether more trials wait.
 
         Args:
             start: starts a trial.
-            fail: is given the event of a trial for which this machine is too small.
+            fail: called with the ``failed`` event of a trial that needs more than this machine has.
         """
         while not self._control.full and (trial := self._agenda.peek()) is not None:
             if self._has_room() and start(trial):
@@ -77,15 +77,15 @@ class Admission:
         return False
 
     def _has_room(self) -> bool:
-        """Tell whether ``max_concurrent`` allows one more trial."""
+        """Return whether ``max_concurrent`` allows one more trial."""
         return len(self.engine.running) < (self._study.max_concurrent or math.inf)
 
     def _give_up(self, trial: PlannedTrial) -> Event | None:
-        """Return the failure of a trial for which this machine is too small.
+        """Return the ``failed`` event of a trial that needs more than this machine has.
 
-        A cluster may grow, so there the trial waits, and the user is told once.
+        On a cluster, which may grow, the trial waits, and the user sees one message.
         """
-        shape = self._shape(trial.config)
+        shape = self._shape(trial)
         if self.engine.running or self.engine.could_fit(shape):
             self._lonely_since = None
             return None
@@ -107,7 +107,7 @@ class Admission:
         return None
 
     def _say_lonely(self, trial: PlannedTrial, problem: str) -> None:
-        """Say once that no machine has room for a trial, and why."""
+        """Print once that no machine has room for a trial, and why."""
         self._lonely_since = self._lonely_since or time.monotonic()
         if time.monotonic() - self._lonely_since <= LONELY_SECONDS or trial.id in self._told:
             return
@@ -120,10 +120,10 @@ class Admission:
         )
 
     def _backfill(self, head: PlannedTrial, start: Start) -> None:
-        """Start trials behind ``head`` that keep nothing from it, or end before it could begin."""
+        """Start trials behind ``head`` that do not delay it."""
         if not self.engine.idle:
             return
-        needed, seconds = self._shape(head.config), self._agenda.epoch_seconds()
+        needed, seconds = self._shape(head), self._agenda.epoch_seconds()
         until = self._begins_in(needed, seconds)
         for trial in self._agenda.behind(head, LOOK_AHEAD, propose=until > 0):
             if self._control.full or not self._has_room() or not self.engine.idle:
@@ -132,14 +132,16 @@ class Admission:
                 start(trial)
 
     def _keeps_nothing(self, trial: PlannedTrial, needed: WorkerResources) -> bool:
-        """Tell whether a trial takes CPUs alone, and leaves those that one needs which waits for a
-        GPU. On several machines nobody knows which of them will have both."""
-        shape, left = self._shape(trial.config), self.engine.idle_resources[0] + EPSILON
+        """Return whether a CPU trial leaves the CPUs that the waiting GPU trial needs.
+
+        Only for one machine: on several it is unknown where the waiting trial will run.
+        """
+        shape, left = self._shape(trial), self.engine.idle_resources[0] + EPSILON
         on_cpus = shape.gpus_in_all == 0 < needed.gpus_in_all and self.engine.capacity()[2] == 1
         return on_cpus and left - shape.cpus >= needed.cpus
 
     def _begins_in(self, shape: WorkerResources, seconds: dict[str, float]) -> float:
-        """Estimate the seconds until there is room for a trial of this shape; 0 if unknown."""
+        """Estimate the seconds until these resources are free; 0 if unknown."""
         cpus, gpus = self.engine.idle_resources
         left = []
         for trial in self.engine.running:
@@ -153,5 +155,5 @@ class Admission:
                 return until
         return 0.0
 
-    def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, self._study.executor)
+    def _shape(self, trial: PlannedTrial) -> WorkerResources:
+        return resources_of(self._study, trial, self._agenda.epoch_seconds())

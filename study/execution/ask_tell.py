@@ -1,15 +1,14 @@
-"""Ask and tell: a study whose trials are run by a loop of the user's own.
+"""Ask and tell: a study whose trials are run by the user's own loop.
 
-:func:`ask` hands out the next trial of a study's plan, or has its search propose one; :func:`tell`
-takes its results. Both write what a run of the study writes, so that reports, MLflow, ``lns-study
-status`` and a later run read them: ``added`` for what a search proposed, ``started`` with the
-process that asked, then ``report`` of the last epoch and ``finished``, or ``failed``. Each takes
-the ledger's lock for the time of one call: processes that ask at once take turns, and each gets a
-trial of its own.
+:func:`ask` returns the next trial of a study's plan or of its search; :func:`tell` records its
+results. Both write the same events as a run of the study, so reports, MLflow, ``lns-study status``
+and a later run read them: ``added`` for a proposed trial, ``started`` with the process that asked,
+then ``report`` of the last epoch and ``finished``, or ``failed``. Each call holds the ledger's
+lock, so several processes can ask at the same time, and each gets a different trial.
 
-A trial that was asked for and never told is open. It is handed out again once the process that
-asked for it is gone from this machine, and by any run of the study. Trials that a run has begun to
-train are left to it.
+A trial that was asked for and has no result is open. It is returned again once the process that
+asked for it has ended on this machine, and any run of the study trains it. Trials that a run has
+begun to train are not returned.
 
 Source of the interface: T. Akiba et al., "Optuna", KDD 2019.
 """
@@ -40,11 +39,11 @@ from study.search.agenda import Agenda, adopt
 from trainers.config import TrialConfig
 
 LOCK_SECONDS = 30.0
-"""Seconds for which a call waits for the ledger's lock."""
+"""Longest wait of a call for the ledger's lock (seconds)."""
 CLOCK_SECONDS = 2.0
-"""Seconds by which the start of a process is known too late at most: Linux keeps whole ones."""
+"""Precision of the start time of a process (seconds)."""
 TEST = "test/"
-"""Begins the names of final metrics, which no choice uses."""
+"""Prefix of final metrics, by which no trial is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +68,11 @@ class Suggestion:
 
 
 def ask(folder: Path) -> Suggestion | None:
-    """Hand out the next trial of the study in ``folder``.
+    """Return the next trial of the study in ``folder``.
 
     Returns:
-        The trial, entered in the ledger as started; None if no trial is left, or none before others
-        are told.
+        The trial, which the ledger now has as started; None if no trial is left, or if the search
+        first needs the results of open trials.
 
     Raises:
         UserError: the study runs, its ledger is damaged, or its search finds nothing more.
@@ -97,7 +96,7 @@ def ask(folder: Path) -> Suggestion | None:
 
 
 def _refuse_changed(plan: Plan, state: StudyState) -> None:
-    """Refuse a plan with trials that the study has not: what they are made of has changed."""
+    """Refuse a plan with new trials: code, data or hardware have changed since ``create``."""
     last = {trial.id for trial in state.trials}
     if new := [trial for trial in plan.trials if trial.id not in last]:
         raise ValueError(
@@ -108,7 +107,7 @@ def _refuse_changed(plan: Plan, state: StudyState) -> None:
 
 
 def asked(folder: Path) -> list[Suggestion]:
-    """Return the open trials: those that were asked for and not told."""
+    """Return the open trials, which were asked for and have no result."""
     events = read_ledger(folder)
     state, askers = fold(events), _askers(events)
     return [
@@ -125,7 +124,7 @@ def tell(
     *,
     error: str | Exception = "",
 ) -> None:
-    """Enter a trial's results, or that it failed.
+    """Record a trial's results, or its failure.
 
     Args:
         folder: folder of the study.
@@ -197,13 +196,13 @@ def _opened(folder: Path) -> Iterator[tuple[Ledger, StudyState]]:
 
 
 def _askers(events: list[Event]) -> dict[str, Event]:
-    """Return the last start of every trial that a loop of the user's asked for last."""
+    """Return the last ``started`` event of each trial that was last started by ``ask``."""
     last = {event["trial"]: event for event in events if event["event"] == "started"}
     return {trial: event for trial, event in last.items() if "pid" in event}
 
 
 def _is_taken(trial: TrialState, askers: dict[str, Event]) -> bool:
-    """Tell whether a trial is with a process that may still tell it, or was begun by a run."""
+    """Return whether a process may still report the trial, or a run has begun it."""
     if trial.reports:
         return True
     asker = askers.get(trial.id)
@@ -215,7 +214,7 @@ def _is_taken(trial: TrialState, askers: dict[str, Event]) -> bool:
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Tell whether the process that had an id at a time is still there, and not another with it."""
+    """Return whether the process with this id at this time still runs."""
     try:
         process = psutil.Process(pid)
         gone = process.status() == psutil.STATUS_ZOMBIE
@@ -227,7 +226,7 @@ def _lives(pid: int, since: float) -> bool:
 
 
 def _metrics(values: float | Mapping[str, float], state: StudyState) -> dict[str, float]:
-    """Return the told values by metric.
+    """Return the values by metric.
 
     Raises:
         UserError: a value is not a number, or an objective is missing.
@@ -266,7 +265,7 @@ def _suggestion(trial: TrialState) -> Suggestion:
 
 
 def _end(ledger: Ledger, state: StudyState) -> None:
-    """Enter the end of the study once every trial has ended."""
+    """Record the end of the study once every trial has ended."""
     if state.outcome == "stopped" and all(trial.status in ENDED for trial in state.trials):
         failed = any(trial.status == FAILED for trial in state.trials)
         ledger.append("ended", outcome="failed" if failed else "finished")

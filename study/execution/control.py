@@ -1,17 +1,17 @@
-"""Control of a running study: the user's wishes from another terminal, Ctrl-C, and the study's
-limits.
+"""Control of a running study: requests from another terminal, Ctrl-C, and the study's limits.
 
-``pause``, ``stop`` and ``cancel`` mean what they mean for a sweep of Weights & Biases: *pause*
-begins no more trials until ``resume``; *stop* begins no more and lets running ones end; *cancel*
-ends those too, after a checkpoint: they may finish the epoch under way if that takes no longer than
-:func:`grace_seconds`, and go on from there when the study is run again. Ctrl-C and the signals of
-job controllers cancel. Reaching a limit has the effect of *stop*. The strongest wish wins.
+``pause``, ``stop`` and ``cancel`` work as for a sweep of Weights & Biases. *pause* starts no more
+trials until ``resume``. *stop* starts no more trials and lets the running ones finish. *cancel*
+also ends the running ones: they may finish their current epoch within :func:`grace_seconds` and
+write a checkpoint, from which they resume in the next run. Ctrl-C and the signals of job
+controllers cancel; a limit that is reached stops. The strongest request wins.
 
-A wish travels through a small file in the study's folder, ``control.json``, replaced as a whole;
-the process that runs the study reads it twice a second, that of an object store every two seconds.
-So any machine that sees the storage can steer a study. Limits edited on a running study travel the
-same way and are noted in its ledger. A command of the user's begins without them; a job that its
-controller begins again, after a run that was killed or ended by a signal, keeps both.
+A request is a small file in the study's folder, ``control.json``, which is replaced atomically. The
+process that runs the study reads it twice a second, and in an object store every two seconds. So a
+study can be steered from any machine that sees the storage. Limits that are edited during a run use
+the same file and are written to the ledger. A command of the user discards earlier requests and
+limits. A job that its controller restarts, after a run that was killed or ended by a signal, keeps
+them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 from study._compat import RAY_JOB
 from study.config import LimitsConfig
 from study.errors import UserError, refusals
+from study.ledger.lock import ALTERED
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
 from study.ledger.storage import ANSWER_SECONDS, answered
@@ -41,39 +42,41 @@ from trainers.object_store import is_url, open_store, place_of
 FILE = "control.json"
 POLL_SECONDS = 0.5
 FETCH_SECONDS = 2.0
-"""Seconds between looks at an object store."""
+"""Seconds between two reads from an object store."""
 
 
 GRACE_VARIABLE, GRACE_SECONDS = "LNS_STUDY_GRACE_SECONDS", 20.0
-"""Environment variable, and its default: how long a study that ends waits for checkpoints. Whoever
-starts it knows how long before the end the signal comes: a Slurm job sets more."""
+"""Environment variable with the grace period of a cancelled study, and its default. A Slurm job,
+whose signal comes long before its end, sets more."""
 JOB_SECONDS = 1.0
-"""The default in a job of Ray's, which Ray kills three seconds after ``ray job stop``: ledger and
-report are ended in them, too."""
+"""Default in a Ray job. Ray kills it three seconds after ``ray job stop``; by then ledger and
+report must be closed."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSES = (*_FULL, errno.EIO, errno.EROFS, errno.ESTALE)
-"""Errors of a storage that takes no writes for now; the study ends in order, to go on later."""
+"""Errors of a storage that rejects writes for now; the study ends cleanly and can be resumed."""
 
 
 def is_full(error: str) -> bool:
-    """Tell whether an error's text says that a storage is full."""
+    """Return whether an error text says that a storage is full."""
     return any(os.strerror(code) in error for code in _FULL)
 
 
 def storage_refused(error: str, folder: Path, kind: type[UserError] = UserError) -> UserError:
-    """Return what says that a study's storage refused a write, and what to do.
+    """Return the error for a storage that rejected a write, with the remedy.
 
     Args:
-        error: the error.
+        error: text of the original error.
         folder: folder of the study.
-        kind: class of what is returned.
+        kind: class of the returned error.
     """
     place = place_of(folder.parent)
     if os.strerror(errno.EFBIG) in error:
         mend = "raise the limit of a file's size (`ulimit -f`)"
     elif is_full(error):
         mend = f"free some space in {place}"
+    elif ALTERED in error:
+        mend = "let no other process write there"
     elif is_url(place):
         mend = f"see that {place} answers and that no other driver continues the study"
     else:
@@ -85,10 +88,10 @@ def storage_refused(error: str, folder: Path, kind: type[UserError] = UserError)
 
 
 def grace_seconds() -> float:
-    """Return how long a study that ends waits for the checkpoints of its trials.
+    """Return the grace period of a cancelled study (seconds).
 
     Raises:
-        UserError: the environment says something else than a number of seconds.
+        UserError: the environment variable is not a number of seconds.
     """
     said = os.environ.get(GRACE_VARIABLE, "")
     try:
@@ -103,7 +106,7 @@ def grace_seconds() -> float:
 
 
 class Wish(enum.IntEnum):
-    """What the user wants of a running study, the stronger the higher."""
+    """A request for a running study; stronger requests are larger."""
 
     RUN = 0
     PAUSE = 1
@@ -113,7 +116,7 @@ class Wish(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A wish and its reason; "" for RUN."""
+    """A request and its reason; "" for RUN."""
 
     wish: Wish = Wish.RUN
     reason: str = ""
@@ -249,7 +252,7 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
     Args:
         limits: limits in force.
         state: state of the study.
-        seconds: seconds since this run of the study began, and of those that it continues.
+        seconds: duration of this run of the study and of the runs that it continues.
     """
     ended = sum(trial.status in ENDED for trial in state.trials)
     failed = sum(trial.status == FAILED for trial in state.trials)
@@ -268,9 +271,9 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
 
 
 def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None = None) -> None:
-    """Write a wish or edited limits for the process that runs the study in ``folder``.
+    """Write a request or edited limits for the process that runs the study in ``folder``.
 
-    An argument left out leaves what was asked before.
+    An omitted argument keeps its earlier value.
 
     Raises:
         UserError: the object store does not answer or refuses, as with credentials that only read.
@@ -298,9 +301,9 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
 
 
 def clear(folder: Path, *, keep: bool = False) -> None:
-    """Remove the wishes and edited limits left by an earlier run.
+    """Remove the requests and edited limits of an earlier run.
 
-    With ``keep`` they stay; only a cache's copy of them goes, which may be an older one.
+    With ``keep`` they stay; only a cached copy, which may be outdated, is removed.
     """
     store = open_store(place_of(folder))
     if store is not None and not keep:

@@ -8,45 +8,30 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from study.config import StudyConfig
 from trainers.workers.resources import WorkerResources
 
 EPSILON = 1e-6
-"""How far sums of shares may be off by rounding."""
-
-
-def needs_ray(study: StudyConfig) -> str:
-    """Return the setting for which a study's trials need Ray; "" if they need none.
-
-    Those are a cluster, Ray Train, and a parameter server, which is made of Ray's actors.
-    """
-    if study.address is not None:
-        return f"address={study.address!r}"
-    if study.executor == "train":
-        return "executor=train"
-    asynchronous = '"asynchronous"' in json.dumps(study.to_dict())
-    return "trial.sync.name=asynchronous" if asynchronous else ""
+"""Tolerance for rounding errors in sums of GPU shares."""
 
 
 class Slots:
-    """Numbers of what runs at a time: a rank has the lowest that was free, which is its place in a
-    picture of the study."""
+    """Slot numbers of running ranks. A rank gets the lowest free number, which is its line in the
+    picture of the study's slots."""
 
     def __init__(self) -> None:
         self._new, self._free = itertools.count(), list[int]()
 
     def take(self, count: int) -> list[int]:
-        """Return so many numbers that nobody has."""
+        """Return the ``count`` lowest free numbers."""
         while len(self._free) < count:
             heapq.heappush(self._free, next(self._new))
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """Make numbers free again."""
+        """Release numbers."""
         for number in numbers:
             heapq.heappush(self._free, number)
 
@@ -55,9 +40,9 @@ class Started(Protocol):
     """A trial that an engine has taken.
 
     Attributes:
-        slots: number of each rank, the lowest that were free: its place in a picture of the study.
-        hosts: machine of each rank; empty where nobody knows yet, and a message
-            (:data:`~trainers.workers.messages.PLACED`) tells it later.
+        slots: slot number of each rank.
+        hosts: machine of each rank; empty if a later message
+            (:data:`~trainers.workers.messages.PLACED`) names the machines.
     """
 
     @property
@@ -67,26 +52,26 @@ class Started(Protocol):
 
 
 class Engine(Protocol):
-    """Runs trials; what they say comes to :meth:`study.execution.loop.Loop.take_in`."""
+    """Runs trials; :meth:`study.execution.loop.Loop.take_in` gets their messages."""
 
     @property
     def running(self) -> list[str]:
-        """Ids of the trials that were started and have not ended."""
+        """Ids of the running trials."""
 
     @property
     def moving(self) -> list[str]:
-        """Ids of the trials on machines that are about to end."""
+        """Ids of the trials on machines that are being drained."""
 
     @property
     def idle(self) -> bool:
-        """Whether there is a CPU that nobody holds."""
+        """Whether at least one CPU is free."""
 
     @property
     def idle_resources(self) -> tuple[float, float]:
-        """CPUs and GPUs that nobody holds."""
+        """Free CPUs and GPUs."""
 
     def could_fit(self, shape: WorkerResources) -> bool:
-        """Tell whether there would be room for a trial if no other ran."""
+        """Return whether a trial would fit if no other trial ran."""
 
     def capacity(self) -> tuple[float, int, int]:
         """Return the CPUs, GPUs and machines that trials may use."""
@@ -94,13 +79,13 @@ class Engine(Protocol):
     def start(
         self, trial: str, shape: WorkerResources, make_plan: Callable[[], dict[str, Any]]
     ) -> Started | None:
-        """Start a trial if there is room for it now; else return None."""
+        """Start a trial if its resources are free; else return None."""
 
     def answer(self, trial: str, go: bool) -> None:
-        """Tell a trial that waits after a report whether it goes on."""
+        """Answer a trial that waits after a report: whether it continues."""
 
     def leave_after_epoch(self, trials: Iterable[str]) -> None:
-        """Have trials write a checkpoint after the epoch under way and end there."""
+        """Ask trials to write a checkpoint after their current epoch and to end."""
 
     def kill(self, trial: str, why: str) -> None:
-        """End the processes of a trial; its death will be reported with this reason."""
+        """Kill the processes of a trial; ``why`` becomes the reason of its death."""

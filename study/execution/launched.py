@@ -1,10 +1,9 @@
-"""Times of a launch, which travel with the job: how long it was packed, and when it was submitted.
+"""Times of a launch: how long packing took, and when the job was submitted.
 
-A variable of the job's environment has them, so that the ledger of a study that runs on another
-machine can tell the whole way to its first epoch. The job adds when its process started, by the
-kernel's own count, and when its code was loaded. Limits: ``submitted`` is of the launching
-machine's clock, the others of the node's; what happens between submission and start (queue, images,
-pods, the wheel's installation by Ray) is one stage, as only the cluster could tell it apart.
+They are in an environment variable of the job, so that the study's ledger has all times up to the
+first epoch. The job adds the times when its process started (from the kernel) and when its code was
+loaded. Limits: ``submitted`` is by the clock of the launching machine, the others by the node's.
+The time between submission and start (queue, images, pods, installation of the wheel) is one stage.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pathlib import Path
 from study.ledger.slots import INTERRUPTED, Run
 
 VARIABLE = "LNS_STUDY_LAUNCHED"
-"""Environment variable ``SECONDS,TIME``: seconds of packing, and the time of the submission."""
+"""Environment variable ``SECONDS,TIME``: duration of packing, and time of submission."""
 START = 19
-"""Place of a process's start, in ticks since boot, in /proc/PID/stat behind its name."""
+"""Index of the start time (ticks since boot) in /proc/PID/stat after the process name."""
 
 
 def told(packing: float, submitted: float) -> str:
@@ -29,7 +28,7 @@ def told(packing: float, submitted: float) -> str:
 
 
 def launch_of_job(loaded: float) -> dict[str, float]:
-    """Return the times of the launch that this process is the job of; {} if there was none.
+    """Return the times of the launch that started this process; {} if it was not launched.
 
     Args:
         loaded: time at which its code was loaded.
@@ -43,10 +42,10 @@ def launch_of_job(loaded: float) -> dict[str, float]:
 
 
 def continued(runs: Sequence[Run], launch: dict[str, float]) -> list[Run]:
-    """Return the runs that a job begun again by its controller continues, the last first.
+    """Return the runs that a restarted job continues, newest first.
 
-    Those are the last runs that did not end in order: they were killed, or ended by a signal. Runs
-    before the launch are none of them: whoever launches a study anew wishes it to run.
+    These are the last runs after the launch that were killed or ended by a signal. Earlier runs do
+    not count, because a new launch is a new request to run.
 
     Args:
         runs: runs of the study, the oldest first.
@@ -67,9 +66,9 @@ def _start() -> float:
 
 
 def launch_stages(run: Run | None) -> str:
-    """Describe in a line how long a launched run took to its plan, by stage; "" of any other run.
+    """Describe the stages of a launched run up to its plan in one line; "" for other runs.
 
-    The submission is timed by the machine that launched, the rest by that of the job.
+    The submission is timed by the launching machine, the rest by the job's.
     """
     if run is None or not run.launch:
         return ""

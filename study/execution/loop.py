@@ -1,5 +1,5 @@
-"""The loop of a study: hand out trials, write what their processes report into the ledger, then
-act."""
+"""The loop of a study: start trials, write their reports into the ledger, then act on the
+reports."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from study.ledger.reports import Reports, began, metrics_of
 from study.ledger.slots import Waiting
 from study.ledger.state import StudyState, name_of
 from study.manage.checkpoints import origin_of
+from study.plan.engines import resources_of
 from study.plan.packing import TAIL
 from study.plan.trials import PlannedTrial
 from study.results.idle_time import UseWatch
@@ -44,10 +45,17 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.out_of_memory import relief
-from trainers.workers.resources import IN_PROCESS, PACKED, WorkerResources, cpus_of, gpus_of
+from trainers.workers.resources import (
+    IN_PROCESS,
+    PACKED,
+    RAY_TRAIN,
+    WorkerResources,
+    cpus_of,
+    gpus_of,
+)
 
 ROUND_SECONDS = 0.5
-"""Seconds after which wishes, limits and heartbeats are checked if no process reports."""
+"""Longest interval between two checks of requests, limits and heartbeats (seconds)."""
 
 
 class Loop:
@@ -56,7 +64,7 @@ class Loop:
     Args:
         study: the config.
         agenda: source of the next trial.
-        ledger, state, control: those of the study.
+        ledger, state, control: the study's ledger, state and control.
         pool: engine that runs the trials.
         say: prints a line for the user.
         address: returns the address of the study's Ray, for trials whose processes join it.
@@ -81,26 +89,26 @@ class Loop:
         self._watch, self._looked, self._use = Watch(), 0.0, UseWatch()
         self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
-        """Deaths of each trial since it last reported a new epoch, those of its machine included: a
-        trial may take that down, too."""
+        """Deaths of each trial since its last new epoch. Deaths of its machine count too, because
+        the trial may have caused them."""
         self._capacity: tuple[float, int, int] | None = None
         self._shapes: dict[str, WorkerResources] = {}
         self._admission = Admission(study, agenda, state, control, pool, say)
         self._moving: set[str] = set()
         self._unplaced: dict[str, Event] = {}
-        """Starts of trials of which nobody knows yet on which machines they are."""
+        """``started`` events of trials whose machines are not known yet."""
         self._waiting = False
         self._left = set[str]()
         self._leaves_until: float | None = None
-        """When the grace of the trials that leave ends; None while the study is not cancelled."""
+        """End of the grace period of a cancelled study; None if it is not cancelled."""
 
     def begin_round(self) -> bool:
-        """Do what is due, and hand out the trials that there is room for.
+        """Check requests, limits and heartbeats, and start the trials whose resources are free.
 
-        After it comes :meth:`take_in` with what processes have said meanwhile, and so on.
+        The caller then passes new messages to :meth:`take_in`, and repeats.
 
         Returns:
-            Whether the study goes on; False once no trial is left, or the control ends it.
+            Whether the study continues; False once no trial is left or the control ends it.
         """
         self._note_capacity()
         decision = self._control.decide()
@@ -121,28 +129,27 @@ class Loop:
 
     @property
     def waits(self) -> bool:
-        """Whether a trial waits for room."""
+        """Whether a trial waits for resources."""
         return self._waiting
 
     @property
     def waits_for(self) -> WorkerResources | None:
-        """Resources of the trial that waits for room; None if none does."""
+        """Resources of the trial that waits; None if no trial waits."""
         head = self._agenda.peek() if self._waiting else None
-        return None if head is None else self._shape(head.config)
+        return None if head is None else self._shape(head)
 
     def describe(self, trial: str) -> dict[str, Any]:
-        """Return what a trial is known by: its id, row, seed and sampled values."""
+        """Return a trial's id, row, seed and sampled values."""
         known = self._state.known[trial]
         return {"trial": trial, "row": known.row, "seed": known.seed, **known.params}
 
     def use(self, pool: Engine) -> None:
-        """Run trials by another engine from now on; those that ran have ended."""
+        """Switch to another engine; no trial may be running."""
         self._pool = self._admission.engine = pool
 
     def _leave(self) -> bool:
-        """Have running trials write a checkpoint after the epoch under way; tell whether any does.
-
-        Trials that cannot write one are ended as they are.
+        """Ask running trials to end with a checkpoint after their current epoch; return whether any
+        does. Trials that cannot write a checkpoint end at once.
         """
         self._left = set(filter(self._can_leave, self._pool.running))
         seconds = grace_seconds()
@@ -158,7 +165,7 @@ class Loop:
         return True
 
     def _still_leaves(self) -> bool:
-        """Tell whether trials that were told to leave may go on doing so."""
+        """Return whether leaving trials still have time to finish."""
         assert self._leaves_until is not None
         return (
             bool(self._left.intersection(self._pool.running))
@@ -167,34 +174,34 @@ class Loop:
         )
 
     def _can_leave(self, trial: str) -> bool:
-        """Tell whether a running trial can write a checkpoint and end after an epoch.
+        """Return whether a running trial can write a checkpoint and end after an epoch.
 
-        The user's own loops and Ray Train keep checkpoints themselves; the ranks of a parameter
-        server are at epochs of their own.
+        The user's own loops and Ray Train write checkpoints themselves, and the ranks of a
+        parameter server are at different epochs.
         """
         asynchronous = self._state.known[trial].config["sync"]["name"] == "asynchronous"
         return self._shapes[trial].executor in (IN_PROCESS, PACKED) and not asynchronous
 
     def _leave_machines_that_end(self) -> None:
-        """Have the trials of machines that are about to end leave; they go on elsewhere."""
+        """Ask the trials of draining machines to leave; they continue on other machines."""
         news = set(self._pool.moving) - self._moving
         self._moving |= news
         self._pool.leave_after_epoch(filter(self._can_leave, news))
 
     def _hand_out(self) -> bool:
-        """Start the trials that there is room for; tell whether more wait."""
+        """Start the trials whose resources are free; return whether more trials wait."""
         events: list[Event] = []
         waiting = self._admission.hand_out(lambda trial: self._start(trial, events), events.append)
         self._append(events)
         return waiting
 
     def _start(self, trial: PlannedTrial, events: list[Event]) -> bool:
-        """Start a trial if there is room for it, and add its event; tell whether there was.
+        """Start a trial if its resources are free, and add its event; return whether it started.
 
-        Where the engine does not yet know on which machines it starts, its event comes later.
+        If the engine does not know the machines yet, the event is added later.
         """
-        shape = self._shape(trial.config)
-        running = self._pool.start(trial.id, shape, lambda: self._plan(trial))
+        shape = self._shape(trial)
+        running = self._pool.start(trial.id, shape, lambda: self._plan(trial, shape.executor))
         if running is None:
             return False
         self._agenda.take(trial)
@@ -217,7 +224,7 @@ class Loop:
         return True
 
     def take_in(self, messages: list[Message]) -> None:
-        """Write the messages of trials to the ledger, then act on them."""
+        """Write the trials' messages to the ledger, then act on them."""
         events: list[Event] = []
         again: list[str] = []
         for message in messages:
@@ -260,17 +267,17 @@ class Loop:
                 self._schedule(message.trial, message.payload)
 
     def _note_place(self, trial: str, place: dict[str, Any]) -> list[Event]:
-        """Return the event of a trial's start, if it has none yet."""
+        """Return the ``started`` event of a trial if it is still missing."""
         event = self._unplaced.pop(trial, None)
         return [] if event is None else [event | place]
 
     def _is_new(self, event: Event) -> bool:
-        """Tell whether an event reports a later epoch of its trial than all before."""
+        """Return whether an event reports a new epoch of its trial."""
         known = self._state.known[event["trial"]]
         return event["event"] == "report" and int(event["epoch"]) > known.epoch
 
     def _end(self, trial: str, how: str, text: str) -> Event | None:
-        """Return the event of a trial's end; None if it was left, or the storage has failed."""
+        """Return the event of a trial's end; None if it left early or the storage failed."""
         test = self._reports.tested(trial)
         if how == DONE and test is not None:
             return {"event": "finished", "trial": trial, **test}
@@ -297,14 +304,14 @@ class Loop:
         if is_full(text):
             self._control.fail_storage(text)
             return None
-        if trial in self._moving:  # it could not leave in time: no fault of its own
+        if trial in self._moving:  # it could not leave in time, which is not its fault
             return {"event": "restarted", "trial": trial, "error": f"its node was drained: {text}"}
         self._failures[trial] += 1
         gone = self._failures[trial] > self._study.max_failures
         return {"event": "failed" if gone else "restarted", "trial": trial, "error": text}
 
     def _schedule(self, trial: str, result: dict[str, Any]) -> None:
-        """Ask the scheduler whether a trial goes on; confirmation runs always do."""
+        """Ask the scheduler whether a trial continues; confirmation runs always continue."""
         if (
             self._scheduler is None
             or self._state.known[trial].seed in self._study.search.confirm_seeds
@@ -318,7 +325,7 @@ class Loop:
             self._pool.answer(trial, not ends)
 
     def _look_after_silent(self) -> None:
-        """Begin trials again that were silent for the heartbeat; without one, name the silent."""
+        """Kill trials that were silent for longer than the heartbeat; without one, name them."""
         limit = self._study.heartbeat
         if time.monotonic() - self._looked < ROUND_SECONDS:
             return
@@ -333,19 +340,19 @@ class Loop:
                 self._say(describe_silence(each, quiet, limit))
 
     def _look_at_use(self, waits: bool) -> None:
-        """Say once that the run trains with little of what it has."""
+        """Print once that the run uses few of its resources."""
         run = self._state.runs[-1]
         if not self._use.is_due(run):
             return
         waiting = None if self._agenda.exhausted else Waiting()
         if waits and (head := self._agenda.peek()) is not None:
-            shape = self._shape(head.config)
+            shape = self._shape(head)
             waiting = Waiting(trial=head.id, cpus=shape.cpus, gpus=shape.gpus_in_all)
         if low := self._use.look(run, waiting):
             self._say(low)
 
     def _note_capacity(self) -> None:
-        """Write the capacity to the ledger whenever it has changed."""
+        """Write the capacity to the ledger when it has changed."""
         capacity = self._pool.capacity()
         if capacity != self._capacity and capacity[0]:
             self._capacity = capacity
@@ -362,7 +369,7 @@ class Loop:
             )
 
     def _slots(self) -> int:
-        """Estimate how many of the waiting trials run at a time."""
+        """Estimate how many of the waiting trials can run at the same time."""
         assert self._capacity is not None
         trials = [trial.config.to_dict() for trial in self._agenda.trials]
         if not trials:
@@ -372,12 +379,12 @@ class Loop:
         gpus = self._capacity[1] / share if share else math.inf
         return min(math.ceil(min(cpus, gpus)), self._study.max_concurrent or len(trials))
 
-    def _shape(self, config: TrialConfig) -> WorkerResources:
-        return WorkerResources.of(config, self._study.executor)
+    def _shape(self, trial: PlannedTrial) -> WorkerResources:
+        return resources_of(self._study, trial, self._agenda.epoch_seconds())
 
-    def _plan(self, trial: PlannedTrial) -> dict[str, Any]:
-        """Return what the trial's processes need, see :mod:`trainers.workers.worker_process`."""
-        study, by_train = self._study, self._study.executor == "train"
+    def _plan(self, trial: PlannedTrial, executor: str) -> dict[str, Any]:
+        """Return the task of the trial's processes (:mod:`trainers.workers.worker_process`)."""
+        study, by_train = self._study, executor == RAY_TRAIN
         return {
             "config": trial.config.to_dict(),
             "origin": origin_of(trial, self._ledger.id, self._state.plan),
@@ -386,7 +393,7 @@ class Loop:
             "checkpoint_every": study.checkpoint_every,
             "resume_from": self._state.known[trial.id].checkpoints_left(),
             "waits": self._scheduler is not None and trial.seed not in study.search.confirm_seeds,
-            "executor": self._shape(trial.config).executor,
+            "executor": executor,
             "metrics": [
                 name
                 for name in dict.fromkeys([study.primary_metric.name, *study.search.objectives])
@@ -401,13 +408,13 @@ class Loop:
         }
 
     def _append(self, events: Iterable[Event]) -> bool:
-        """Write events to the ledger; return False if the storage refuses them."""
+        """Write events to the ledger; return False if the storage rejects them."""
         began = time.monotonic()
         try:
             self._ledger.append_all(list(events))
         except OSError as error:
             self._control.fail_storage(f"ledger: {error}")
             return False
-        # whoever waited for a store that did not answer was not silent
+        # trials are not silent while the driver waits for the storage
         self._watch.forgive(time.monotonic() - began)
         return True

@@ -1,8 +1,8 @@
-"""Preflight: checks before any work starts, of all that can be known to fail.
+"""Preflight: checks of folder, data, trials, CPUs, GPUs, cluster and tracking store before any work
+starts.
 
-Folder, data, trials, CPUs, GPUs, cluster and tracking store are checked. Each check raises
-``ValueError`` with the value, the rule and the remedy; the command line prints it and exits with
-code 2.
+Each check raises ``ValueError`` with the value, the rule and the remedy; the command line prints it
+and exits with code 2.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import grace_seconds
-from study.execution.engine import needs_ray
 from study.execution.user_files import check_user_files
 from study.ledger.provenance import different_data
 from study.ledger.state import StudyState
 from study.ledger.storage import check_storage, check_writable
+from study.plan.engines import choose_gang, needs_ray
 from study.plan.identity import code_digests
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus
@@ -37,25 +37,25 @@ from trainers.workers.resources import MOST_TRIALS, cpus_of
 
 CONNECT_SECONDS = 5.0
 CHANGES_SHOWN = 5
-"""Most names in a note of what the user's code changes in its process."""
+"""Maximum number of names in the note on global changes by the user's code."""
 SLOW_SECONDS = 10.0
-"""Seconds of a check after which it is told that one runs."""
+"""Seconds after which the user is told that the check is running."""
 
 
 def preflight(
     plan: Plan, node: Node | None = None, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Plan, list[dict[str, Any]]]:
-    """Run every check; return the plan of trials that can run, and the data sets that they use.
+    """Run all checks; return the plan of the trials that can run, and their data sets.
 
-    Sampled configurations that the data or the format forbid are left out of the plan.
+    Sampled configurations that the data or the number format rule out are removed from the plan.
 
     Args:
         plan: the plan.
-        node: node of this machine, if one has begun to load what trials need: it then reads the
-            data and checks the trials, so that this process need not load it.
+        node: process manager of this machine, if there is one: its process reads the data and
+            checks the trials, so that this process need not load torch.
 
     Raises:
-        ValueError: the first thing that would make the study fail.
+        ValueError: the first problem that would make the study fail.
     """
     grace_seconds()
     check_storage(plan.study.storage)
@@ -80,8 +80,8 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
     downloading data.
 
     Returns:
-        The plan without the sampled configurations that their data or format forbid, and what was
-        not checked and why, or "".
+        The plan without the sampled configurations that data or number format rule out, and a
+        description of the checks that were skipped, or "".
 
     Raises:
         ValueError: a trial that was not sampled could only fail.
@@ -99,9 +99,7 @@ def check_here(plan: Plan) -> tuple[Plan, str]:
 
 
 def check_cpus(plan: Plan) -> None:
-    """Refuse trials that need more CPUs than the local Ray has.
-
-    A cluster's size is not known before it is joined.
+    """Refuse trials that need more CPUs than this machine has. Skipped for a cluster.
 
     Raises:
         ValueError: a trial needs more CPUs than there are.
@@ -120,8 +118,8 @@ def check_cpus(plan: Plan) -> None:
 def check_gpus(plan: Plan) -> None:
     """Refuse trials for more GPUs than this machine has, unless a cluster runs them.
 
-    Each worker of a gang needs a GPU of its own. Whether LNS kernels run on those that there are is
-    found out where trials are examined.
+    Each worker of a gang needs its own GPU. Whether the LNS kernels run on the GPUs is checked
+    where trials are examined.
 
     Raises:
         ValueError: there are too few.
@@ -144,13 +142,14 @@ def check_elastic(plan: Plan) -> None:
     """Refuse trials whose number of workers changes while they run, unless Ray Train runs them.
 
     Raises:
-        ValueError: another executor is chosen.
+        ValueError: the workers are forked.
     """
     for trial in plan.trials:
-        if trial.config.min_workers is not None and plan.study.executor != "train":
+        by_train = choose_gang(plan.study, trial, {}).by_train
+        if trial.config.min_workers is not None and not by_train:
             raise ValueError(
                 f"row {trial.row!r}: min_workers={trial.config.min_workers}: only Ray Train changes"
-                " the number of workers of a running trial; use executor=train, or leave out"
+                " the number of workers of a running trial; use gang=train, or leave out"
                 " trial.min_workers"
             )
 
@@ -208,10 +207,11 @@ def _device(plan: Plan) -> str:
 def _examine(
     plan: Plan, node: Node | None, say: Callable[[str], None], device: str
 ) -> tuple[list[DatasetInfo], list[str | None]]:
-    """Describe the data sets of a plan's trials, and say why each trial could only fail, or None.
+    """Describe the data sets of a plan's trials, and return for each trial why it must fail, or
+    None.
 
-    Of a search that has no trials yet these are the first of its rows. If there is a node, one of
-    its processes answers, since it has loaded what that takes; ``say`` is told if that takes long.
+    For a search without trials yet, the first trial of each row is examined. If there is a node,
+    one of its processes does it, because it has torch loaded.
 
     Raises:
         ValueError: the device is missing, or files are missing, corrupt or too few, or end the
@@ -257,7 +257,7 @@ def _examine(
 def _describe_changes(
     trials: Sequence[PlannedTrial], changes: Sequence[list[str]]
 ) -> Iterator[str]:
-    """Say of which rows the user's code changes its whole process, and what it changes there."""
+    """Yield notes on global changes that the user's code makes in its process, by rows."""
     rows: dict[tuple[str, ...], dict[str, None]] = {}
     for trial, changed in zip(trials, changes, strict=True):
         if changed:
@@ -273,13 +273,12 @@ def _describe_changes(
 
 
 def _without_forbidden(plan: Plan, reasons: list[str | None]) -> Plan:
-    """Return the plan without the sampled configurations that data or number format forbid.
-
-    Examples are too large a batch and a learning rate that underflows.
+    """Return the plan without the sampled configurations that data or number format rule out, such
+    as too large a batch or a learning rate that underflows.
 
     Args:
         plan: the plan.
-        reasons: why each of its trials, or of the first ones of a search, could only fail.
+        reasons: why each of its trials, or of the first trials of a search, must fail, or None.
 
     Raises:
         ValueError: a trial that was not sampled could only fail, or a row has no trial left.
@@ -342,7 +341,7 @@ def check_same_data(data: list[dict[str, Any]], before: StudyState) -> None:
 
 
 def say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None]) -> None:
-    """Say whose code is no longer that of the last run: its trials are others."""
+    """Print the names of user code that changed since the last run; its trials are new ones."""
     now = code_digests(trial.config.to_dict() for trial in (*plan.trials, *plan.first))
     for name, then in code_digests(trial.config for trial in before.trials).items():
         gone, new = then - now.get(name, set()), now.get(name, set()) - then

@@ -1,15 +1,15 @@
-"""Ray sessions: a session that exists, the cluster at ``address``, or a Ray of this machine's own,
-for the time of a study that needs one.
+"""Ray sessions: the cluster at ``address``, a Ray that is started on this machine for the study, or
+a session that exists already.
 
 The process that drives a study joins its Ray. If the node that it has joined dies, the driver joins
-again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends in order,
-before Ray ends it after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
+again. If the control store is silent for 30 s (:data:`SILENT_SECONDS`), the driver ends the study
+cleanly, before Ray would kill the driver after 60 s (``RAY_gcs_rpc_server_reconnect_timeout_s``).
 
-A Ray of our own (:mod:`study.execution.tune.own_ray`) that has died is started and joined again.
-Only trials are lost; they begin again from their checkpoints.
+If a Ray that we started (:mod:`study.execution.tune.own_ray`) dies, it is started and joined again.
+The running trials then resume from their checkpoints.
 
-Whoever may talk to Ray runs code as its user. A cluster that requires no token is refused unless
-``insecure=true``.
+Every client of a Ray cluster can run code as its user. A cluster that requires no token is refused
+unless ``insecure=true``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Use(NamedTuple):
     """How much of a cluster is in use.
 
     Attributes:
-        free: CPUs and GPUs that nobody holds, by Ray's id of the node.
-        requests: CPUs and GPUs of each task or actor that waits for room.
-        groups: CPUs and GPUs of each placement group that waits.
+        free: free CPUs and GPUs by Ray's node id.
+        requests: CPUs and GPUs of each pending task or actor.
+        groups: CPUs and GPUs of each pending placement group.
     """
 
     free: dict[str, tuple[float, float]]
@@ -71,13 +71,13 @@ class Use(NamedTuple):
 
 
 class Session:
-    """A Ray that somebody else keeps alive.
+    """A Ray that another process keeps alive.
 
     Attributes:
         address: address of its control store.
-        silent: description of what does not answer now but may come back by itself, or "". Ray is
-            not asked anything meanwhile: the call would wait.
-        lost: reason for which Ray must be renewed; "" while it is there.
+        silent: description of a part of Ray that does not answer now but may recover, or "". Ray is
+            not called meanwhile, because the call would block.
+        lost: reason why Ray must be renewed; "" while Ray is alive.
     """
 
     silent = lost = ""
@@ -93,11 +93,11 @@ class Session:
         """
 
     def renew(self) -> bool:
-        """Start or join Ray again after it was lost; tell whether that worked."""
+        """Start or join Ray again after it was lost; return whether that worked."""
         return False
 
     def resources(self) -> dict[str, float]:
-        """Return ``CPU`` and ``GPU`` of the nodes that stay."""
+        """Return the total ``CPU`` and ``GPU`` of all nodes that are not draining."""
         there = [
             node["Resources"] for node in self.nodes() if node["Alive"] and not node["Draining"]
         ]
@@ -108,11 +108,11 @@ class Session:
         return _nodes()
 
     def use(self) -> Use:
-        """Return what is free, and what waits."""
+        """Return free resources and pending requests."""
         return _use()
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
-        """Ask an autoscaler for room for these workers in all; there is none."""
+        """Request resources for these workers from an autoscaler; here there is no autoscaler."""
 
     def close(self) -> None:
         """Leave the session."""
@@ -190,12 +190,14 @@ class Joined(Session):
         return self._nodes
 
     def use(self) -> Use:
-        """Return what was free and what waited at the last answer."""
+        """Return free resources and pending requests as of the last answer."""
         return self._use
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
-        """Have the cluster's autoscaler, if it has one, asked for room for these workers in all; at
-        once, and without waiting for a control store that may be gone."""
+        """Request resources for these workers from the cluster's autoscaler, if it has one.
+
+        Returns at once: a thread makes the request, because the control store may be gone.
+        """
         self._wanted = bundles
 
     def _request(self) -> None:
@@ -260,10 +262,10 @@ class Joined(Session):
 
 
 class JoinedOwn(Joined):
-    """A Ray of this machine's own that this process has joined; both are made anew where it dies.
+    """A Ray that this process has started and joined; it is started and joined again if it dies.
 
     Args:
-        own: its processes.
+        own: the processes of that Ray.
     """
 
     def __init__(self, own: OwnRay) -> None:
@@ -271,7 +273,7 @@ class JoinedOwn(Joined):
         super().__init__(own.address, insecure=False)
 
     def look(self) -> None:
-        """Check its processes, then what :meth:`Joined.look` does."""
+        """Check the processes of Ray, then the connection (:meth:`Joined.look`)."""
         self._own.look()
         if self._own.lost:
             self.lost = self._own.lost
@@ -279,7 +281,7 @@ class JoinedOwn(Joined):
             super().look()
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
-        """Ask for nothing: it has no autoscaler."""
+        """Do nothing: this Ray has no autoscaler."""
 
     def renew(self) -> bool:
         """Start Ray again, and join it."""

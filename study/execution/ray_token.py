@@ -1,6 +1,6 @@
-"""Ray's tokens: who may talk to a cluster, and to which one this process shows its own.
+"""Ray's tokens: which clusters require one, and to which cluster this process sends its own.
 
-Whoever may talk to Ray runs code as its user.
+Every client of a Ray cluster can run code as its user.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def asks_nobody(address: str, headers: Mapping[str, str] | None = None) -> bool:
 
 
 def _channel(address: str) -> Any:
-    """Return a gRPC channel as Ray's own: with TLS if Ray is told so, and past any proxy."""
+    """Return a gRPC channel like Ray's: with TLS if Ray uses it, and without a proxy."""
     import grpc
 
     options = [("grpc.enable_http_proxy", 0)]

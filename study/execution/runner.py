@@ -1,20 +1,17 @@
-"""Execution of a plan: trials go from the agenda to processes wherever there is room, and their
-events into the ledger.
+"""Execution of a plan.
 
-Two engines run trials: a pool of processes on this machine, which needs no Ray
-(:mod:`study.execution.local`), and Ray Tune (:mod:`study.execution.tune`), which runs whatever
-needs Ray (:func:`by_ray`).
+Trials run on one of two engines: processes on this machine without Ray
+(:mod:`study.execution.local`), or Ray Tune (:mod:`study.execution.tune`);
+:func:`study.plan.engines.by_ray` chooses.
 
-Everything happens in one place, the loop (:class:`~study.execution.loop.Loop`): it hands trials
-out, reads what processes report, writes that into the ledger, and only then acts on it. The ledger
-decides what is left to do, the :class:`~study.search.agenda.Agenda` what comes next, the
-:class:`~study.execution.schedulers.Scheduler` (Ray Tune's) which trials end early, the
-engine where a trial fits, and the :class:`~study.execution.control.Control` when to hold or end the
-study. Trials that the ledger calls finished are left out; interrupted ones begin at the last whole
-checkpoint that is still on disk.
+The loop (:class:`~study.execution.loop.Loop`) starts trials, writes their reports into the ledger,
+and then acts on them. The :class:`~study.search.agenda.Agenda` chooses the next trial,
+:class:`~study.execution.admission.Admission` decides when it starts, the
+:class:`~study.execution.schedulers.Scheduler` (Ray Tune's) which trials end early, and the
+:class:`~study.execution.control.Control` when the study pauses or ends. Trials that are finished in
+the ledger do not run again. Interrupted trials resume from their last undamaged checkpoint.
 
-Ctrl-C asks the control to cancel, as ``lns-study cancel`` does: every process is ended, and
-checkpoints keep what they had done.
+Ctrl-C cancels the study like ``lns-study cancel``.
 """
 
 from __future__ import annotations
@@ -31,16 +28,18 @@ from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
-from study.execution.engine import needs_ray
 from study.execution.local.machine import Machine
 from study.execution.local.pool import Pool
 from study.execution.loop import ROUND_SECONDS, Loop
 from study.execution.ray_session import ray_session
 from study.execution.tune.options import TuneOptions
 from study.execution.user_files import user_modules
+from study.ledger.lock import OUTPUT
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
 from study.manage.extend import continuations
+from study.plan.durations import of_storage
+from study.plan.engines import by_ray
 from study.plan.plan import Plan
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
@@ -52,8 +51,6 @@ DATA_SETS = 4
 """Largest number of data sets kept in memory."""
 DOUBLED_SECONDS = 1.0
 """Seconds within which a second signal is the first one's."""
-LOG = "workers.log"
-"""File in the study's folder with the output of the trials' processes."""
 
 
 def run_plan(
@@ -66,21 +63,21 @@ def run_plan(
     say: Callable[[str], None] = lambda line: None,
     options: TuneOptions | None = None,
 ) -> None:
-    """Run what is left of a plan, until every trial has ended or ``control`` ends the study.
+    """Run the unfinished trials of a plan, until all have ended or ``control`` ends the study.
 
     Args:
         plan: the trials.
-        ledger: ledger that takes every event.
-        state: state of the study; it says what is left.
-        control: decisions about what to do, asked all the time.
-        node: node of this machine; closed here.
+        ledger: the study's ledger.
+        state: the study's state, which has the unfinished trials.
+        control: pauses and ends the study.
+        node: process manager of this machine; closed here.
         only: ids of the trials to run; None for all.
         say: prints a line for the user.
         options: what the caller adds to the Tuner of the ray engine.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
-        KeyboardInterrupt: Ctrl-C; every trial's process has ended.
+        KeyboardInterrupt: Ctrl-C; all trial processes have ended.
     """
 
     def enter(trial: PlannedTrial) -> None:
@@ -92,7 +89,7 @@ def run_plan(
     if not agenda.exhausted:
         with _interrupts(control), control.watch_storage():
             if by_ray(plan.study):
-                node.close()  # those of the cluster's nodes train
+                node.close()  # trials run in processes of the cluster's nodes
                 _run_on_ray(plan, agenda, ledger, state, control, say, options or TuneOptions())
             else:
                 _run_here(plan.study, agenda, ledger, state, control, node, say)
@@ -109,10 +106,10 @@ def _run_here(
     node: Node,
     say: Callable[[str], None],
 ) -> None:
-    """Run a study by processes of this machine."""
+    """Run a study in processes of this machine."""
     pool = Pool(Machine(local_cpus(study), _local_gpus(agenda, study)), node)
     try:
-        node.log(study.folder / LOG)
+        node.log(study.folder / OUTPUT)
         node.load(_data_of(agenda, study))
         loop = Loop(study, agenda, ledger, state, control, pool, say)
         while loop.begin_round():
@@ -130,20 +127,25 @@ def _run_on_ray(
     say: Callable[[str], None],
     options: TuneOptions,
 ) -> None:
-    """Run a study by Ray Tune, on its cluster or on a Ray of this machine's own."""
+    """Run a study with Ray Tune, on its cluster or on a Ray that is started here."""
     study = plan.study
+    gangs = "workers" in study.space or any(
+        trial.config.workers > 1 for trial in plan.trials or plan.first
+    )
+    if gangs:
+        agenda.earlier = of_storage(study.storage)  # short gangs are forked
     gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
     say(
         f"Joining the Ray cluster at {study.address} ..."
         if study.address
         else "Starting Ray on this machine ..."
     )
-    with ray_session(study, gpus=gpus, dashboard=study.executor == "train") as session:
+    with ray_session(study, gpus=gpus, dashboard=gangs and study.gang != "forked") as session:
         # loads Ray, which reads then whether it asks for a token
         from study.execution.tune.run import Needs, run_on_ray
 
         needs = Needs(
-            make=(study.folder / LOG, _data_of(agenda, study)),
+            make=(study.folder / OUTPUT, _data_of(agenda, study)),
             modules=user_modules(study),
             data=_data_of_nodes(plan, state),
         )
@@ -159,23 +161,18 @@ def _run_on_ray(
 
 
 def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
-    """Return the data sets of the trials that run first, for every machine to load once."""
+    """Return the data sets of the first trials, which every machine loads once."""
     configs = [trial.config for trial in agenda.trials] or [study.trial]
     used = [config.data for config in configs if not config.own_loop]
     return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
 
 
 def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], set[str]]:
-    """Return a trial for each data set that every node must have, and the SHA-256 of all of
-    them."""
+    """Return one trial per data set that every node must have, and the SHA-256 digests of the
+    data sets."""
     configs = [trial.config for trial in plan.trials or plan.first]
     ours = {config.data: config for config in filter(is_compared, configs)}
     return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
-
-
-def by_ray(study: StudyConfig) -> bool:
-    """Tell whether Ray Tune runs a study's trials: it is asked for, or they need Ray."""
-    return study.engine == "ray" or (study.engine == "auto" and needs_ray(study) != "")
 
 
 def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
@@ -191,8 +188,8 @@ def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
 def _interrupts(control: Control) -> Iterator[None]:
     """Turn the first Ctrl-C into a request to cancel.
 
-    While trials leave, the next one ends them at once; any other interrupts as usual. What comes
-    within :data:`DOUBLED_SECONDS` of the first is the same notice, sent to a group as well.
+    The second one ends leaving trials at once; a later one interrupts as usual. Signals within
+    :data:`DOUBLED_SECONDS` of the first are ignored: they are the same one, sent to the group too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

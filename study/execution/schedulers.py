@@ -1,9 +1,9 @@
-"""Early stopping by Ray Tune's schedulers, asked after every epoch, and told the ledger's earlier
-reports when a study is continued.
+"""Early stopping by Ray Tune's schedulers.
 
-They decide and do nothing else: trials are stubs to them, and their callers
-(:mod:`study.execution.loop`, :mod:`study.execution.simulate`) act. Trials of all rows are ranked
-together, but for those of other data or another loss, whose figures say nothing of each other.
+They are asked after every epoch. When a study is resumed, they first get the earlier reports from
+the ledger. They see stubs of the trials and only decide; their callers
+(:mod:`study.execution.loop`, :mod:`study.execution.simulate`) act. Trials with the same data and
+loss are ranked together, across rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from study.plan.identity import task_key
 from study.results.objectives import has_diverged
 
 BRACKETS = 3
-"""Number of hyperband's brackets, which trade the number of trials for their length.
-
-There are fewer if the trials have too few epochs.
-"""
+"""Maximum number of HyperBand's brackets; fewer for trials with few epochs."""
 
 
 class Scheduler:
@@ -37,7 +34,7 @@ class Scheduler:
     Args:
         search: options of the search.
         epochs: epochs of the longest trial.
-        task_of: returns what trials share that are ranked together, of a trial's id.
+        task_of: returns a key of a trial id; trials with the same key are ranked together.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class Scheduler:
         self._stubs: dict[str, _Stub] = {}
 
     def ends(self, trial: str, epoch: int, metrics: dict[str, float], seconds: float = 0.0) -> bool:
-        """Tell whether a trial ends after this epoch; it does if it has diverged.
+        """Return whether a trial ends after this epoch; a diverged trial does.
 
         Args:
             trial: id of the trial.
@@ -90,7 +87,7 @@ class Scheduler:
     def replay(self, state: StudyState) -> None:
         """Replay every epoch of the trials that ended in earlier runs.
 
-        The other trials report again or go on.
+        The other trials report again, or continue.
         """
         for trial in state.trials:
             known = trial.metric(self._metric)
@@ -117,9 +114,9 @@ class Scheduler:
 
 @contextmanager
 def _drawing(trial: str) -> Iterator[None]:
-    """Seed NumPy's global generator by a trial's id, and leave it as it was.
+    """Seed NumPy's global generator with a trial's id, and restore it afterwards.
 
-    HyperBand draws the trial's bracket from it; a study that goes on draws the same one.
+    HyperBand draws the trial's bracket from it, so a resumed study draws the same bracket.
     """
     before = np.random.get_state()
     np.random.seed(int(hashlib.sha256(trial.encode()).hexdigest()[:8], 16))

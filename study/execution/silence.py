@@ -1,14 +1,13 @@
-"""Trials that are running and have not been heard of for long: since when, and what helps.
+"""Running trials that have not reported for an unusually long time.
 
-A process that is frozen (SIGSTOP, a machine that swaps), or waits in a driver for ever, does not
-die: nobody tells of it, and a study would wait in silence. How long silence is usual is learned
-from the trial: :data:`EPOCHS` times its slowest epoch, and no less than :data:`LEAST_SECONDS`.
-Until its process has finished an epoch that is unknown, as kernels compile and data are read, so
-then no less than :data:`FIRST_SECONDS` pass.
+A frozen process (SIGSTOP, swapping, a hanging driver) does not die, so without this check a study
+would wait without a message. A trial counts as silent after :data:`EPOCHS` times its slowest epoch,
+at least :data:`LEAST_SECONDS`. Before the first epoch of its process, during which kernels compile
+and data are read, it counts as silent after :data:`FIRST_SECONDS`.
 
-A trial that is silent is shown, never killed: a slow disk, a busy machine or a loop that evaluates
-now and then is silent too, and each restart counts towards ``max_failures``. ``heartbeat`` is for
-who knows how long an epoch may take; a frozen process that goes on does so with the same bits.
+Silent trials are shown, and not killed: a slow disk, a busy machine or a long evaluation is silent
+too, and each restart counts towards ``max_failures``. Users who know the longest duration of an
+epoch set ``heartbeat``. A frozen process that continues gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ EPOCHS, LEAST_SECONDS, FIRST_SECONDS = 5.0, 60.0, 600.0
 
 
 def patience(trial: TrialState, checkpoint_every: int = 0) -> float:
-    """Return the seconds without a report that are usual for a running trial.
+    """Return the longest usual time between two reports of a running trial (seconds).
 
-    A process that began again may train ``checkpoint_every`` epochs that are in the ledger already,
-    which notes none twice.
+    A restarted process may repeat up to ``checkpoint_every`` epochs, which it does not report
+    again.
     """
     slowest = max(trial.took.values(), default=0.0)
     if _has_reported(trial):
@@ -35,7 +34,7 @@ def patience(trial: TrialState, checkpoint_every: int = 0) -> float:
 
 
 def silence(trial: TrialState, now: float, checkpoint_every: int) -> float:
-    """Return the seconds since a running trial was heard of, if they are unusual, else 0."""
+    """Return the seconds since a silent trial's last message; 0 for other trials."""
     if trial.status != RUNNING or trial.process_since is None:
         return 0.0
     quiet = now - trial.last_heard
@@ -43,7 +42,7 @@ def silence(trial: TrialState, now: float, checkpoint_every: int) -> float:
 
 
 def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -> str:
-    """Describe a trial that was silent for ``quiet`` seconds, and what helps if it hangs."""
+    """Describe a trial that was silent for ``quiet`` seconds, and the remedy."""
     slowest = max(1.0, max(trial.took.values(), default=0.0))
     usual = (
         f"its epochs took {duration(slowest)} at most"
@@ -64,7 +63,7 @@ def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -
 
 
 def describe_silent(state: StudyState, now: float) -> list[str]:
-    """Return a line for every trial that is silent now."""
+    """Return a line for every silent trial."""
     heartbeat = state.config.heartbeat
     return [
         describe_silence(trial, quiet, heartbeat)
@@ -74,43 +73,43 @@ def describe_silent(state: StudyState, now: float) -> list[str]:
 
 
 def _has_reported(trial: TrialState) -> bool:
-    """Tell whether the trial's present process has finished an epoch."""
+    """Return whether the trial's current process has finished an epoch."""
     last = max(trial.took, default=0)
     return last > 0 and trial.reports[last]["time"] > (trial.process_since or 0.0)
 
 
 class Watch:
-    """When the driver last heard of each running trial, by a clock that never jumps."""
+    """Time of the last message of each running trial, by a monotonic clock."""
 
     def __init__(self) -> None:
         self._heard: dict[str, float] = {}
         self._silent: set[str] = set()
 
     def hear(self, trial: str) -> bool:
-        """Note that a trial was heard of; tell whether it had been called silent."""
+        """Record a message of a trial; return whether the trial was silent before."""
         self._heard[trial] = time.monotonic()
         was_silent = trial in self._silent
         self._silent.discard(trial)
         return was_silent
 
     def forget(self, trial: str) -> None:
-        """Note that a trial has ended."""
+        """Record that a trial has ended."""
         self._heard.pop(trial, None)
         self._silent.discard(trial)
 
     def forgive(self, seconds: float) -> None:
-        """Leave out seconds in which the driver itself waited and heard nobody."""
+        """Do not count seconds in which the driver was blocked."""
         self._heard = {trial: heard + seconds for trial, heard in self._heard.items()}
 
     def hung(self, limit: float) -> list[str]:
-        """Return the trials that were silent for longer than a heartbeat, which begins anew."""
+        """Return the trials that were silent for longer than a heartbeat, and reset their time."""
         now = time.monotonic()
         found = [trial for trial, heard in self._heard.items() if now - heard > limit]
         self._heard |= dict.fromkeys(found, now)
         return found
 
     def newly_silent(self, state: StudyState) -> list[tuple[TrialState, float]]:
-        """Return the trials that have become silent since this was asked, with their seconds."""
+        """Return the trials that became silent since the last call, with their seconds."""
         now = time.monotonic()
         found = [
             (state.known[trial], now - heard)

@@ -1,16 +1,14 @@
-"""Simulation of a study on machines that one does not have, by discrete events.
+"""Discrete-event simulation of a study with any number of slots.
 
-Trials start where there are slots for them, one a worker (:mod:`study.plan.packing`), as many at a
-time as ``max_concurrent`` allows, take their seconds per epoch, report, and are ended by the
-study's own scheduler (Ray Tune's, fed by the same reports); those that confirm the best follow,
-round by round. Nothing trains: a trial's errors are those of a recorded one with the same id, or
-else of a synthetic curve ``a + b epoch^-c`` whose a, b, c come from the trial's id alone. Reports
-at one time are taken in the order in which their trials began.
+A trial takes one slot per worker (:mod:`study.plan.packing`) and its recorded seconds per epoch.
+The study's own scheduler (Ray Tune's) gets its reports and ends trials early. Rounds of
+confirmation follow. Nothing trains: a trial's errors come from a recorded trial with the same id,
+or from a synthetic curve ``a + b epoch^-c`` with a, b and c from a hash of the id. Reports at the
+same time are processed in the order in which their trials started.
 
-The results are the makespan, the idle share of the slots, the trials ended early, the epochs
-computed and saved, and the load on the tracking store (:data:`REQUESTS_A_TRIAL`; reports come with
-them). Not modelled: starting Ray, failures, adaptive proposals (trials are sampled at random
-instead).
+The results are the makespan, the idle share of the slots, the number of trials ended early, the
+epochs computed and saved, and the load on the tracking store (:data:`REQUESTS_A_TRIAL`). Not
+modelled: the start of Ray, failures, adaptive proposals (trials are sampled at random instead).
 """
 
 from __future__ import annotations

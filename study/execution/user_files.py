@@ -53,16 +53,16 @@ TOKEN = re.compile(
 """Whole content of a file with a token or a key alone, in hexadecimal digits or base64: Ray's
 ``auth_token``, the secrets of Docker Compose."""
 LONGEST_TOKEN = 1024
-"""Most bytes of such a file."""
+"""Maximum size of a token file (bytes)."""
 SECRETS = re.compile(r"(password|passwd|token|secret|(access|api)_?key)$", re.IGNORECASE)
-"""Ends of the names of variables whose values are secret."""
+"""Suffixes of names of variables with secret values."""
 SHORTEST_SECRET = 8
-"""Fewest characters of such a value that is looked for."""
+"""Minimum length of a secret value that is searched for."""
 
 
 def check_user_files(study: StudyConfig) -> None:
-    """Refuse folders that are too large to be sent to a cluster's nodes, secrets in them, and code
-    in other files than those that are sent.
+    """Refuse folders that are too large to be sent to a cluster's nodes, folders with secrets, and
+    code outside of the files that are sent.
 
     Raises:
         ValueError: with the sizes or the files, the rule and the remedy.
@@ -142,7 +142,7 @@ def own_secrets() -> dict[str, str]:
 
 @contextmanager
 def collected_files(study: StudyConfig) -> Iterator[Path | None]:
-    """Provide a folder with copies of the user's files, for Ray to send; None if there are none."""
+    """Provide a folder with copies of the user's files for Ray to send; None without files."""
     folders = user_folders(study)
     if study.address is None or not folders or "py_modules" in os.environ.get(RAY_JOB, ""):
         yield None
@@ -179,7 +179,7 @@ def _named_files(study: StudyConfig) -> set[str]:
 
 def user_modules(study: StudyConfig) -> list[str]:
     """Return the code of installed packages that the study's trials name, as
-    ``package.module:name``; that of claims runs on this machine."""
+    ``package.module:name``. Code that only claims name is left out: it runs on this machine."""
     values = study.to_dict()
     named = {
         text
@@ -202,7 +202,7 @@ def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _files_in(folder: Path, study: StudyConfig) -> Iterator[Path]:
-    """Yield the files of a folder that are sent, those of its folders included."""
+    """Yield the files of a folder and its subfolders that are sent."""
     storage = local_folder(study.storage)
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(

@@ -44,11 +44,11 @@ Event: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """A place where a ledger is not as it was written.
+    """A damaged place of a ledger.
 
     Attributes:
         line: line of the file, from 1.
-        number: number of the lost event; None if none is lost.
+        number: number of the lost event, or None.
         text: description of the damage.
         hints: readable parts of the lost event: ``event``, ``trial``, ``epoch``.
     """
@@ -173,10 +173,10 @@ class Lines:
 
 
 def encodable(event: Event) -> Event:
-    """Return an event whose texts UTF-8 can encode.
+    """Return an event whose strings can be encoded in UTF-8.
 
-    Names and errors of the user's code may hold half a surrogate pair, of undecodable bytes for
-    example, and nothing could be written of them; each becomes a question mark.
+    Names and errors of the user's code may contain lone surrogates, for example from undecodable
+    bytes. They are replaced by question marks.
     """
     text = json.dumps(event, ensure_ascii=False)
     try:
@@ -219,8 +219,8 @@ def unseal(line: bytes) -> tuple[int | None, Event | None]:
 
 
 def _without_surrogates(value: Any) -> Any:
-    """Return a value whose texts have U+FFFD for halves of surrogate pairs, which can be written to
-    no file or terminal; the checksum is that of the line as it is."""
+    """Return a value with U+FFFD in place of lone surrogates, which cannot be printed or written.
+    The checksum is of the original line."""
     if isinstance(value, str):
         return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
@@ -247,7 +247,7 @@ def _is_event(event: Any, line: bytes) -> bool:
 
 
 def _is_bounded(values: Any) -> bool:
-    """Tell whether nested values are no deeper than :data:`DEEPEST`, and integers below 2^63."""
+    """Return whether values are nested at most :data:`DEEPEST` deep, with integers below 2^63."""
     level = [values]
     for _ in range(DEEPEST):
         inner = [

@@ -15,11 +15,25 @@ from typing import IO, Any
 
 from study.errors import UserError
 from study.ledger import storage
-from trainers.files import check_own_folder, open_own, open_own_text, read_own_json
+from trainers.files import (
+    check_no_links,
+    check_own_file,
+    check_own_folder,
+    open_own,
+    open_own_text,
+    read_own,
+    read_own_json,
+)
 
 LOCK = storage.LOCK
 OWN_FOLDERS = ("checkpoints", "profiles", "report", "tensorboard", "train")
 """Folders of a study's folder in which a run writes; a link in their place is refused."""
+OF_TRIALS = ("checkpoints", "profiles", "train")
+"""Folders among them that have a folder for each trial; a link among these is refused too."""
+OUTPUT = "workers.log"
+"""File in the study's folder with the output of the trials' processes."""
+ALTERED = "by another process while the study ran"
+"""Part of the error of a ledger that its one writer did not leave so."""
 LOCK_ATTEMPTS = 6
 MOST_LINES = 10**9
 """Most lines that a ledger is taken to have had."""
@@ -36,7 +50,7 @@ def is_locked(folder: Path) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in BUSY:  # without locks nobody writes
+            if error.errno in BUSY:  # no writer without locks
                 return True
     return storage.is_locked_remotely(folder)
 
@@ -45,12 +59,14 @@ def take_lock(folder: Path) -> IO[str]:
     """Take the lock of the ledger in ``folder``; return its file, the contents unchanged.
 
     Raises:
-        ValueError: another process has the lock, the storage has no locks, or a folder of the
-            study's is a link.
+        ValueError: another process has the lock, the storage has no locks, or a folder or log of
+            the study's is a link.
         OSError: the lock's file is a link, or cannot be opened.
     """
     for name in OWN_FOLDERS:
-        check_own_folder(folder / name)
+        check = check_no_links if name in OF_TRIALS else check_own_folder
+        check(folder / name)
+    check_own_file(folder / OUTPUT)
     for attempt in range(LOCK_ATTEMPTS):  # is_locked takes it for moments
         lock = open_own_text(folder / LOCK)
         try:
@@ -126,3 +142,24 @@ def last_copy(path: Path, descriptor: int) -> str:
         f" is {copy}: put it into {path.parent}, and the same command goes on without what has"
         " finished"
     )
+
+
+def altered_since(path: Path, size: int, end: bytes) -> str:
+    """Say that a ledger is not as its one writer left it; "" if it is.
+
+    Args:
+        path: the ledger.
+        size: its size in bytes as it was left.
+        end: the last bytes that were written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    now = os.stat(path).st_size
+    if now == size:
+        return ""
+    content = read_own(path, storage.MOST_BYTES)  # a file system may tell sizes late
+    if len(content) == size and content.endswith(end):
+        return ""
+    how = "cut" if now < size else "written"
+    return f"{path}: was {how} {ALTERED} ({now:,} bytes in place of {size:,})"

@@ -63,10 +63,10 @@ from typing import Any, TypeAlias
 
 from study.ledger import storage
 from study.ledger.lines import HEADER, VERSION, Damage, Event, Lines, encodable, seal, unseal
-from study.ledger.lock import LOCK, closed_at, last_copy, take_lock, this_process
+from study.ledger.lock import LOCK, altered_since, closed_at, last_copy, take_lock, this_process
 from study.program import NAME, STORAGE, lns_study, own_version
 from study.tracking_uri import without_password
-from trainers.files import open_own, read_own
+from trainers.files import open_own, read_own, sync_folder
 from trainers.object_store import is_url, place_of
 
 FILE = storage.FILE
@@ -99,10 +99,10 @@ class Contents:
 
 
 def open_ledger(folder: Path) -> Contents:
-    """Return the contents of the ledger in a study's folder; empty ones if there is no ledger.
+    """Return the contents of the ledger in a study's folder; empty without a ledger.
 
     Raises:
-        ValueError: it cannot be read, or the object store does not answer.
+        ValueError: the ledger cannot be read, or the object store does not answer.
     """
     storage.refresh(folder)
     closed = closed_at(folder / LOCK)  # before the ledger, which may grow meanwhile
@@ -119,9 +119,9 @@ def open_ledger(folder: Path) -> Contents:
 
 
 def read_ledger(folder: Path) -> list[Event]:
-    """Return the whole events of a study's ledger, in order, without repeated reports.
+    """Return the undamaged events of a study's ledger, in order, without repeated reports.
 
-    Returns an empty list if there is no ledger.
+    Returns an empty list without a ledger.
     """
     return open_ledger(folder).events
 
@@ -203,10 +203,9 @@ class Ledger:
         folder: folder of the study; made if missing.
 
     Attributes:
-        broken: error with which writing failed; nothing is written after it, so that the file has
-            no gaps.
-        id: random id, made once per ledger; it tells its checkpoints and MLflow runs from those of
-            the same study run elsewhere.
+        broken: the first write error; nothing is written after it, so that the file has no gaps.
+        id: random id of the ledger; checkpoints and MLflow runs contain it, which distinguishes
+            them from the same study run elsewhere.
         history: events before this writer.
 
     Raises:
@@ -227,7 +226,7 @@ class Ledger:
             contents = open_ledger(folder)
             _refuse_damage(folder, contents.damage)
             self._file = _open_for_append(folder / FILE)
-            self._here = self._found()
+            self._here, self._size = self._found(), os.stat(folder / FILE).st_size
             storage.write_lock(self._lock, this_process())
         except BaseException:
             if self._remote is not None:
@@ -266,7 +265,7 @@ class Ledger:
         Listeners are called once all events are on disk.
 
         Raises:
-            LedgerError: they cannot be written, or an earlier one could not.
+            LedgerError: this or an earlier write failed.
         """
         if self.broken is not None:
             raise self.broken
@@ -308,16 +307,19 @@ class Ledger:
         return found
 
     def _check_here(self) -> None:
-        """Check that ledger and lock are still under their names.
+        """Check that ledger and lock are still under their names, and as this writer left them.
 
         The files stay open when the study's folder is removed, moved or unmounted, and writing them
         succeeds.
 
         Raises:
-            LedgerGoneError: they are not; it names the last complete copy of the ledger.
+            LedgerGoneError: they are not there; it names the last complete copy of the ledger.
+            LedgerError: the ledger was cut or written by another process.
         """
         now = self._found()
         if now == self._here:
+            if altered := altered_since(self.folder / FILE, self._size, self._last):
+                raise LedgerError(f"{altered}; `{how_to_repair(self.folder)}` mends it")
             return
         path = self.folder / FILE
         if now[0] == self._here[0]:
@@ -341,7 +343,7 @@ class Ledger:
         return last_copy(self.folder / FILE, self._file.fileno())
 
     def _write(self, lines: bytes) -> None:
-        """Write all of the lines to disk, or none of them, under the ledger's name."""
+        """Write all lines to disk atomically, under the ledger's name."""
         self._check_here()
         if self._remote is not None:
             self._remote.append(self._number + 1, lines)
@@ -358,8 +360,8 @@ class Ledger:
             with suppress(OSError):
                 self._file.truncate(start)
             raise
+        self._size, self._last = self._size + len(lines), lines
         self._check_here()
-        self._last = lines
 
     def _open_again(self, end: int, stale: OSError) -> None:
         """Open the file again after its NFS server forgot it, if that is safe.
@@ -464,7 +466,7 @@ def _shown(event: Event) -> Event:
 
 
 def _is_new(event: Event, seen: set[tuple[object, ...]]) -> bool:
-    """Tell whether an event is no repeated report of an epoch; remember reports in ``seen``."""
+    """Return whether an event is not a repeated report; reports are remembered in ``seen``."""
     if event["event"] != "report":
         return True
     key = (event.get("trial"), event.get("epoch"))
@@ -485,13 +487,6 @@ def _open_for_append(path: Path) -> io.FileIO:
             file.write(b"\n")
     sync_folder(path.parent)
     return file
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:

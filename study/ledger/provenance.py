@@ -1,8 +1,8 @@
 """Provenance of a study: the code, the packages and the hardware that produced it.
 
-The git commit is that of the checkout from which this package is imported: our ``pyproject.toml``
-lies beside the package, and git tracks this file. An installed copy has no commit and says so, even
-in a virtual environment inside somebody else's repository.
+The git commit is the commit of the checkout that this package is imported from, which has our
+``pyproject.toml`` beside the package, and where git tracks this file. An installed copy has no
+commit, even in a virtual environment inside another repository.
 """
 
 from __future__ import annotations

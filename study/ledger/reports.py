@@ -12,7 +12,7 @@ from trainers.workers.messages import FINAL, HISTORY, Beginning
 
 
 class Reports:
-    """The reports of running trials, and what is kept of them until a trial ends.
+    """Converts the reports of running trials to events, and keeps test metrics until a trial ends.
 
     Args:
         state: state of the study, kept up to date.
@@ -26,8 +26,8 @@ class Reports:
     def take(self, trial: str, result: dict[str, Any]) -> list[Event]:
         """Return the events of a trial's report of an epoch.
 
-        The last report also has the test figures; that of a trial that only tested has no others.
-        A loop of the user's own names its figures as it likes, and may repeat its last epoch there.
+        The last report also has the test metrics; a trial that was only tested reports nothing
+        else. A loop of the user's own may name its metrics freely, and may repeat its last epoch.
         """
         epoch = metrics_of(result)
         test: dict[str, float] = result.get(FINAL, {})
@@ -60,14 +60,14 @@ class Reports:
         return events
 
     def tested(self, trial: str) -> dict[str, Any] | None:
-        """Return the test figures of a trial that has ended, once; None if it reported none."""
+        """Return and remove the test metrics of an ended trial; None if it reported none."""
         return self._tests.pop(trial, None)
 
 
 def began(trial: str, beginning: Beginning) -> list[Event]:
     """Return the events of a trial that began.
 
-    Its checkpoint may be newer than the last report; the ledger takes the epochs that it lacks.
+    Its checkpoint may be newer than the last report; the ledger then gets the missing epochs.
     """
     damaged = (
         [{"event": "damaged", "trial": trial, "error": beginning.damaged}]
@@ -78,9 +78,9 @@ def began(trial: str, beginning: Beginning) -> list[Event]:
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Return report events of earlier epochs, of which the ledger takes those that it lacks.
+    """Return report events of earlier epochs; the ledger ignores those that it has already.
 
-    Their seconds are None: nobody has noted them.
+    Their seconds are None, because they were not recorded.
     """
     return [
         {
@@ -95,7 +95,7 @@ def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
 
 
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a result: the numbers in it, but for what a message says beside."""
+    """Return the metrics of a result: its numbers without the message's own fields."""
     return {
         name: float(value)
         for name, value in result.items()

@@ -80,8 +80,8 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A trial that waits now, and what it will hold; with ``trial`` "" one that nobody knows yet,
-    as a search proposes it later."""
+    """A waiting trial and its resources. ``trial`` is "" for a trial that a search has not proposed
+    yet."""
 
     trial: str = ""
     cpus: float = 0.0
@@ -176,9 +176,8 @@ class Run:
         self.over = True
 
     def so_far(self, now: float, waiting: Waiting | None) -> Run:
-        """Return the run from its first trial's start, as if it ended now and ``waiting`` began.
-
-        So what waits shows in it. Its intervals are those of the run.
+        """Return the run from its first trial's start, as if it ended now and ``waiting`` began, so
+        that the waiting trial counts. It shares the intervals of this run.
         """
         trials = []
         if waiting is not None:

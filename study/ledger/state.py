@@ -23,10 +23,8 @@ from study.tracking_uri import without_passwords
 from trainers.object_store import is_url
 
 ALL, UNFINISHED, ONLY_FAILED = "all", "unfinished", "failed"
-"""Options for which trials a run takes on.
-
-In order: all that have not finished; those of them that have not failed; the failed ones alone.
-"""
+"""Options for the trials of a run: all unfinished ones; unfinished ones that have not failed; only
+failed ones."""
 
 PLANNED, RUNNING, FINISHED, FAILED, STOPPED = "planned", "running", "finished", "failed", "stopped"
 ENDED = (FINISHED, FAILED, STOPPED)
@@ -50,26 +48,25 @@ class TrialState:
         reports: report event by epoch.
         test: final metrics, ``test/loss`` and ``test/error`` (a fraction); empty until finished.
         checkpoints: paths, oldest first.
-        restarts: number of times that it began again, its process dead or its node drained.
-        error: last error; "" if there is none.
-        commits: git commits of the runs that trained it, also in the study that it was taken over
-            from.
+        restarts: number of restarts after a dead process or a drained node.
+        error: last error, or "".
+        commits: git commits of the runs that trained it, also in the study that it was copied from.
         number: number of the configuration in its row; None if nothing is searched.
         params: sampled values by dotted key.
         asked: notes of the adaptive search that proposed the trial.
         started, ended: times in seconds since 1970, or None.
         ends: time of each end, with ``seconds`` at that time (None if unknown); several if a failed
             trial was retried.
-        took: seconds by reported epoch, evaluation included; without epochs whose seconds were not
-            noted.
-        machines: hardware that it was trained on, as a plan has it.
-        spent: seconds in this trial and study, without epochs that were taken over.
-        source: id of the trial or folder of the study that epochs were taken over from, or "".
+        took: seconds by reported epoch, evaluation included; epochs without a known duration are
+            left out.
+        machines: hardware that it was trained on, in the form of the plan.
+        spent: seconds in this trial and study, without copied epochs.
+        source: id of the trial or folder of the study that epochs were copied from, or "".
         stopped_by: scheduler that ended it early, or "".
         relief: keys changed in ``config`` since it ran out of memory.
         last_heard: time of its last start or report.
-        actor: Ray's id of the actor that supervised it last; "" on this machine's own engine.
-        process_since: time of its last start; None while no process has it.
+        actor: Ray's id of its last supervisor; "" on the local engine.
+        process_since: time of its last start; None while it has no process.
     """
 
     id: str
@@ -136,18 +133,18 @@ class TrialState:
 
 @dataclass(kw_only=True)
 class StudyState:
-    """State of a study as far as its ledger tells.
+    """State of a study from its ledger.
 
     Attributes:
         plan: last ``planned`` event.
-        stated: last ``planned`` event before the first trial started or was taken over; the first
-            one of all where that is not known.
-        known: every trial that the ledger ever planned, by id.
-        limits: limits as last edited; None if they are the config's.
+        stated: last ``planned`` event before the first trial started or was copied; the first
+            ``planned`` event if that is unknown.
+        known: all trials of all plans, by id.
+        limits: limits as last edited; None if they were not edited.
         outcome: outcome of the last run: finished, failed, stopped, interrupted; "" while it runs
             or after it was killed.
         runs: runs with the slots that trials held, the oldest first.
-        damage: description of the ledger's damage; "" if there is none.
+        damage: description of the ledger's damage, or "".
         latest: mark of the last event, see :meth:`is_own`; "" before the first.
     """
 
@@ -238,11 +235,11 @@ class StudyState:
             self._early.setdefault(event["trial"], []).append(event)
 
     def is_own(self, mark: str) -> bool:
-        """Tell whether what has this mark was made from this ledger, or from one that this one was
-        copied from before it was continued.
+        """Return whether an object with this mark was made from this ledger, or from the ledger
+        that this one is a copy of, before the copy.
 
-        A mark is that of the last event which its maker had read. Copies of a ledger have its id,
-        and each its own events from then on.
+        A mark identifies the last event that the maker of the object had read. A copy of a ledger
+        has the same id, and different events after the copy.
         """
         return mark in self._marks
 
@@ -300,7 +297,7 @@ def mark_of(event: Event) -> str:
 
 
 LOST: Event = {"provenance": {"commit": "unknown", "dirty": None}}
-"""Stands for a plan that was lost."""
+"""Placeholder for a lost plan."""
 
 
 def study_without_password(study: dict[str, Any]) -> dict[str, Any]:
@@ -388,11 +385,10 @@ def _note_machines(trial: TrialState, machines: Iterable[dict[str, Any]]) -> Non
 
 
 def _take_time(trial: TrialState, event: Event) -> None:
-    """Note the seconds of an epoch.
+    """Record the seconds of an epoch.
 
-    Those of epochs that were trained again before it (``repeated``) are spent, and no epoch's.
-    For an epoch that was taken over, only the event's own ``seconds`` count: its time may be that
-    of the copy.
+    Seconds of repeated epochs (``repeated``) count as spent only. For a copied epoch only the
+    event's own ``seconds`` count, because its time may be the time of the copy.
     """
     measured = (
         None if "source" in event else max(0.0, event["time"] - (trial.last_heard or event["time"]))

@@ -1,22 +1,21 @@
-"""The place that studies are stored in: a folder, or a URL of an object store.
+"""The storage of studies: a folder, or the URL of an object store.
 
-At a URL the folder of a study is a cache (:mod:`trainers.object_store`), and what must last is in
-the store::
+With a URL, the local folder of a study is a cache (:mod:`trainers.object_store`). The store has::
 
     ledger/0000000042.jsonl   lines of the ledger from number 42 on, written once
     packs/0000000001-0000000999.jsonl  the same lines, 1 to 999, once more: quick to fetch
     locks/000003.json         the third writer: pid, host, what process ids are of, and a beat every
                               few seconds; at the end, the number of lines that it left
     checkpoints/TRIAL/EPOCH/  checkpoints, the manifest last
-    control.json, report/     wishes of the user's; the report
+    control.json, report/     requests of the user; the report
 
-A writer's lines are in the store before its own copy of the ledger has them, and so before anybody
-acts on them. Each object of lines is named after its first line's number and is written only where
-none is, so of two writers one is refused, whatever their clocks and locks say; the lock only makes
-that rare. A writer that has been silent for :data:`SILENT_SECONDS` is taken for dead.
+Lines are in the store before the local copy has them, and so before any code acts on them. An
+object of lines is named after the number of its first line and is only written if it does not
+exist. So one of two writers is always refused, whatever their clocks and locks say; the lock only
+makes this rare. A writer that is silent for :data:`SILENT_SECONDS` counts as dead.
 
-One request per round of the loop is one object. A writer packs them, when it begins and when it
-ends, so that a ledger of many thousand lines is a few objects for who has none of them yet.
+Each round of the loop writes one object. A writer packs the objects when it starts and when it
+ends, so that a reader can fetch a long ledger in a few requests.
 
 Limits: MLflow's default database, the trials' output and their profiles stay in the cache of the
 machine that wrote them.
@@ -129,9 +128,9 @@ def study_folders(place: str) -> list[Path]:
 
 
 def refresh(folder: Path) -> None:
-    """Fetch what the store's ledger of a study has beyond the copy in ``folder``.
+    """Fetch the lines of a study's ledger that the copy in ``folder`` does not have.
 
-    Does nothing for a folder that is no cache, and where a process of this machine writes the copy.
+    Does nothing if the folder is not a cache, or while a process of this machine writes the copy.
 
     Raises:
         ValueError: the store does not answer.
@@ -178,7 +177,7 @@ def is_locked_remotely(folder: Path) -> bool:
 
 
 def share(folder: Path) -> str:
-    """Send all files of a folder to the store, if it lies in a cache; return the error or ""."""
+    """Send all files of a folder in a cache to the store; return the error, or ""."""
     if (store := open_store(place_of(folder), ANSWER_SECONDS)) is None:
         return ""
     try:
@@ -192,7 +191,7 @@ def share(folder: Path) -> str:
 
 
 def fetch_report(folder: Path) -> None:
-    """Fetch the report of a study that lies in a cache, where it is newer.
+    """Fetch the report of a study in a cache if the store's report is newer.
 
     Raises:
         ValueError: the store does not answer.
@@ -426,9 +425,9 @@ class _Piece:
 
 
 def _pieces(store: Store) -> list[_Piece]:
-    """Return the objects that make up a ledger, in order: packs, and what is in none of them.
+    """Return the objects of a ledger in order: packs, and objects that are in no pack.
 
-    A pack of other lines than those that are there, as before a repair, is none.
+    A pack that does not match the lines, for example from before a repair, is ignored.
     """
     loose = {
         int(name.removesuffix(".jsonl")): size for name, size in _sizes(store, SEGMENTS).items()
@@ -459,10 +458,10 @@ def _begins(have: bytes, store: Store) -> bool:
 
 
 def _pack(folder: Path, store: Store) -> None:
-    """Write the lines that are in no pack as one, if there are many objects of them.
+    """Write the unpacked lines as one pack, if they are many objects.
 
-    The copy in ``folder`` has all lines; where it is damaged or ends otherwise than the store's,
-    nothing is written.
+    The copy in ``folder`` has all lines. Nothing is written if it is damaged or does not match the
+    store.
     """
     loose = [piece for piece in _pieces(store) if piece.name.startswith(SEGMENTS)]
     if len(loose) < PACKED:

@@ -1,9 +1,8 @@
-"""Checkpoints in a study's folder: the ledger that they belong to, and what they know of their
-trials.
+"""Checkpoints in a study's folder: their ledger, and the history of their trials.
 
-Reads no tensors. A checkpoint's state has, under ``origin``, the id of the ledger whose study
-trained it, the code that did (a git commit) and the trial's plan. So a checkpoint left behind by
-another ledger, or by one that was deleted, is not taken for this study's work.
+Reads no tensors. A checkpoint's ``origin`` contains the id of the ledger of its study, the code
+that trained it (a git commit) and the trial's plan. So a checkpoint of another or a deleted ledger
+is not mistaken for this study's work.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ from trainers.object_store import Store, is_url, place_of
 
 
 def origin_of(trial: PlannedTrial, ledger: str, plan: Event) -> dict[str, Any]:
-    """Return the origin that a trial's checkpoints carry: the ledger's id, the code, the plan.
+    """Return the origin for a trial's checkpoints: the ledger's id, the code and the plan.
 
-    The plan lacks the trial's config, which checkpoints have anyway.
+    The plan does not contain the trial's config, which checkpoints have separately.
     """
     return {"ledger": ledger, "code": code_of(plan), "trial": trial.origin}
 
 
 def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
-    """Yield trial, folder and state of every whole checkpoint of the study in ``folder``.
-
-    The newest of a trial comes first.
+    """Yield trial, folder and state of every complete checkpoint of the study in ``folder``, the
+    newest of each trial first.
     """
     for path in _paths(folder):
         with suppress(ValueError):
@@ -42,9 +40,9 @@ def checkpoints_of(folder: Path) -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 
 def check_checkpoints(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield the place of each of a study's checkpoints, and whether it is as it was written.
+    """Yield the location of each of a study's checkpoints, and whether it is undamaged.
 
-    Those of an object store are fetched.
+    Checkpoints in an object store are downloaded.
 
     Raises:
         OSError: the store does not answer.
@@ -65,16 +63,15 @@ def check_checkpoints(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Yield the folders of completely written checkpoints, ours and Ray Train's.
-
-    The newest of a trial comes first.
+    """Yield the folders of complete checkpoints, ours and Ray Train's, the newest of each trial
+    first.
     """
     for trial in sorted([*(folder / "checkpoints").glob("*"), *(folder / "train").glob("*")]):
         yield from sorted((path.parent for path in trial.glob(f"*/{STATE}")), reverse=True)
 
 
 def check_same_ledger(ledger: Ledger, before: StudyState) -> None:
-    """Refuse to continue trials from checkpoints that another ledger's study left in this folder.
+    """Refuse to resume trials from checkpoints of another ledger in this folder.
 
     Raises:
         ValueError: there is a checkpoint of another ledger or, if the ledger is new, of a version

@@ -1,5 +1,4 @@
-"""Evidence of a study's trials beside its ledger: from their checkpoints, and from their MLflow
-runs.
+"""Evidence of a study's trials outside of its ledger: checkpoints and MLflow runs.
 
 :mod:`study.manage.repair` restores a damaged ledger from it.
 """
@@ -34,7 +33,7 @@ LOOP = "trainable.name"
 
 @dataclass(kw_only=True)
 class Known:
-    """Evidence of one trial beside the ledger.
+    """Evidence of one trial outside of the ledger.
 
     Attributes:
         source: where the evidence comes from.
@@ -44,8 +43,8 @@ class Known:
         ended: time of the end; None if unknown.
         seconds: seconds of training up to the end; None if unknown.
         paths: its checkpoints, by epoch.
-        origin: origin that its checkpoints carry.
-        config: config that its checkpoints carry.
+        origin: origin in its checkpoints.
+        config: config in its checkpoints.
     """
 
     source: str = ""
@@ -59,11 +58,11 @@ class Known:
     config: dict[str, Any] = field(default_factory=dict)
 
     def share_seconds(self, events: list[Event]) -> None:
-        """Give the trial's restored reports equal shares of its seconds that no whole one has.
+        """Distribute the seconds that the undamaged reports do not have over the restored ones.
 
-        The seconds of all reports then sum to ``seconds`` to the last digit. Nothing is shared if a
-        whole report is without seconds, as where another study trained its epoch, if an epoch stays
-        lost, or if there are reports that were not sent before the trial's end.
+        The seconds of all reports then sum exactly to ``seconds``. Nothing is distributed if an
+        undamaged report has no seconds (another study trained its epoch), if an epoch stays lost,
+        or if reports were not sent before the trial's end.
         """
         reports = [event for event in events if event["event"] == "report"]
         restored = [event for event in reports if "recovered" in event]
@@ -86,7 +85,7 @@ class Known:
 
 
 def known_to_checkpoints(folder: Path) -> dict[str, Known]:
-    """Return the evidence of the checkpoints in a study's folder, by trial."""
+    """Return the evidence from the checkpoints in a study's folder, by trial."""
     found: dict[str, Known] = {}
     for trial, path, state in checkpoints_of(folder):
         entry = found.setdefault(trial, Known(source=CHECKPOINT))
@@ -108,7 +107,7 @@ def known_to_checkpoints(folder: Path) -> dict[str, Known]:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the part of an epoch's metrics that a report has."""
+    """Return the numeric metrics of an epoch, as a report has them."""
     return {name: float(value) for name, value in metrics.items() if name != "epoch"}
 
 
@@ -128,10 +127,10 @@ def add_known_to_mlflow(
     names: Names,
     may_be_own: Callable[[str], bool],
 ) -> set[str]:
-    """Add the evidence of an MLflow store: times, and figures where no checkpoint has them.
+    """Add the evidence from an MLflow store: times, and metrics that no checkpoint has.
 
     Returns:
-        The marks of the runs that it is from.
+        The marks of the runs that were used.
 
     Args:
         known: evidence by trial, added to.
@@ -139,8 +138,8 @@ def add_known_to_mlflow(
         id_: id of the ledger.
         uri: tracking URI of the store.
         names: names of the study's metrics.
-        may_be_own: tells whether a run with a mark may have been sent from this ledger, and not
-            from another copy of it.
+        may_be_own: returns whether a run with a mark may have been sent from this ledger, and not
+            from a copy of it.
 
     Raises:
         ValueError: the store does not answer.
@@ -200,12 +199,12 @@ def _known_to_run(client: Any, run: Any, names: Names) -> Known:
 def _split(
     name: str, points: list[Any], end: tuple[int, int] | None, names: Names
 ) -> tuple[list[Any], float | None, bool]:
-    """Return the points of a metric that epochs reported, its value at the trial's end or None, and
-    whether nobody can tell these two apart.
+    """Return a metric's points by epoch, its final value or None, and whether the two cannot be
+    told apart.
 
-    Figures of the end have the step and time of the seconds that are sent with them. Nobody can
-    tell a metric that was reported and returned at one time: MLflow keeps no order there, and equal
-    points once.
+    Final values have the step and time of the seconds that are sent with them. A metric that was
+    reported and returned at the same time is ambiguous: MLflow keeps no order of such points, and
+    stores equal ones once.
     """
     points = sorted(points, key=lambda point: (point.step, point.timestamp))
     reported = name in names.reported
@@ -223,9 +222,9 @@ def _split(
 
 
 def _drop_incomplete(found: Known, tags: dict[str, str], status: str) -> None:
-    """Leave out epochs whose infinite metrics MLflow lacks, or that were not sent whole.
+    """Drop epochs that were sent only in part, or whose infinite metrics MLflow does not have.
 
-    A run that has ended was sent whole, and its tags say where metrics were infinite.
+    A run that has ended was sent completely, and its tags say where metrics were infinite.
     """
     infinite = {
         int(epoch)
@@ -242,8 +241,8 @@ def _drop_incomplete(found: Known, tags: dict[str, str], status: str) -> None:
 
 
 def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int) -> Event | None:
-    """Return the event of a trial's end; ``epochs`` are those of a loop of the user's own, which
-    may end without a figure, or early."""
+    """Return the event of a trial's end. ``epochs`` is set for a loop of the user's own, which may
+    end without a metric, or early."""
     if status == FINISHED:
         finished = {"event": FINISHED, "metrics": last}
         return finished | {"epochs": epochs} if epochs else finished if last else None
@@ -255,7 +254,7 @@ def _end(status: str, last: dict[str, float], tags: dict[str, str], epochs: int)
 
 
 def _merge(entry: Known, other: Known) -> None:
-    """Add to ``entry`` what it lacks; figures of a checkpoint take precedence over MLflow's."""
+    """Add missing values to ``entry``; a checkpoint's metrics take precedence over MLflow's."""
     entry.epochs = other.epochs | entry.epochs
     entry.times, entry.ended, entry.seconds = other.times, other.ended, other.seconds
     entry.end = entry.end or other.end

@@ -1,8 +1,7 @@
 """Export of a study's trials or epochs as CSV, JSON, JSON lines or Parquet.
 
-What a trial is and what it reports have names of their own: a metric that is called as a column of
-the trial, ``seed`` or ``config.epochs``, is in the column ``metrics.seed``
-(:func:`study.results.objectives.column_of`).
+A metric with the name of a column of the trial, such as ``seed`` or ``config.epochs``, is in the
+column ``metrics.seed`` (:func:`study.results.objectives.column_of`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, Any]]:
     """Return one flat dict per trial of the last plan, or one per epoch.
 
-    It has identity, config under dotted keys, status and metrics, in columns of their names where
-    the trial has none of that name.
+    A row has identity, config under dotted keys, status and metrics.
     """
     rows: list[dict[str, Any]] = []
     for trial in state.trials:
@@ -62,7 +60,7 @@ def export_rows(state: StudyState, *, epochs: bool = False) -> list[dict[str, An
 
 
 def _columns(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics by column."""
+    """Return the metrics by column name."""
     return {
         column_of(name, OWN, CONFIG): value for name, value in metrics.items() if name != "epoch"
     }
@@ -88,11 +86,11 @@ def export(
     Args:
         state: state of the study.
         path: the file; None for standard output.
-        form: csv, json (an array of objects), jsonl (an object a line) or parquet. In JSON what is
-            no finite number is null.
-        epochs: whether it has a row per epoch.
-        named: whether the user has named the file, which may then be a link or a device; otherwise
-            it replaces what has its name.
+        form: csv, json (an array of objects), jsonl (one object per line) or parquet. In JSON,
+            numbers that are not finite are null.
+        epochs: whether to write one row per epoch.
+        named: whether the user named the file; it may then be a link or a device. Otherwise an
+            existing file is replaced.
     """
     rows = export_rows(state, epochs=epochs)
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -134,7 +132,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_csv(file: TextIO, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows under a heading; no cell is one that a spreadsheet takes for a formula."""
+    """Write rows under a heading, with cells that no spreadsheet reads as a formula."""
     writer = csv.writer(file)
     writer.writerow([_cell(name) for name in names])
     writer.writerows([_cell(row.get(name)) for name in names] for row in rows)

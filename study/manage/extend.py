@@ -1,4 +1,4 @@
-"""Extension of studies: more epochs from checkpoints, and trials taken over from another study."""
+"""Extension of studies: more epochs from checkpoints, and trials copied from another study."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
     """Return the study's config with ``key=value`` changes: more seeds, rows, samples or epochs.
 
     Raises:
-        ValueError: a change gives no valid config, or changes the name or the storage, which would
-            be another study.
+        ValueError: the changed config is not valid, or a change sets the name or the storage, which
+            would make it another study.
     """
     for override in overrides:
         if override.partition("=")[0] in ("name", "storage"):
@@ -33,12 +33,12 @@ def extended(state: StudyState, overrides: Sequence[str]) -> StudyConfig:
 def continuations(
     ledger: Ledger, state: StudyState, trials: Iterable[TrialState] | None = None
 ) -> int:
-    """Enter the epochs of a shorter trial for every trial that only adds epochs to it.
+    """Copy the epochs of a shorter trial to every trial that differs only by more epochs.
 
-    The longer trial goes on from the shorter one's last checkpoint, and ends with the same bits as
-    if it had trained from the start. Changes after the shorter one's end
-    (:mod:`trainers.config.schedule_changes`) may differ too. Trials whose epochs depend on how many
-    there are are left out, as are loops of the user's own, which may know how many.
+    The longer trial resumes from the shorter trial's last checkpoint, and ends with the same bits
+    as if it had trained from the start. Changes after the end of the shorter trial
+    (:mod:`trainers.config.schedule_changes`) may differ too. Left out are trials whose epochs
+    depend on the number of epochs, and loops of the user's own, which may depend on it.
 
     Args:
         ledger: ledger of the study.
@@ -46,7 +46,7 @@ def continuations(
         trials: trials to continue; None for the plan's.
 
     Returns:
-        The number of trials that go on.
+        The number of such trials.
     """
     begun = [
         trial
@@ -71,7 +71,7 @@ def continuations(
 
 
 def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> bool:
-    """Let ``trial`` continue from the last checkpoint of ``source``; tell whether there is one."""
+    """Let ``trial`` resume from the last checkpoint of ``source``; return whether there is one."""
     kept = source.checkpoints_left()
     if not kept:
         return False
@@ -82,10 +82,10 @@ def _continue_from(ledger: Ledger, trial: TrialState, source: TrialState) -> boo
 
 
 def _independent(config: dict[str, Any]) -> bool:
-    """Tell whether an epoch is the same however many follow.
+    """Return whether an epoch does not depend on the number of epochs.
 
-    It is with a learning rate that does not decay towards the last epoch, in one process or in a
-    fixed number that exchange gradients at every step.
+    True for a learning rate that does not decay towards the last epoch, in one process or in a
+    fixed number of processes that exchange gradients at every step.
     """
     in_step = config.get("sync", {}).get("name", "synchronous") == "synchronous"
     fixed = config["workers"] == 1 or (in_step and config.get("min_workers") is None)
@@ -95,10 +95,10 @@ def _independent(config: dict[str, Any]) -> bool:
 def take_over(folder: Path, source: Path) -> tuple[int, int]:
     """Copy finished trials from the study in ``source`` into the ledger of the one in ``folder``.
 
-    Only trials that both have planned are copied.
+    Only trials in the plans of both studies are copied.
 
     Returns:
-        The number of trials copied, and of trials that the study still lacks.
+        The number of copied trials, and of trials that are still missing.
 
     Raises:
         ValueError: either study has no plan or is damaged, they saw different data, or the study is
@@ -117,7 +117,7 @@ def take_over(folder: Path, source: Path) -> tuple[int, int]:
 
 
 def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
-    """Enter a finished trial of another study, with its times and its code."""
+    """Copy a finished trial of another study, with its times and its code."""
     origin = {"trial": known.id, "source": str(source)}
     times = {
         "started": {"time": known.started} if known.started else {},
@@ -132,7 +132,7 @@ def _copy(ledger: Ledger, known: TrialState, source: Path) -> None:
 
 
 def _copy_reports(ledger: Ledger, known: TrialState, source: str, trial: str) -> None:
-    """Enter the epochs of ``known`` as those of ``trial``, with their times, seconds and code."""
+    """Copy the epochs of ``known`` to ``trial``, with their times, seconds and code."""
     for epoch, event in sorted(known.reports.items()):
         ledger.append(
             "report",

@@ -1,21 +1,20 @@
-"""Repair of a damaged ledger (``lns-study doctor STUDY --repair``), from its whole lines and from
-what checkpoints and MLflow still know.
+"""Repair of a damaged ledger (``lns-study doctor STUDY --repair``) from its undamaged lines,
+checkpoints and MLflow.
 
-Every whole event stays, in its order. Where lines are lost, the events that a trial must have had
-there are restored: its start, its epochs (from the history in its newest whole checkpoint, else
-from MLflow), its checkpoints, its end. Such events name their source under ``recovered``. Events of
-a trial that was taken over from another study are restored as taken over, with the code that its
-other lines or its checkpoints name. Times are MLflow's, else those of the line before. The seconds
-that a trial's whole epochs lack of those that MLflow has are shared by its restored epochs, so that
-they still add up. A finished trial with an epoch that cannot be restored is set back: the next run
-trains it again.
+Undamaged events stay, in order. Where lines are lost, the events that a trial must have had are
+restored: its start, epochs (from the history in its newest complete checkpoint, else from MLflow),
+checkpoints and end. Restored events name their source under ``recovered``. Events of a trial that
+was copied from another study are restored as copied, with the code that its other lines or its
+checkpoints name. Times come from MLflow, else from the previous line. Restored epochs share the
+seconds that MLflow has and the undamaged epochs do not, so the sum stays right. A finished trial
+with an epoch that cannot be restored becomes unfinished: the next run trains it again.
 
-The damaged file is kept beside the new one. The new one has no password that an earlier version
-left in the old. If every plan is lost, the next ``lns-study run CONFIG`` plans anew, and the events
-of its trials in the ledger count.
+The damaged file is kept beside the new one. The new one contains no password that an earlier
+version wrote. If all plans are lost, the next ``lns-study run CONFIG`` writes a new plan, and the
+events of its trials in the ledger count.
 
-Limits: what was neither in a checkpoint nor in MLflow stays lost: edited limits, restarts, how many
-CPUs there were, and, without MLflow, the seconds of a trial of which every line is lost.
+Limits: data that neither a checkpoint nor MLflow has stay lost: edited limits, restarts, the number
+of CPUs, and, without MLflow, the seconds of a trial whose lines are all lost.
 """
 
 from __future__ import annotations
@@ -33,15 +32,7 @@ from pathlib import Path
 from study.errors import UserError
 from study.ledger.lines import HEADER, Damage, Event, seal
 from study.ledger.lock import take_lock
-from study.ledger.log import (
-    FILE,
-    Contents,
-    describe_damage,
-    make_header,
-    new_id,
-    open_ledger,
-    sync_folder,
-)
+from study.ledger.log import FILE, Contents, describe_damage, make_header, new_id, open_ledger
 from study.ledger.state import FINISHED, fold, study_without_password
 from study.ledger.storage import write_lock
 from study.manage.checkpoints import checkpoints_of
@@ -53,7 +44,7 @@ from study.manage.evidence import (
     add_known_to_mlflow,
     known_to_checkpoints,
 )
-from trainers.files import write_whole
+from trainers.files import sync_folder, write_whole
 from trainers.object_store import is_url, place_of
 
 KINDS = (*ENDS, "started", "report", "checkpoint", "added")
@@ -68,7 +59,7 @@ class Repaired:
     """Result of a repair.
 
     Attributes:
-        kept: path of the damaged file; None if there was none.
+        kept: path of the damaged file; None if no file was damaged.
         recovered: restored events.
         lost: descriptions of what could not be restored.
         planned: whether the ledger has a plan.
@@ -81,7 +72,7 @@ class Repaired:
 
 
 def needs_repair(folder: Path) -> str:
-    """Describe what is wrong with the ledger in ``folder``; "" if nothing is."""
+    """Describe the damage of the ledger in ``folder``; "" if it is undamaged."""
     contents = open_ledger(folder)
     if contents.damage:
         return describe_damage(contents.damage)
@@ -95,11 +86,11 @@ def repair(folder: Path, uri: str | None) -> Repaired:
 
     Args:
         folder: folder of the study.
-        uri: tracking URI of the MLflow store with the study's runs; None to ask none.
+        uri: tracking URI of the MLflow store with the study's runs; None to use no store.
 
     Raises:
         ValueError: another process writes the ledger, or the store does not answer.
-        UserError: the ledger is in an object store, whose lines nobody replaces.
+        UserError: the ledger is in an object store, where it cannot be replaced.
     """
     if is_url(place := place_of(folder)):
         raise UserError(
@@ -126,7 +117,7 @@ def repair(folder: Path, uri: str | None) -> Repaired:
 
 
 def _common_id(known: dict[str, Known]) -> str:
-    """Return the ledger that most checkpoints name; "" if none does."""
+    """Return the id of the ledger that most checkpoints name, or ""."""
     named = Counter(
         str(entry.origin["ledger"]) for entry in known.values() if entry.origin.get("ledger")
     )
@@ -139,7 +130,7 @@ def _name(folder: Path, contents: Contents) -> str:
 
 
 def _all_names(contents: Contents, known: dict[str, Known]) -> Names:
-    """Return the names of all metrics."""
+    """Return the names of all metrics of a study."""
     reports = [event["metrics"] for event in contents.events if event["event"] == "report"]
     reports += [values for entry in known.values() for values in entry.epochs.values()]
     ends = [event["metrics"] for event in contents.events if event["event"] == FINISHED]
@@ -151,7 +142,7 @@ def _all_names(contents: Contents, known: dict[str, Known]) -> Names:
 
 
 class _Restoration:
-    """The events of the new ledger, made from the whole events of the old one and the evidence.
+    """The events of the new ledger, from the undamaged events of the old one and the evidence.
 
     Attributes:
         events: events in order, once :meth:`restore` has been called.
@@ -181,7 +172,7 @@ class _Restoration:
         self.events: list[Event] = []
 
     def may_be_own(self, mark: str) -> bool:
-        """Tell whether a mark is that of one of the ledger's events, which may be a lost one."""
+        """Return whether a mark may belong to one of the ledger's events, lost ones included."""
         if self._state.is_own(mark) or not self._whole:
             return True
         moment = float(mark)
@@ -189,7 +180,7 @@ class _Restoration:
         return bisect(self._times, moment) in places
 
     def restore(self) -> None:
-        """Fill the gaps, set back trials that stay incomplete, and put all events in order."""
+        """Fill the gaps, reset incomplete trials, and sort all events."""
         for gap in self._gaps:
             if self._is_plan(gap):
                 self._inserted[gap].append(
@@ -219,7 +210,7 @@ class _Restoration:
         ]
 
     def _restore(self, trial: str, events: list[tuple[int, Event]], known: Known) -> None:
-        """Restore the events that a trial must have had where lines are lost."""
+        """Restore the lost events of a trial."""
         first = events[0][0] if events else math.inf
         if trial not in self._state.known and self._plans and self._adaptive:
             self._add(trial, known, first)
@@ -298,8 +289,8 @@ class _Restoration:
             self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
 
     def _was_told(self, trial: str) -> bool:
-        """Tell whether a loop of the user's own asked for a trial last, which tells its last epoch
-        alone (:mod:`study.execution.ask_tell`)."""
+        """Return whether the trial was last started by ``ask``; such a trial only has its last
+        epoch (:mod:`study.execution.ask_tell`)."""
         begun = [event for _, event in self._events_of[trial] if event["event"] == "started"]
         return bool(begun) and "pid" in begun[-1]
 
@@ -324,7 +315,7 @@ class _Restoration:
         return gap
 
     def _may_hold(self, gap: int, event: Event) -> bool:
-        """Tell whether a lost line may have been this event, by what can still be read of it."""
+        """Return whether the readable part of a lost line is compatible with this event."""
         hints = self._damage[gap].hints if self._whole else {}
         other_kind = hints.get("event") in (*KINDS, *BESIDE) and hints["event"] != event["event"]
         trial = event.get("trial") or event["planned"]["id"]
@@ -346,9 +337,9 @@ class _Restoration:
         return moment if math.isfinite(moment) else after if math.isfinite(after) else time.time()
 
     def _is_plan(self, gap: int) -> bool:
-        """Tell whether the lost line was a plan.
+        """Return whether a lost line was a plan.
 
-        It was if its text says so, or if it follows the end of a run and the next line is no plan.
+        True if its text says so, or if it follows the end of a run and the next line is not a plan.
         """
         place = bisect(self._numbers, gap)
         around = [event["event"] for _, event in self._whole[max(0, place - 1) : place + 1]]
@@ -358,19 +349,19 @@ class _Restoration:
         )
 
     def _is_lost(self, number: int) -> bool:
-        """Tell whether nothing was restored for a line; a lost header is not missed."""
+        """Return whether nothing was restored for a lost line; a header needs no restoration."""
         recovered = any("recovered" in event for event in self._inserted[number])
         return not recovered and not (number == 1 and self._whole)
 
     def _worked_on(self, trial: str) -> float | None:
-        """Return the time of the first of a trial's checkpoints that are left, or None."""
+        """Return the time of a trial's oldest remaining checkpoint, or None."""
         paths = self._known[trial].paths.values() if trial in self._known else []
         return min((path.stat().st_mtime for path in paths), default=None)
 
     def _not_started(self, events: list[tuple[int, Event]], known: Known) -> Iterator[float]:
-        """Yield the numbers before which the trial must have been started but has no such event.
+        """Yield the line numbers before which a ``started`` event of the trial is missing.
 
-        Infinity stands for the end of the ledger.
+        Infinity means the end of the ledger.
         """
         if not events and (known.epochs or known.end):
             yield math.inf
@@ -386,17 +377,17 @@ class _Restoration:
                 yield number
 
     def _is_own(self, event: Event) -> bool:
-        """Tell whether a trial must have been started for this event.
+        """Return whether the trial must have been started before this event.
 
-        It need not for an epoch that it continues from, which another trial of the study trained.
+        False for an epoch that another trial of the study trained and this one continues from.
         """
         return event.get("source") not in self._state.known
 
     def _taken_over(self, events: list[tuple[int, Event]], known: Known) -> Event:
-        """Return a trial's source and the commits that trained it, if it was taken over.
+        """Return the source and the commits of a trial that was copied from another study.
 
-        The commits are those that its lines or its checkpoints name; the result is empty for a
-        trial of this study.
+        The commits come from its lines or its checkpoints. The result is empty for a trial of this
+        study.
         """
         from_elsewhere = [event for _, event in events if "source" in event and self._is_own(event)]
         if not from_elsewhere:
@@ -406,14 +397,14 @@ class _Restoration:
         return {"source": from_elsewhere[0]["source"]} | ({"commits": commits} if commits else {})
 
     def _before(self, events: list[tuple[int, Event]], number: float) -> int:
-        """Return the number of the trial's last line, or of the run's plan, before a number."""
+        """Return the last line number of the trial, or of the run's plan, before a line number."""
         return max(
             [0, *(n for n, _ in events if n < number), *(n for n in self._plans if n < number)]
         )
 
     @property
     def _adaptive(self) -> bool:
-        """Whether trials are proposed while the study runs."""
+        """Whether the search proposes trials while the study runs."""
         search = self._state.config.search
         return search.adaptive or search.confirm > 0
 
@@ -429,12 +420,12 @@ class _Restoration:
 
 
 def _code(known: Known) -> dict[str, str]:
-    """Return the code that trained, if checkpoints name it, as part of an event."""
+    """Return the code that checkpoints name, as part of an event."""
     return {"code": known.origin["code"]} if "code" in known.origin else {}
 
 
 def _meaning(damage: Damage) -> str:
-    """Describe what the loss of a line means for the user."""
+    """Describe the effect of a lost line for the user."""
     meanings = {
         "planned": "; what a run planned: which code it was is unknown, the next run plans anew",
         "edited": "; limits that were edited: edit them again",
@@ -447,9 +438,9 @@ def _meaning(damage: Damage) -> str:
 
 
 def _replace(folder: Path, id_: str, restoration: _Restoration, marks: set[str]) -> Path | None:
-    """Write the new ledger and keep the old one beside it; at no moment is there none.
+    """Replace the ledger atomically, and keep the old one beside it.
 
-    ``marks`` are those of the ledger's runs in MLflow, some of which may be of lost events.
+    ``marks`` are the marks of the ledger's runs in MLflow, some of which may belong to lost events.
     """
     path = folder / FILE
     last = restoration.events[-1]["time"] if restoration.events else time.time()

@@ -1,4 +1,4 @@
-"""Repetition of a trial, to compare its figures."""
+"""Repetition of a trial, to compare its metrics bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNTIMED = ("samples_per_second",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """Result of repeating a trial; ``differences`` is empty if every figure had the same bits."""
+    """Result of repeating a trial; ``differences`` is empty if all metrics have the same bits."""
 
     trial: TrialState
     again: TrialState
@@ -31,7 +31,7 @@ class Repetition:
 def rerun(
     state: StudyState, trial: TrialState, run: Callable[[StudyConfig], StudyState]
 ) -> Repetition:
-    """Train a trial again from the start, in a temporary study, and compare every figure.
+    """Train a trial again from the start, in a temporary study, and compare all metrics.
 
     Args:
         state: state of the study.
@@ -66,7 +66,7 @@ def rerun(
 
 
 def _why(config: TrialConfig) -> str:
-    """Name the user's code that is not what it was when the trial ran."""
+    """Name the user's code that has changed since the trial ran."""
     try:
         now = factories(with_code(config).to_dict())
     except ValueError as error:
@@ -77,9 +77,9 @@ def _why(config: TrialConfig) -> str:
 
 
 def differences(trial: TrialState, again: TrialState) -> list[str]:
-    """Describe where two runs of a trial have different figures, times aside.
+    """Describe the metrics, other than times, that differ between two runs of a trial.
 
-    Epochs that only one of them reported are not compared.
+    Only epochs that both runs reported are compared.
     """
     found = []
     for epoch in sorted(set(trial.reports) & set(again.reports)):

@@ -1,7 +1,7 @@
-"""Access to studies that exist: find them, read their state, find their trials, list them.
+"""Access to existing studies: find them, read their state, find their trials, list them.
 
-Everything here reads ledgers; commands that write one take its lock first and so refuse while the
-study runs.
+This module only reads ledgers. Commands that write a ledger take its lock first, so they refuse
+while the study runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find(study: str, storage: str) -> Path:
     """Return the folder of a study, given its name or its folder.
 
     Raises:
-        ValueError: there is no such study; the message lists those there are.
+        ValueError: the study is unknown; the message lists the studies of the storage.
     """
     direct = Path(study)
     if (direct / FILE).exists():
@@ -48,15 +48,15 @@ def find(study: str, storage: str) -> Path:
 
 
 def placed(study: StudyConfig, folder: Path) -> StudyConfig:
-    """Return a study's config with the storage that its folder lies in now."""
+    """Return a study's config with the current location of its folder as storage."""
     return dataclasses.replace(study, storage=place_of(folder.parent))
 
 
 def continued(study: StudyConfig, folder: Path) -> StudyConfig:
-    """Return the config with which the study in ``folder`` goes on there.
+    """Return the config with which the study in ``folder`` is resumed.
 
     Raises:
-        ValueError: the folder has another name than the study; a run would write to another one.
+        ValueError: the folder's name is not the study's, so a run would write to another folder.
     """
     if folder.name != study.slug:
         raise ValueError(
@@ -73,9 +73,9 @@ def folders(storage: str) -> list[Path]:
 
 
 def read(folder: Path) -> StudyState:
-    """Return the state of the study in ``folder``, as far as its ledger is whole.
+    """Return the state of the study in ``folder`` from the undamaged lines of its ledger.
 
-    Its ``damage`` describes what is not.
+    ``damage`` describes the damaged ones.
 
     Raises:
         ValueError: the ledger holds no plan.
@@ -96,10 +96,10 @@ def read(folder: Path) -> StudyState:
 
 
 def read_whole(folder: Path) -> StudyState:
-    """Return what :func:`read` does, if its config can be read as well.
+    """Return the state of the study in ``folder``; its config must be readable too.
 
     Raises:
-        ValueError: whatever is wrong with what the ledger holds.
+        ValueError: the ledger or its config cannot be read.
     """
     try:
         state = read(folder)
@@ -115,7 +115,7 @@ def read_whole(folder: Path) -> StudyState:
 
 
 def damage_of(folder: Path) -> str:
-    """Return what is wrong with the ledger in ``folder``, and what repairs it; "" if nothing is."""
+    """Describe the damage of the ledger in ``folder`` and its repair; "" if it is undamaged."""
     return _damage(folder, open_ledger(folder))
 
 
@@ -131,7 +131,7 @@ def _damage(folder: Path, contents: Contents) -> str:
 def whole(folder: Path) -> StudyState:
     """Return the state of the study in ``folder``; refuse a damaged ledger.
 
-    For commands that would spread the gaps of a damaged ledger.
+    For commands that would copy incomplete data elsewhere.
 
     Raises:
         ValueError: the ledger holds no plan, or is damaged.
@@ -152,9 +152,9 @@ def condition(folder: Path, state: StudyState) -> str:
 
 
 def find_trial(state: StudyState, key: str) -> TrialState:
-    """Return the trial with an id, with a unique beginning of one, or named in words.
+    """Return the trial with an id, a unique prefix of an id, or a name.
 
-    The words are ``label #number`` or ``label, seed N``.
+    The name is ``label #number`` or ``label, seed N``.
 
     Raises:
         ValueError: no trial matches, or more than one.
@@ -178,7 +178,7 @@ def find_trial(state: StudyState, key: str) -> TrialState:
 def overview(folder: Path) -> dict[str, Any]:
     """Return a study's entry in a list.
 
-    It has the name, the condition, the trials, the best first objective and the time of the last
+    The entry has the name, condition, number of trials, best first objective and time of the last
     event.
     """
     try:
@@ -225,8 +225,8 @@ def _entry(folder: Path) -> dict[str, Any]:
 
 
 def _unreadable(folder: Path, error: Exception) -> dict[str, Any]:
-    """Return the entry of a study that this version cannot read: another's permissions, a folder in
-    the place of its ledger, a key or value of a later version."""
+    """Return the entry of a study that cannot be read: no permission, a folder in place of the
+    ledger, or a key or value of a later version."""
     why = " ".join(str(error).split()) or type(error).__name__
     time = 0.0
     with suppress(OSError):

@@ -13,7 +13,7 @@ from study.config.space import Params, Space, canonical, describe, unit_points
 from study.plan.trials import Base, Excluded, PlannedTrial
 
 OF_ROUNDS = ("epochs", "changes", "data.train_size")
-"""Trial keys that a search in rounds sets beside those of the space."""
+"""Trial keys that a search in rounds sets, in addition to the keys of the space."""
 
 
 def is_history(params: Params, space: Space) -> bool:
@@ -44,7 +44,7 @@ def rows_of(study: StudyConfig) -> list[RowConfig]:
 def bind_space(study: StudyConfig) -> Space:
     """Return the study's space, its values converted to the types that the keys take.
 
-    A point that a trial refuses is no error here: it breaks a rule of trials and is left out later.
+    Points that make no valid trial raise no error here; they are left out later.
 
     Raises:
         ValueError: no trial has a key, two domains set the same key, or a value has the wrong type.
@@ -129,10 +129,10 @@ def sampled_points(search: SearchConfig, space: Space, point: Params) -> Iterato
 def first_point(
     search: SearchConfig, seed: int, base: Base, space: Space, point: Params
 ) -> PlannedTrial | Excluded:
-    """Return the first valid trial of a row at a point of the grids, of a seed.
+    """Return the first valid trial of a row, a seed and a point of the grids.
 
-    If none of the points that a search would try is valid, return the point of the grids with the
-    rule that refuses the first.
+    If no point that a search would try is valid, return the point of the grids with the rule that
+    the first one breaks.
     """
 
     def make(params: Params, number: int) -> list[PlannedTrial]:
@@ -192,16 +192,16 @@ def draw(
 def refuse_scarcity(
     row: RowConfig, found: int, wanted: int, tried: int, refused: Sequence[Excluded]
 ) -> None:
-    """Refuse a search that hardly finds a valid point.
+    """Refuse a search that finds hardly any valid point.
 
-    A search whose few points are all known has ended instead.
+    A search whose few points have all been tried has ended instead.
 
     Args:
         row: searched.
         found: configurations.
         wanted: configurations.
         tried: points that it took.
-        refused: those of them that are no valid trial, each once.
+        refused: tried points that make no valid trial, without repetitions.
 
     Raises:
         ValueError: more of the tries were refused than were repetitions.

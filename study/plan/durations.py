@@ -12,9 +12,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
-from study.ledger.state import StudyState, TrialState
+from study.ledger.log import readable_ledgers
+from study.ledger.state import StudyState, TrialState, fold
+from study.ledger.storage import study_folders
 from study.plan.identity import pace_key
 from study.plan.trials import PlannedTrial
+from trainers.object_store import is_url
 
 
 def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
@@ -28,6 +31,20 @@ def seconds_an_epoch(states: Iterable[StudyState]) -> dict[str, float]:
             if trial.epoch > 1:
                 found[pace_key(trial.config)] += _epochs(trial)
     return {key: statistics.median(values) for key, values in found.items() if values}
+
+
+def of_storage(storage: str) -> dict[str, float]:
+    """Return the median seconds per epoch, by pace key, over all studies in a storage.
+
+    See :func:`seconds_an_epoch`. Nothing is known of an object store that this machine does not
+    reach, as the one that launches may not.
+    """
+    try:
+        return seconds_an_epoch(fold(events) for events in readable_ledgers(study_folders(storage)))
+    except ValueError:
+        if is_url(storage):
+            return {}
+        raise
 
 
 def _epochs(trial: TrialState) -> list[float]:

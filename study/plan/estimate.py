@@ -1,12 +1,12 @@
-"""Estimate of what a study takes: trials, resources and time.
+"""Estimate of a study's trials, resources and time.
 
-The time is estimated from earlier studies in the storage (:mod:`study.plan.durations`), by packing
-the trials into the CPUs and GPUs of this machine (:mod:`study.plan.packing`). Where no earlier
-trial is like a planned one there is no estimate, and the plan says so. What an adaptive search will
-propose is not known: as many random configurations of its space stand for it
-(:func:`study.plan.plan.likely_trials`). A trial is counted with all of its epochs and data: where a
-scheduler ends trials early, rounds train on part of the data, or a race drops configurations, the
-estimate is an upper bound, which it says.
+The time is estimated by packing the trials into the CPUs and GPUs of this machine
+(:mod:`study.plan.packing`), with seconds per epoch from earlier studies in the storage
+(:mod:`study.plan.durations`). Without a similar earlier trial there is no estimate, and the plan
+says so. The proposals of an adaptive search are replaced by as many random configurations of its
+space (:func:`study.plan.plan.likely_trials`). Every trial counts with all epochs and all data. The
+estimate is therefore an upper bound, and says so, where a scheduler ends trials early, rounds train
+on part of the data, or a race drops configurations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from study.config import StudyConfig
 from study.config.search import choose_sampler
 from study.config.space import describe
-from study.ledger.log import readable_ledgers
-from study.ledger.state import fold
-from study.ledger.storage import study_folders
 from study.plan.candidates import by_rule, generation_ends
-from study.plan.durations import seconds_an_epoch
+from study.plan.durations import of_storage
 from study.plan.identity import pace_key
 from study.plan.packing import need_of, pack
 from study.plan.plan import Plan, confirmation_rounds, likely_trials
@@ -31,26 +28,11 @@ from study.plan.processes import describe_processes
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.text import counted, duration
-from trainers.object_store import is_url
 from trainers.workers.resources import cpus_of, gpus_of
 
 TRIALS_SHOWN = 12
 ARGUMENTS = "trainable.args."
-"""Prefix of the keys of what a loop of the user's own is called with."""
-
-
-def of_storage(storage: str) -> dict[str, float]:
-    """Return the median seconds per epoch, by pace key, over all studies in a storage.
-
-    See :func:`study.plan.durations.seconds_an_epoch`. Nothing is known of an object store that this
-    machine does not reach, as the one that launches may not.
-    """
-    try:
-        return seconds_an_epoch(fold(events) for events in readable_ledgers(study_folders(storage)))
-    except ValueError:
-        if is_url(storage):
-            return {}
-        raise
+"""Prefix of the keys of a user's loop's arguments."""
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
@@ -80,7 +62,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         bounds = ", ".join(f"{name} {bound}" for name, bound in study.search.constraints.items())
         yield f"  a configuration can be the best only with {bounds}"
     likely = likely_trials(plan)
-    yield from describe_processes(plan, likely)
+    yield from describe_processes(plan, likely, known)
     if plan.excluded:
         yield f"Left out, {len(plan.excluded)} configurations that make no valid trial:"
         for count, first in by_rule(plan.excluded):
@@ -91,7 +73,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 
 def describe_size(plan: Plan, planned: int) -> str:
-    """Describe a number of planned trials together with those that confirm the best."""
+    """Describe the number of planned trials, including the confirmation of the best."""
     count = _confirmations(plan)
     best = f", {count} of which confirm the best" if count else ""
     return f"{_up_to(plan)}{counted(planned + count, 'trial')}{best}"
@@ -107,7 +89,7 @@ def _up_to(plan: Plan) -> str:
 
 
 def _product(plan: Plan) -> str:
-    """Return the factors of a plan's size; rows of different sizes are told one by one."""
+    """Describe the factors of a plan's size, per row if the rows' sizes differ."""
     rows, seeds = plan.rows, len(plan.study.seeds)
     sizes = [plan.size_of(row) // seeds for row in rows]
     alone = ", each a search of its own" if plan.study.search.per_seed else ""
@@ -133,7 +115,7 @@ def _describe_loop(trial: PlannedTrial) -> tuple[str, ...]:
 def _describe_unnamed(plan: Plan) -> Iterator[str]:
     """Yield a line on each searched argument of the user's loop that the base trial does not have.
 
-    Nobody but the loop knows which arguments it reads, so a misspelt one is searched in vain.
+    Such an argument may be misspelt, and the loop would ignore it.
     """
     args = plan.study.trial.trainable.args
     for key in plan.study.space:
@@ -146,10 +128,10 @@ def _describe_unnamed(plan: Plan) -> Iterator[str]:
 
 
 def describe_cost(plan: Plan) -> str:
-    """Describe the GPU hours and CPU hours of a plan's trials, from what like ones took.
+    """Describe the GPU hours and CPU hours of a plan, from the times of similar earlier trials.
 
-    GPU hours are seconds of a trial x its share of GPUs / 3600, summed over all trials; those that
-    are unlike any earlier one are counted at the mean.
+    GPU hours are seconds of a trial x its share of GPUs / 3600, summed over all trials. Trials
+    without a similar earlier trial count as the mean.
     """
     known = of_storage(plan.study.storage)
     likely, rounds = likely_trials(plan), confirmation_rounds(plan)
@@ -222,9 +204,9 @@ def _describe_trial(trial: PlannedTrial, known: dict[str, float]) -> str:
 
 
 def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, float]) -> str:
-    """Describe the expected time: that of all trials, packed into what the machine has.
+    """Describe the expected time of all trials, packed into the resources of the machine.
 
-    Of a cluster only ``max_concurrent`` is known.
+    For a cluster only ``max_concurrent`` is known.
     """
     study = plan.study
     rounds = confirmation_rounds(plan)
@@ -243,7 +225,7 @@ def _describe_time(plan: Plan, likely: Sequence[PlannedTrial], known: dict[str, 
     def seconds(trial: PlannedTrial) -> float:
         return times.get(trial.id, mean) / trial.config.epochs
 
-    # those that a search will propose are taken to be like those that it has
+    # future proposals are assumed to be like the existing ones
     trials = list(itertools.islice(itertools.cycle(likely), max(1, round(_whole_trials(plan)))))
     cpus, gpus, assumed = _have(study, likely)
     packed = pack(trials, cpus, gpus, seconds, most=_most(study), rounds=rounds)

@@ -1,12 +1,12 @@
-"""Packing of a plan's trials into CPUs and GPUs, by discrete events: how long they take together.
+"""Discrete-event packing of a plan's trials into CPUs and GPUs, to estimate their total time.
 
-It follows the loop of a study (:mod:`study.execution.loop`). The next trial of the plan begins once
-its CPUs and its GPUs, or its share of one, are free. While it waits, those behind it begin if they
-fit and keep nothing from it or end before it could begin (EASY backfilling, D. Lifka 1995). The
-last trials run longest first. `plan` packs trials whose seconds are known, `simulate` also lets a
-scheduler end some early. Rounds of a race (:mod:`study.search.racing`) follow one after the other.
+It follows the loop of a study (:mod:`study.execution.loop`). The next trial of the plan starts when
+its CPUs and its GPUs, or its share of a GPU, are free. While it waits, later trials start if they
+fit and do not delay it (EASY backfilling, D. Lifka 1995). The last trials run longest first. `plan`
+packs trials with known durations; `simulate` also lets a scheduler end trials early. The rounds of
+a race (:mod:`study.search.racing`) follow each other.
 
-Limits: one machine; what a trial takes beside its epochs is ``start_seconds``.
+Limits: one machine; the overhead of a trial is ``start_seconds``.
 """
 
 from __future__ import annotations
@@ -96,13 +96,14 @@ def pack(
 
     Args:
         trials: the trials.
-        cpus, gpus: those of the machine.
+        cpus, gpus: CPUs and GPUs of the machine.
         seconds: returns the seconds of an epoch of a trial.
         most: largest number of trials at a time; None for as many as fit.
-        needs: returns what a trial takes.
-        ends: ends trials early; None if nothing does.
+        needs: returns the resources of a trial.
+        ends: decides which trials end early; None to end none.
         start_seconds: seconds before the first epoch of each trial.
-        rounds: trials that begin once all before have ended, by round; nothing ends them early.
+        rounds: trials of each later round, which starts when the earlier ones have ended; they do
+            not end early.
     """
     packed = Schedule()
     for entry in (trials, *rounds):
@@ -114,7 +115,7 @@ def pack(
 
 
 class _Room:
-    """What is free of a machine."""
+    """The free resources of a machine."""
 
     def __init__(self, cpus: float, gpus: int) -> None:
         self.cpus, self.gpus = cpus, [1.0] * gpus

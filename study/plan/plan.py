@@ -78,10 +78,8 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Number of trials in all.
-
-        Includes those that an adaptive search has yet to propose, and those it proposed in a space
-        that has been changed since.
+        """Total number of trials, including the future proposals of an adaptive search and its
+        proposals in a space that has been changed since.
         """
         study = self.study
         if not study.search.adaptive:
@@ -171,10 +169,10 @@ def likely_trials(plan: Plan) -> tuple[PlannedTrial, ...]:
 
 
 def confirmation_rounds(plan: Plan) -> list[list[PlannedTrial]]:
-    """Return trials like those that confirm the best (:mod:`study.search.racing`), by round.
+    """Return trials for the confirmation of the best (:mod:`study.search.racing`), by round.
 
-    Which configurations are the best is not known: the first ones of each row stand for them. Of
-    several a race may drop some early; all of them are here.
+    The best configurations are not known yet, so the first ones of each row represent them. A race
+    may drop some early; all are included here.
     """
     study, first = plan.study, [t for t in likely_trials(plan) if t.seed == plan.study.seeds[0]]
     races: list[list[list[PlannedTrial]]] = []
@@ -277,9 +275,9 @@ def _plan_search(study: StudyConfig, space: Space, download: bool) -> Plan:
 
 
 def _refuse_searched(row: RowConfig, space: Space, population: bool) -> None:
-    """Refuse overrides of a row that set a key which the search sets.
+    """Refuse overrides of a row that set a key of the search.
 
-    The row's trials would be those of another row, under its label.
+    The row's trials would be another row's trials under its label.
     """
     searched = {f"space.{domain.key}": domain.sets for domain in space.domains}
     if population:

@@ -1,6 +1,6 @@
-"""What a plan says of the processes that trials train in: which, with which share of a GPU, why.
+"""Description of the processes of a plan's trials: the kind, the share of a GPU, and the reason.
 
-The rules are those of :mod:`trainers.workers.resources`.
+:mod:`trainers.workers.resources` has the rules.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from study.config import StudyConfig
+from study.plan.engines import by_ray, choose_gang
 from study.plan.plan import Plan
 from study.plan.trials import PlannedTrial
 from study.text import counted
@@ -24,32 +26,36 @@ FASTER = {
     1 / 12: " train three times as fast side by side as by turns (784-512-10, an H200)",
     1 / 4: " train 1.8 to 3.6 times as fast four at a time as by turns (H100, H200)",
 }
-"""What was measured of nets that share a process, by their share (docs/benchmarks/studies.md)."""
+"""Measured speedup of nets that share a process, by share (docs/benchmarks/studies.md)."""
 
 
-def describe_processes(plan: Plan, trials: Sequence[PlannedTrial]) -> Iterator[str]:
+def describe_processes(
+    plan: Plan, trials: Sequence[PlannedTrial], seconds: dict[str, float]
+) -> Iterator[str]:
     """Yield a line on each kind of process that a plan's trials train in, and why.
 
     Args:
         plan: the plan.
         trials: its trials; of a search that has proposed nothing yet, random ones of its space
             (:func:`study.plan.plan.likely_trials`).
+        seconds: seconds per epoch of earlier trials (:mod:`study.plan.durations`).
     """
-    if plan.study.executor == "train":
-        yield "Processes: by Ray Train, which restarts a gang within its trial (executor=train)"
-        return
-    kinds = Counter(_describe(plan.study.executor, trial.config) for trial in trials)
+    kinds = Counter(_describe(plan.study, trial, seconds) for trial in trials)
     for kind, count in kinds.items():
         share = f"{100 * count / len(trials):.0f} % of the space (at random)"
         yield f"Processes: {counted(count, 'trial') if plan.trials else share}: {kind}"
 
 
-def _describe(executor: str, config: TrialConfig) -> str:
+def _describe(study: StudyConfig, trial: PlannedTrial, seconds: dict[str, float]) -> str:
     """Describe the processes of a trial, and why it has these."""
+    config, executor = trial.config, study.executor
     on_gpu = config.device == "cuda"
     if config.workers > 1:
         each = "a process and a GPU a worker" if on_gpu else "a process a worker"
-        return f"a gang of {config.workers} each, {each} (trial.workers)"
+        words = f"a gang of {config.workers} each, {each} (trial.workers)"
+        gang = choose_gang(study, trial, seconds)
+        starts = "started by Ray Train" if gang.by_train else "forked"
+        return f"{words}, {starts}: {gang.why}" if by_ray(study) else words
     most, share = trials_per_process(executor, config), 1.0 if config.gpus is None else config.gpus
     if on_gpu:
         most = min(most, int(1 / share + 1e-6))
@@ -86,8 +92,8 @@ def _why_alone(config: TrialConfig, share: float) -> str:
         if config.model.name == "lstm":
             return "a recurrent net keeps Python busy, for which trials in a process wait"
         return (
-            "only nets of the kinds mlp, cnn, vanilla and capsules, and an LSTM's variants in"
-            " float32, share processes by themselves"
+            "only nets of the kinds mlp and cnn, and an LSTM's variants in float32, share processes"
+            " by themselves"
         )
     if config.model.name == "lstm" and not config.model.stateless:
         return "LSTMs with dropout were not measured side by side"

@@ -9,7 +9,7 @@ from trainers.training.device import gpu_models
 
 
 def local_cpus(study: StudyConfig) -> int:
-    """Return the CPUs of a local Ray: those of the config, or all that this process may use."""
+    """Return the CPUs that a study may use here: the config's ``cpus``, or all of this process."""
     return study.cpus or len(os.sched_getaffinity(0))
 
 

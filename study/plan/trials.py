@@ -99,8 +99,8 @@ def _placed(data: DataConfig, study: StudyConfig, row: RowConfig) -> DataConfig:
 class Base:
     """The common part of a row's trials: the base trial with the row's overrides.
 
-    The user's code that its trials name is that of the first of them which names it: where it is
-    changed later, they are refused before they train.
+    The first trial that names code of the user's fixes the digest of the code for all. If the code
+    changes later, the trials are refused before they train.
 
     Raises:
         ValueError: the overrides fit no trial, or the row's data cannot be found.
@@ -139,7 +139,7 @@ class Base:
         """Return the trial with the sampled ``params`` and the seed.
 
         Raises:
-            ValueError: the result is no valid trial.
+            ValueError: the result is not a valid trial.
         """
         try:
             values = self.values(params or {}) | {"seed": seed}
@@ -174,14 +174,15 @@ class Base:
 
 
 def with_code(config: TrialConfig, digests: dict[str, str] | None = None) -> TrialConfig:
-    """Note the digests of the user's code that a trial names; other code makes another trial.
+    """Return a trial with the digests of the user's code that it names; other code makes another
+    trial.
 
     Args:
         config: the trial.
-        digests: digests by names, to which those that it lacks are added.
+        digests: digests by name; missing ones are added.
 
     Raises:
-        ValueError: there is no such code.
+        ValueError: the code does not exist.
     """
     known: dict[str, str] = {} if digests is None else digests
     coded = {part: _with_digest(part, getattr(config, part), known) for part in NAMED}
@@ -223,10 +224,10 @@ def _check_loop(study: StudyConfig, config: TrialConfig) -> None:
     if not config.own_loop:
         return
     name = config.trainable.name
-    if study.executor == "train":
+    if study.gang == "train":
         raise ValueError(
-            f"executor=train with trainable.name={name}: Ray Train calls our loop, and its workers"
-            " would not know of this one's reports; use executor=auto"
+            f"gang=train with trainable.name={name}: Ray Train calls our loop, and its workers"
+            " would not know of this one's reports; use gang=auto"
         )
     if study.search.in_rounds:
         raise ValueError(

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from study.claims.analyses import claimed_ranks
 from study.config import Metric
@@ -59,6 +57,9 @@ from study.results.summary import Summary
 from study.text import duration
 from study.tracking.address import HOST, PORT, WHERE, is_server, page
 from trainers.files import read_own_json
+
+if TYPE_CHECKING:  # the folder of pictures loads matplotlib first
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 

@@ -1,16 +1,16 @@
 """The agenda of a study: which trial runs next, planned or proposed by an adaptive search.
 
-An :class:`Agenda` hands out trials one at a time. For adaptive algorithms it keeps one
-:class:`Proposer` per row and point of the grids, so that every row is searched with the same
-effort. A proposal becomes one trial per seed, entered in the ledger before it runs; once all of
-them have ended, the proposer learns the mean of their objectives. Everything it learns is in the
-ledger, so a study that is continued proposes on from where it was: a fresh Optuna study is told the
-earlier proposals again, and each proposal is sampled with a generator seeded by the search's seed
-and its own number. With one trial at a time tpe and cmaes then propose exactly what they would have
-proposed; nsga2 goes on with its generations, but may sample other children.
+An :class:`Agenda` returns trials one at a time. For adaptive algorithms it has one
+:class:`Proposer` per row and point of the grids, so all rows are searched with the same effort. A
+proposal becomes one trial per seed, which is written to the ledger before it runs. Once all of
+these have ended, the proposer gets the mean of their objectives. The ledger has all this
+information, so a resumed search continues: a new Optuna study gets the earlier proposals and
+results, and each proposal is sampled with a generator seeded by the search's seed and the number of
+the proposal. With one trial at a time, tpe and cmaes then propose exactly the same points as
+without the interruption; nsga2 continues its generations and may sample other children.
 
-Objectives are taken from the last epoch; what is spent (seconds, joules, bytes) is the sum over the
-epochs. A trial that diverged or failed counts as failed; one that a scheduler ended early counts as
+Objectives come from the last epoch; costs (seconds, joules, bytes) are sums over the epochs. A
+trial that diverged or failed counts as failed. A trial that a scheduler ended early counts as
 pruned (with one objective) or with its last value (with several).
 
 Source: T. Akiba et al., "Optuna", KDD 2019.
@@ -53,6 +53,7 @@ class Agenda:
     Attributes:
         tail: number of waiting trials from which the longest comes first; set once it is known how
             many trials run at a time. 0 keeps the order to the end.
+        earlier: seconds per epoch in earlier studies, see :mod:`study.plan.durations`.
 
     Args:
         plan: plan of the study.
@@ -85,6 +86,7 @@ class Agenda:
         with refusals():
             self._proposers = make_proposers(plan, state) if only is None else []
         self._confirmations = make_confirmations(plan) if only is None else []
+        self.earlier: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._estimated = -math.inf
         self.tail = 0
@@ -92,7 +94,7 @@ class Agenda:
     def peek(self) -> PlannedTrial | None:
         """Return the next trial to run, and leave it on the agenda.
 
-        Returns None if there is none now, or none any more (see :attr:`exhausted`).
+        Returns None if no trial is available now, or if all are done (:attr:`exhausted`).
         """
         if not self._todo:
             self._propose()
@@ -104,12 +106,14 @@ class Agenda:
         return self._todo[0] if self._todo else None
 
     def epoch_seconds(self) -> dict[str, float]:
-        """Return the seconds per epoch of this study's trials, computed anew every few seconds.
+        """Return the seconds per epoch of this study's trials, updated every few seconds, and of
+        :attr:`earlier` ones.
 
         See :func:`study.plan.durations.seconds_an_epoch`.
         """
         if time.monotonic() - self._estimated > ESTIMATE_SECONDS:
-            self._seconds, self._estimated = seconds_an_epoch([self._state]), time.monotonic()
+            self._seconds = self.earlier | seconds_an_epoch([self._state])
+            self._estimated = time.monotonic()
         return self._seconds
 
     def behind(self, head: PlannedTrial, count: int, propose: bool) -> Iterator[PlannedTrial]:
@@ -167,9 +171,9 @@ class Agenda:
             self._enter(race.next(self._state))
 
     def _propose(self) -> None:
-        """Enter one more configuration, from the proposer that has proposed least.
+        """Add one more configuration, from the proposer with the fewest proposals.
 
-        So they take turns, and a study that is continued goes on with the one whose turn it was.
+        So the proposers take turns, also in a resumed study.
         """
         for proposer in self._proposers:
             proposer.learn(self._state)
@@ -202,9 +206,9 @@ def relieved(trial: PlannedTrial, state: StudyState) -> PlannedTrial:
 
 
 def make_proposers(plan: Plan, state: StudyState) -> list[Proposer | Rounds]:
-    """Return a proposer per row, search and point of the grids, with what ``state`` knows of it.
+    """Return a proposer per row, search and point of the grids, with its earlier results.
 
-    Returns none if the search is not adaptive.
+    Returns an empty list if the search is not adaptive.
     """
     study = plan.study
     if not study.search.adaptive:
@@ -267,13 +271,12 @@ def _refuse_shared_rounds(budgets: Mapping[str, set[str]], scheduler: str) -> No
 def adopt(plan: Plan, before: StudyState) -> Plan:
     """Return the plan with the trials that earlier runs of the study proposed.
 
-    An adaptive search has no trials of its own until it runs; its earlier proposals are in the
-    ledger, and so are the repetitions of the best configurations (:mod:`study.search.racing`). A
-    trial is left out if its sampled values no longer give its config. Of trials outside a space
-    that was changed since, only those that have ended stay.
+    The ledger has the earlier proposals of an adaptive search and the repetitions of its best
+    configurations (:mod:`study.search.racing`). A trial is left out if its sampled values no longer
+    give its config. Trials outside a changed space stay only if they have ended.
 
     Raises:
-        ValueError: the seeds of an adaptive search became searches of their own, or are no longer.
+        ValueError: ``search.per_seed`` was changed.
     """
     search = plan.study.search
     if search.adaptive and before.known:

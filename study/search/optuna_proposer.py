@@ -1,4 +1,4 @@
-"""Proposals by an Optuna sampler, which is told the results of earlier ones."""
+"""Proposals by an Optuna sampler, from the results of earlier proposals."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ class Proposer:
         return []
 
     def recall(self, state: StudyState, trials: Iterable[TrialState]) -> None:
-        """Learn the earlier proposals at this point, in their order, with their results if known.
+        """Add the earlier proposals at this point to Optuna, in order, with known results.
 
-        Optuna is not told of proposals outside the space, which has been changed since.
+        Proposals outside a changed space are left out.
         """
         configurations: dict[int, list[TrialState]] = {}
         for trial in trials:
@@ -154,14 +154,14 @@ class Proposer:
         self._refused = {}
 
     def _redirect(self) -> bool:
-        """Have Optuna take another point than it would, after many tries without a new valid one.
+        """Queue another point, after many tries of the sampler without a new valid point.
 
-        It is any that is left in a space of so few points that they can be listed, else a random
-        one: a sampler that is sure of its optimum proposes that again and again. Which one it is
-        depends on what was proposed and tried before alone.
+        A sampler that is certain of its optimum proposes the same point again and again. The point
+        is any untried one if the space is small enough to list, else a random one. The choice
+        depends only on earlier proposals and tries.
 
         Returns:
-            Whether there may be a point that was not proposed; if not, nothing more is proposed.
+            Whether an untried point may exist; if not, the search ends.
         """
         if self._tries < CANDIDATES:
             return True

@@ -36,7 +36,7 @@ POINTS = 1000
 FEWEST = 2
 """Number of observations below which points are sampled at random."""
 _FIXED = (1e6, 1e6 * (1 + 1e-9))
-"""Bounds of the length scale of a dimension that a factor of the kernel ignores."""
+"""Bounds of the length scale of a dimension that the kernel should ignore."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

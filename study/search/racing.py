@@ -1,15 +1,15 @@
 """Racing: once a row's search has ended, its best configurations run with more seeds until the
 evidence decides.
 
-A search compares many configurations on few seeds, so its best one owes its place partly to luck.
-With ``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``,
-in rounds. After each round the leader stays, and so does every configuration that is not
-significantly worse: one-sided paired t-test over the seeds both have, at the level below. The
-rounds end when one of several is left or the seeds are used up. A round is one seed, or all those
-between which no test can save any: a lone candidate's seeds run at once. This is a race (O. Maron,
-A. Moore, "Hoeffding races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002).
-Everything that decides is in the ledger, so a study that is continued goes on with the same race.
-Configurations outside a space that was changed since take no part in it.
+A search compares many configurations on few seeds, so its best one is partly lucky. With
+``search.confirm: k`` the best ``k`` of every row run with the seeds ``search.confirm_seeds``, in
+rounds. After each round the leader stays, and so does every configuration that is not significantly
+worse: one-sided paired t-test over the seeds both have, at the level below. The rounds end when one
+of several is left or the seeds are used up. A round is one seed, or all those between which no test
+can save any: a lone candidate's seeds run at once. This is a race (O. Maron, A. Moore, "Hoeffding
+races", NIPS 1993) with the t-test of F-Race (M. Birattari et al. 2002). The ledger has all data for
+the decisions, so a resumed study continues the same race. Configurations outside a changed space do
+not take part.
 
 Level: a test that is repeated after every round finds a difference sooner or later where there is
 none (P. Armitage, C. McPherson, B. Rowe, "Repeated significance tests on accumulating data", J. R.
@@ -22,8 +22,8 @@ comparisons among means", JASA 56, 1961, and, over rounds as over candidates, Ma
 with the ``k`` candidates that begin the race, each of which may be tested against each other one,
 and the ``L`` planned looks: one after each round but the last, with three pairs or more. Of
 candidates that are equal, one or more is eliminated with a probability of at most :data:`ALPHA`,
-however the looks depend on each other. Whoever leaves the race early costs no seeds; after the last
-round nobody would save any, so there is no look.
+however the looks depend on each other. There is no look after the last round, because it could not
+save any seeds.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Confirmation:
         return [
             signed(value, self._mode)
             for value in values
-            if value is not None and math.isfinite(value)  # none that diverged
+            if value is not None and math.isfinite(value)  # not diverged
         ]
 
     def _contenders(
@@ -169,9 +169,8 @@ def level_of_test(candidates: int, seeds: int, more: int) -> float:
 
 
 def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
-    """Return the places of the candidates that stay in a race.
-
-    They are the one with the lowest mean, and those that are not significantly worse.
+    """Return the indices of the candidates that stay in a race: the one with the lowest mean, and
+    all that are not significantly worse.
 
     Args:
         errors: errors of each candidate, over the same seeds.
@@ -188,10 +187,10 @@ def contenders(errors: Sequence[Sequence[float]], level: float) -> list[int]:
 
 
 def worse(errors: Sequence[float], others: Sequence[float], level: float) -> bool:
-    """Tell whether ``errors`` are significantly higher than ``others``, pair by pair.
+    """Return whether ``errors`` are significantly higher than ``others``, in a paired test.
 
-    They never are with fewer than :data:`PAIRS` pairs. Differences that are equal have no spread
-    for a t-test, as those of few examples often are by chance: theirs is the sign test.
+    Always False with fewer than :data:`PAIRS` pairs. Differences that are all equal have no spread
+    for a t-test (common with few examples); the sign test is used for them.
     """
     if len(errors) < PAIRS:
         return False

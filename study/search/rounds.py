@@ -1,8 +1,8 @@
 """Searches in rounds: the results of one round decide which trials the next one has.
 
-All randomness comes from the search's seed, so the ledger's results alone determine what comes
-next: a study that is continued goes through the same rounds to where it was. Rounds are
-synchronous: each begins once all trials of the one before have ended.
+All randomness comes from the search's seed, so the results in the ledger determine the next round,
+and a resumed study repeats the same rounds. Rounds are synchronous: each starts when all trials of
+the previous round have ended.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from typing import Any
 from study.program import lns_study, module_command
 from study.tracking.address import OFF, naming
 from study.tracking.database_file import PREFIX, DatabaseFileError, check_database
+from study.tracking.sqlite import where_damaged
 from study.tracking.writer import URI_VARIABLE, connect, reason
 from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
@@ -66,7 +67,7 @@ def check_tracking(uri: str) -> None:
         raise ValueError(
             f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a"
             f" server with `{lns_study('ui')}`, correct the address, or leave tracking_uri out for"
-            " a local sqlite file"
+            f" a local sqlite file{where_damaged(uri)}"
         ) from None
 
 

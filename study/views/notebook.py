@@ -6,8 +6,6 @@ import io
 import time
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from study.ledger.lines import Event
 from study.ledger.state import StudyState
 from study.report.figures.style import png
@@ -66,6 +64,8 @@ def show_figures() -> None:
         from IPython import get_ipython
     except ImportError:
         return
+    from matplotlib.figure import Figure
+
     shell: Any = get_ipython()
     if shell is not None:
         shell.display_formatter.formatters["image/png"].type_printers.setdefault(Figure, png)

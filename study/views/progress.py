@@ -231,7 +231,7 @@ def render(
     table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
     for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
         table.add_column(
-            heading,
+            Text(heading),
             justify="left" if heading in ("trial", "state", "id") else "right",
             no_wrap=heading == "id",  # `lns-study show` takes no id that is cut off
             overflow="fold",
@@ -241,7 +241,8 @@ def render(
         constraints = state.config.search.constraints if state.plan else {}
         quiet = silence(trial, now, state.config.checkpoint_every) if now else 0.0
         cells = _cells(trial, metric, constraints, now, quiet)
-        table.add_row(*cells, style=STYLES[trial.status])
+        # not as str, in which rich reads tags such as [bold]
+        table.add_row(*map(Text, cells), style=STYLES[trial.status])
     hidden, drawn = len(state.trials) - len(shown), "" if clock else bars(state, now)
     lines: list[RenderableType] = [
         table,

@@ -20,7 +20,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainers.checkpoint.manifest import STATE, digest_file, file_digests, read_state, sealed
-from trainers.files import write_whole
+from trainers.files import open_own, write_whole
 
 FILES, DICT = "files", "dict.pt"
 
@@ -102,11 +102,13 @@ def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
     """
     try:
         state = read_state(folder)
-        for name, digest in state.pop("files").items():
+        digests = state.pop("files")
+        for name, digest in digests.items():
             if digest_file(folder / name) != digest:
                 raise ValueError(f"{folder}: {name} does not match its digest; use an earlier one")
-        if (folder / DICT).exists():
-            return torch.load(folder / DICT, map_location="cpu", weights_only=True), state
+        if DICT in digests:  # no other file of that name is opened
+            with open(open_own(folder / DICT, os.O_RDONLY), "rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=True), state
     except (OSError, KeyError) as error:
         raise ValueError(
             f"{folder}: no whole checkpoint of a loop there ({error}); name one that a loop of this"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.files import MOST_JSON, open_own, read_own
+from trainers.files import MOST_JSON, open_own, read_own, write_whole
 
 STATE = "state.json"
 """The file of a checkpoint that is written last: without it there is no checkpoint."""
@@ -102,4 +102,4 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        write_whole(folder / name, content)

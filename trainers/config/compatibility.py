@@ -374,12 +374,6 @@ RULES: tuple[Rule, ...] = (
         f"an optimizer other than {', '.join(WHOLE_TENSORS)}, or layout.tp=1",
     ),
     Rule(
-        ("layout.pp", "model.name"),
-        lambda c: c.layout.pp > 1 and c.model.own,
-        "a model of your own is not known to be a chain of layers that can be cut into stages",
-        "layout.pp=1",
-    ),
-    Rule(
         ("layout.schedule", "model.name"),
         lambda c: c.layout.schedule in DEFERRING and c.model.name != "mlp",
         "only linear layers with a batch of vectors put the gradients of their weights off",
@@ -390,18 +384,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.memory.activation_checkpoints and c.model.normed,
         "batch norm would count a batch twice in its running statistics where it is computed again",
         "memory.activation_checkpoints=false",
-    ),
-    Rule(
-        ("layout.fsdp", "model.name"),
-        lambda c: c.layout.fsdp and c.model.own,
-        "a model of your own is not known to be a chain of layers that can be sharded",
-        "layout.fsdp=false",
-    ),
-    Rule(
-        ("memory.activation_checkpoints", "model.name"),
-        lambda c: c.memory.activation_checkpoints and c.model.own,
-        "a model of your own is not known to be a chain of layers with segments",
-        "memory.activation_checkpoints=false, with torch.utils.checkpoint in your network",
     ),
     Rule(
         ("autocast", "model.name"),

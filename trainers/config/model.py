@@ -10,11 +10,6 @@ from trainers.config.validation import at_least, one_of, positive, require, shar
 ACTIVATIONS = ("relu", "swish", "swish_beta")
 VARIANTS = ("torch", "vanilla", "nig", "nfg", "nog", "niaf", "noaf", "cifg", "np", "fgr")
 """The equations of ``lstm`` (:mod:`trainers.models.lstm`)."""
-INITIALS = ("orthogonal", "kaiming")
-REDUCED = 2
-"""The number of convolutions of ``vanilla`` that have stride 2, the first ones."""
-DENSE = ("bc", "plain")
-"""The variants of ``densenet`` (:mod:`trainers.models.densenet`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,50 +61,6 @@ class ResNetArguments:
     def chain(self) -> int:
         """The layers of the chain, between which stages are cut."""
         return 2 + (self.depth - 2) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseNetArguments:
-    """The arguments of ``densenet`` (:mod:`trainers.models.densenet`).
-
-    Attributes:
-        depth: layers with weights, L: with ``bc`` 6 n + 4, a first convolution, three blocks of n
-            layers of two convolutions, two transitions and a linear layer; with ``plain`` 3 n + 4,
-            where a layer has one convolution.
-        growth: channels that a layer adds to those before it, k.
-        variant: ``bc``, with convolutions of 1 x 1 to 4 k channels before those of 3 x 3, and
-            transitions that halve the channels; or ``plain``, without either.
-    """
-
-    depth: int = 40
-    growth: int = 12
-    variant: str = "bc"
-
-    def __post_init__(self) -> None:
-        one_of("model.args.variant", self.variant, DENSE)
-        at_least("model.args.growth", self.growth, 1, "use for example 12")
-        require(
-            f"model.args.depth={self.depth} with model.args.variant={self.variant}",
-            self.depth > 4 and (self.depth - 4) % self.convolutions == 0,
-            f"must be {self.convolutions} n + 4, three blocks of n layers beside a first"
-            " convolution, two transitions and a linear layer",
-            "use for example 10, 22, 40 or 100",
-        )
-
-    @property
-    def convolutions(self) -> int:
-        """The convolutions of a layer in each of the three blocks together."""
-        return 6 if self.variant == "bc" else 3
-
-    @property
-    def block(self) -> int:
-        """The layers of a block, n."""
-        return (self.depth - 4) // self.convolutions
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return 3 * self.block + 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,92 +131,17 @@ class GPTArguments:
         return self.layers + 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class VanillaArguments:
-    """The arguments of ``vanilla`` (:mod:`trainers.models.vanilla`).
-
-    Attributes:
-        depth: layers with tanh, before that of the classes.
-        width: units of each, or channels.
-        init: ``orthogonal``, with the biases with which ``sigma_w`` is critical, or ``kaiming``.
-        sigma_w: singular value of orthogonal weights.
-        kernel: side of the kernels of convolutions, odd; 0 for linear layers.
-    """
-
-    depth: int = 10
-    width: int = 64
-    init: str = "orthogonal"
-    sigma_w: float = 1.0247
-    kernel: int = 0
-
-    def __post_init__(self) -> None:
-        at_least("model.args.depth", self.depth, 1, "use for example 10")
-        at_least("model.args.width", self.width, 1, "use for example 64")
-        one_of("model.args.init", self.init, INITIALS)
-        require(
-            f"model.args.kernel={self.kernel}",
-            self.kernel == 0 or (self.kernel > 0 and self.kernel % 2 == 1),
-            "must be odd, as an orthogonal matrix is put in the kernel's centre, or 0 for linear"
-            " layers",
-            "use for example 3",
-        )
-        require(
-            f"model.args.sigma_w={self.sigma_w}",
-            1 < self.sigma_w <= 2,
-            "must be above 1, where a bias makes it critical, and at most 2",
-            "use for example 1.0247",
-        )
-        if self.init == "kaiming" and self.sigma_w != VanillaArguments.sigma_w:
-            raise ValueError(
-                f"model.args.sigma_w={self.sigma_w} with model.args.init=kaiming: only orthogonal"
-                " weights have it; leave it out, or use model.args.init=orthogonal"
-            )
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return self.depth + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapsuleArguments:
-    """The arguments of ``capsules`` (:mod:`trainers.models.capsules`).
-
-    Attributes:
-        channels: number of channels of the first convolution.
-        types: primary capsules at each place.
-        kernel: side of both convolutions' kernels.
-        iterations: number of iterations of the routing.
-    """
-
-    channels: int = 256
-    types: int = 32
-    kernel: int = 9
-    iterations: int = 3
-
-    def __post_init__(self) -> None:
-        for name in ("channels", "types", "kernel", "iterations"):
-            value, usual = getattr(self, name), getattr(CapsuleArguments, name)
-            at_least(f"model.args.{name}", value, 1, f"use for example {usual}")
-
-    @property
-    def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
-        return 3
-
-
 ARGUMENTS: dict[str, type[Any]] = {
     "mlp": FeedforwardArguments,
     "cnn": FeedforwardArguments,
     "resnet": ResNetArguments,
-    "densenet": DenseNetArguments,
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
-    "vanilla": VanillaArguments,
-    "capsules": CapsuleArguments,
 }
 """Our models, each with the dataclass of its ``model.args``."""
 MODELS = tuple(ARGUMENTS)
+MOVED = {name: f"examples/{name}/study.yaml" for name in ("capsules", "densenet", "vanilla")}
+"""Networks that earlier versions had, each with the study of the repository that has it now."""
 HIDDEN = [512]
 """``model.hidden`` where nothing is said."""
 CHANNELS = [8, 16]

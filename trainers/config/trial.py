@@ -17,7 +17,7 @@ from trainers.config.layout import Layout
 from trainers.config.loss import LossConfig, MetricConfig, check_metrics
 from trainers.config.lr_schedule import LRSchedule
 from trainers.config.memory import AUTOCASTS, MemoryConfig
-from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN
+from trainers.config.model import ARGUMENTS, CHANNELS, HIDDEN, MOVED
 from trainers.config.optimizer import RATE_OF_HOST, OptimizerConfig
 from trainers.config.precision import PrecisionConfig
 from trainers.config.sync import SyncConfig
@@ -39,6 +39,10 @@ from trainers.user_code import names_code, split_name
 DEVICES = ("cpu", "cuda", "auto")
 EPOCHS = 1 << 20
 """The distance between the data orders of two seeds (:func:`trainers.data.epoch_order`)."""
+
+
+UNKNOWN = 1 << 30
+"""Layers of a network of the user's: more than any layout has stages."""
 
 
 @plain_values
@@ -119,13 +123,12 @@ class ModelConfig:
     Attributes:
         name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
             that, convolutions of 3 x 3, each with activation and pooling to half the size;
-            ``resnet``, ``densenet``, ``lstm``, ``gpt``, ``vanilla`` or ``capsules``
-            (:mod:`trainers.models`); or ``file.py:factory`` or ``package.module:factory``, which
-            returns a torch module (:mod:`trainers.models.factory`).
-        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), densenet (depth,
-            growth, variant), lstm (layers, width, dropout, variant), gpt (layers, heads, width,
-            dropout), vanilla (depth, width, init, sigma_w, kernel) or capsules (channels, types,
-            kernel, iterations), see :mod:`trainers.config.model`; or of the factory.
+            ``resnet``, ``lstm`` or ``gpt`` (:mod:`trainers.models`);
+            or ``file.py:factory`` or ``package.module:factory``, which returns a torch module
+            (:mod:`trainers.models.factory`).
+        args: arguments of mlp and cnn (activation, beta), resnet (depth, width), lstm (layers,
+            width, dropout, variant) or gpt (layers, heads, width, dropout), see
+            :mod:`trainers.config.model`; or of the factory.
         code: sha256 of the factory's file, filled in when a study is planned.
         hidden: widths of the linear layers of mlp and cnn before the last one.
         channels: channels of the cnn's convolutions; None for [8, 16].
@@ -138,6 +141,12 @@ class ModelConfig:
     channels: list[int] | None = None
 
     def __post_init__(self) -> None:
+        require(
+            f"model.name={self.name}",
+            self.name not in MOVED,
+            "is no network of this version",
+            f"{MOVED.get(self.name)} of the repository has it",
+        )
         object.__setattr__(self, "args", _checked("model", self.name, self.args, ARGUMENTS))
         if self.name not in ("mlp", "cnn") and self.hidden != HIDDEN:
             raise ValueError(
@@ -168,8 +177,8 @@ class ModelConfig:
 
     @property
     def feedforward(self) -> bool:
-        """Whether the model is mlp, cnn, vanilla or capsules."""
-        return self.name in ("mlp", "cnn", "vanilla", "capsules")
+        """Whether the model is mlp or cnn."""
+        return self.name in ("mlp", "cnn")
 
     @property
     def stateless(self) -> bool:
@@ -181,7 +190,7 @@ class ModelConfig:
     @property
     def normed(self) -> bool:
         """Whether the model is ours and has batch norm, which keeps running statistics."""
-        return self.name in ("resnet", "densenet")
+        return self.name == "resnet"
 
     @property
     def arguments(self) -> Any:
@@ -191,8 +200,10 @@ class ModelConfig:
     @property
     def layers(self) -> int:
         """The number of layers, at least, of our model's chain; a pipeline stage holds one or
-        more."""
-        if self.own or self.name in ("mlp", "cnn"):
+        more. Of the user's, which only making it shows, it is :data:`UNKNOWN`."""
+        if self.own:
+            return UNKNOWN
+        if self.name in ("mlp", "cnn"):
             convolutions = len(self.channels or CHANNELS) if self.name == "cnn" else 0
             return convolutions + len(self.hidden) + 1
         return int(self.arguments.chain)
@@ -294,8 +305,8 @@ class TrialKeys:
         batch_size: examples a step, over all workers together.
         seed: seed of the initial weights and the data order.
         workers: processes that train together, the layout's dp x pp x tp.
-        min_workers: with executor=train, the fewest data-parallel workers to go on with where there
-            is no room for ``workers`` (more join when there is); None for all or none.
+        min_workers: with Ray Train (``gang``), the fewest data-parallel workers to go on with where
+            there is no room for ``workers`` (more join when there is); None for all or none.
         threads: CPU threads a worker computes with.
         device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the
             trial has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32

@@ -8,16 +8,13 @@ from torch import nn
 
 from trainers.config import ModelConfig
 from trainers.config.model import CHANNELS
-from trainers.models.capsules import capsules
 from trainers.models.cnn import cnn
-from trainers.models.densenet import densenet
 from trainers.models.factory import make_own_model
 from trainers.models.gpt import gpt
 from trainers.models.init import initialize_
 from trainers.models.lstm import lstm
 from trainers.models.mlp import mlp
 from trainers.models.resnet import resnet
-from trainers.models.vanilla import vanilla, vanilla_convolutions
 
 
 def make_model(
@@ -75,17 +72,9 @@ def build(
         )
     if config.name == "mlp":
         return mlp(math.prod(shape), config.hidden, classes, config.arguments)
-    if config.name == "vanilla" and not config.arguments.kernel:
-        return vanilla(config.arguments, math.prod(shape), classes)
     image = _image(config.name, shape)
     if config.name == "cnn":
         return cnn(image, config.channels or CHANNELS, config.hidden, classes, config.arguments)
-    if config.name == "capsules":
-        return capsules(config.arguments, image, classes)
-    if config.name == "vanilla":
-        return vanilla_convolutions(config.arguments, image, classes)
-    if config.name == "densenet":
-        return densenet(config.arguments, image, classes)
     return resnet(config.arguments, image, classes)
 
 

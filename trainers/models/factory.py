@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from trainers.config import ModelConfig
+from trainers.config import ModelConfig, TrialConfig
 from trainers.user_code import call, load_code, named
 
 KEY = "model.name"
@@ -69,6 +69,47 @@ def make_own_model(
         )
     model.register_forward_hook(_logits)
     return model.train()
+
+
+def check_chain(config: TrialConfig, model: nn.Module) -> None:
+    """Refuse a network of the user's that the trial cuts and that is no chain of layers.
+
+    A ``torch.nn.Sequential`` is one: its layers follow each other, each with the outputs of the one
+    before.
+
+    Raises:
+        ValueError: with the key that cuts, the rule and the remedy.
+    """
+    stages = config.layout.stages
+    cuts = {
+        f"layout.pp={config.layout.pp}": stages > 1,
+        "layout.fsdp=true": config.layout.fsdp,
+        "memory.activation_checkpoints=true": config.memory.activation_checkpoints,
+    }
+    asked = next((key for key, needed in cuts.items() if needed), None)
+    if asked is None:
+        return
+    where = f"{asked} with {named(KEY, config.model.name)}"
+    if not isinstance(model, nn.Sequential):
+        raise ValueError(
+            f"{where}: a {type(model).__name__} is not known to be a chain of layers; return a"
+            " torch.nn.Sequential, or leave the key out"
+        )
+    if (layers := sum(any(True for _ in part.parameters()) for part in model)) < stages:
+        raise ValueError(
+            f"{where}: {stages} stages, but its torch.nn.Sequential has {layers} layers with"
+            " parameters, and a stage holds one at least; use fewer stages"
+        )
+    if config.memory.activation_checkpoints and next(model.buffers(), None) is not None:
+        raise ValueError(
+            f"{where}: its buffers would be updated twice a step where layers are computed again;"
+            " use memory.activation_checkpoints=false"
+        )
+
+
+def made_by_user(model: nn.Module) -> bool:
+    """Whether a part of ``model`` was made by a factory of the user's."""
+    return any(part in _MADE for part in model.modules())
 
 
 def _logits(model: nn.Module, inputs: object, outputs: object) -> object:

@@ -34,6 +34,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.checkpoint import checkpoint
 
 from trainers.config.memory import MemoryConfig
+from trainers.models.factory import made_by_user
 
 
 class _ScaledBackward(torch.autograd.Function):
@@ -108,7 +109,8 @@ def set_forward_(
         if memory.activation_checkpoints
         else 1
     )
-    draws = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+    dropout = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+    draws = dropout or made_by_user(model)  # whose modules may draw in any way
     dtype = None if autocast == "none" else getattr(torch, autocast)
     model.forward = partial(  # type: ignore[method-assign]
         _forward, model, min(segments, len(model)), draws, dtype, scaler

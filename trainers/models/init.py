@@ -13,9 +13,7 @@ own, seeded by (seed, name). Its distribution is torch's own default for the kin
   deviation ``sqrt(2 / (fan_in + fan_out))``; the output projection is a linear layer;
 
 unless the model asks for a normal distribution with :func:`normal_`, as it must for bare parameters
-of its own, for a constant with :func:`constant_`, or for an orthogonal weight with
-:func:`orthogonal_`, whose last bits are those of the machine's LAPACK. A parameter that nobody
-draws is an error.
+of its own, or for a constant with :func:`constant_`. A parameter that nobody draws is an error.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ _STD = "initial_std"
 """The attribute in which a module keeps what :func:`normal_` said."""
 _CONSTANT = "initial_constant"
 """The attribute in which a module keeps what :func:`constant_` said."""
-_GAIN = "initial_gain"
-"""The attribute in which a module keeps what :func:`orthogonal_` said."""
 
 
 def normal_(module: nn.Module, **std: float) -> None:
@@ -50,20 +46,6 @@ def normal_(module: nn.Module, **std: float) -> None:
 def constant_(module: nn.Module, **values: float) -> None:
     """Let :func:`initialize_` fill parameters of ``module`` with one value each, by name."""
     setattr(module, _CONSTANT, values)
-
-
-def orthogonal_(module: nn.Module, gain: float) -> None:
-    """Let :func:`initialize_` draw ``module.weight`` evenly from the matrices with orthonormal rows
-    or columns, whichever are fewer, times ``gain``.
-
-    Of a convolution with kernels of odd sides that matrix ``[outputs, inputs]`` is the kernel's
-    centre, and all other taps are zero (delta-orthogonal), so that it keeps norms as a convolution:
-    ``|K * x| = gain |x|`` where outputs are as many as inputs or more.
-
-    Sources: A. Saxe, J. McClelland, S. Ganguli 2014 (arXiv:1312.6120); L. Xiao et al. 2018
-    (arXiv:1806.05393), section 3.
-    """
-    setattr(module, _GAIN, gain)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -94,18 +76,6 @@ def _embedding(layer: nn.Module, name: str, parameter: Tensor, generator: torch.
 
 def _norm(layer: nn.Module, name: str, parameter: Tensor, generator: torch.Generator) -> None:
     parameter.fill_(0.0 if name == "bias" else 1.0)
-
-
-def _orthogonal(weight: Tensor, gain: float, generator: torch.Generator) -> None:
-    """Draw a matrix, or the centre of kernels ``[outputs, inputs, K, ...]``; see
-    :func:`orthogonal_`."""
-    if weight.dim() == 2:
-        nn.init.orthogonal_(weight, gain, generator=generator)
-        return
-    matrix = weight.new_empty(weight.shape[:2])
-    nn.init.orthogonal_(matrix, gain, generator=generator)
-    weight.zero_()
-    weight.flatten(2)[:, :, weight[0, 0].numel() // 2] = matrix
 
 
 def _attention(layer: nn.Module, name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -159,8 +129,6 @@ def initialize_(model: nn.Module, seed: int) -> nn.Module:
                 parameter.normal_(0, asked[name], generator=_generator(seed, full))
             elif name in constants:
                 parameter.fill_(constants[name])
-            elif name == "weight" and hasattr(module, _GAIN):
-                _orthogonal(parameter, getattr(module, _GAIN), _generator(seed, full))
             elif draw is not None:
                 draw(module, name, parameter, _generator(seed, full))
             else:

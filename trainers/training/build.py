@@ -28,6 +28,7 @@ from trainers.config import DataConfig, LossConfig, OptimizerConfig, TrialConfig
 from trainers.data import Dataset, Examples, Split, load
 from trainers.data.datasets import HELD
 from trainers.models import make_model
+from trainers.models.factory import check_chain
 from trainers.models.forward import set_forward_
 from trainers.models.loss import Loss
 from trainers.models.precision import apply_precision
@@ -238,9 +239,12 @@ def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
         held = [split.x for split in data if isinstance(split, Split)]
         tokens = max([1 + int(each.max()) for each in held] or [data.outputs])  # to tell apart
     each_step = y.dim() - int(y.is_floating_point()) > 1
-    return make_model(
+    model = make_model(
         config.model, x.shape[1:], data.outputs, config.seed, tokens=tokens, each_step=each_step
     )
+    if config.model.own:
+        check_chain(config, model)
+    return model
 
 
 @lru_cache(maxsize=HELD)

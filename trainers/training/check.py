@@ -24,6 +24,7 @@ from trainers.config.validation import fits
 from trainers.data import Dataset, DatasetInfo, Split
 from trainers.models.loss import Loss, plain
 from trainers.models.precision import apply_precision
+from trainers.settings import load_matplotlib
 from trainers.text import describe_error
 from trainers.training.build import (
     CHECKED,
@@ -163,6 +164,7 @@ def _check_metric(
     Raises:
         ValueError: with the shapes, what the metric says of them, and one that takes them.
     """
+    load_matplotlib()  # torchmetrics would
     from torchmetrics.aggregation import BaseAggregator
 
     metrics, some = Metrics({name: config.metrics[name]}, data.outputs), data.validation.head(2)

@@ -14,6 +14,7 @@ from trainers.config import MetricConfig
 from trainers.data import Examples
 from trainers.data.batches import evaluation_batches
 from trainers.models.loss import Loss, by_answer, plain
+from trainers.settings import load_matplotlib
 from trainers.telemetry.tally import Tally, tallied
 from trainers.user_code import call, load_code
 
@@ -98,6 +99,7 @@ class Metrics:
 
 def _make_metric(key: str, config: MetricConfig, classes: int) -> Any:
     """Return what a metric's factory makes."""
+    load_matplotlib()  # torchmetrics would
     factory = load_code(key, config.name, config.code)
     metric = call(key, config.name, factory, config.args, num_classes=classes)
     from torchmetrics import Metric  # takes a second to load

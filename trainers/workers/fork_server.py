@@ -51,6 +51,7 @@ from trainers.descendants import (
     kill_children,
     set_name,
 )
+from trainers.files import open_own
 from trainers.output import Output
 from trainers.user_code import names_code, python_path
 
@@ -317,7 +318,8 @@ def _load_data(configs: list[dict[str, Any]]) -> None:
 
 
 def _print_to(path: str) -> None:
-    with contextlib.suppress(OSError), open(path, "ab") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with contextlib.suppress(OSError), open(open_own(path, flags), "ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
 

@@ -1,5 +1,4 @@
-"""A trial by Ray Train (``executor: train``): for long trials, since Ray Train restarts a gang
-within the trial.
+"""A trial whose workers Ray Train starts (:func:`study.plan.engines.choose_gang`).
 
 A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread
 and does nothing else. Ray Train's controller is a process of its own, maybe on another machine; a
@@ -78,8 +77,8 @@ class ReportCallback(UserCallback):  # type: ignore[misc]
 class RayTrainRun(Executor):
     """Has Ray Train train a trial; see the module.
 
-    The plan has ``storage`` for Ray Train's files, and ``max_failures``: how often a gang with a
-    dead worker starts again.
+    The plan has ``storage`` for Ray Train's files, ``max_failures``, how often a gang with a dead
+    worker starts again, and ``labels``, Ray's label selector for the workers' nodes.
     """
 
     def __init__(self, context: Context) -> None:
@@ -112,6 +111,7 @@ class RayTrainRun(Executor):
             origin=self._plan.get("origin", {}),
             resume_from=whole,
             data=self._plan.get("data", ()),
+            labels=self._plan.get("labels") or None,
         )
         self._thread = threading.Thread(target=self._fit, args=(trainer,), daemon=True)
         self._thread.start()

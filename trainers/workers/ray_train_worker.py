@@ -184,6 +184,7 @@ def build_trainer(
     origin: dict[str, Any] | None = None,
     resume_from: Sequence[str] = (),
     data: Collection[str] = (),
+    labels: dict[str, str] | None = None,
 ) -> TorchTrainer:
     """Return the TorchTrainer of ``config``; ``.fit()`` runs it.
 
@@ -196,24 +197,22 @@ def build_trainer(
         origin, data: see :attr:`trainers.training.trainer.Training.origin`, :func:`check_data`.
         resume_from: checkpoints of another trial that began alike, the best first; a run that has
             one of its own goes on from that.
+        labels: Ray's label selector for the workers' nodes; None for any node.
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """
     most = config.workers
+    plan = {"config": config.to_dict(), "versions": versions(), "data": list(data)}
+    plan |= {"origin": origin or {}, "resume_from": list(resume_from)}
     return TorchTrainer(
         train_loop,
-        train_loop_config={
-            "config": config.to_dict(),
-            "versions": versions(),
-            "data": list(data),
-            "origin": origin or {},
-            "resume_from": list(resume_from),
-        },
+        train_loop_config=plan,
         torch_config=TorchConfig(backend="nccl" if config.device == "cuda" else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=(least, most) if (least := config.min_workers) is not None else most,
             use_gpu=config.device == "cuda",
             resources_per_worker=WorkerResources.of(config).bundles[0],
             elastic_resize_monitor_interval_s=resize_seconds,
+            label_selector=labels,
         ),
         run_config=RunConfig(
             storage_path=storage_path,

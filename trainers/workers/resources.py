@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainers.config import TrialConfig
 from trainers.config.data import DATA
-from trainers.config.model import CHANNELS, REDUCED, CapsuleArguments, VanillaArguments
+from trainers.config.model import CHANNELS
 
 IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
     "trainers.workers.in_process:InProcess",
@@ -45,15 +45,8 @@ RECURRENT_UNITS = 8192
 1,000 steps keep some 8 GB."""
 
 
-def choose_executor(wanted: str, lanes: int) -> str:
-    """Return the executor of a trial.
-
-    Args:
-        wanted: the study's key ``executor``.
-        lanes: trials at once in a process that trains this one.
-    """
-    if wanted == "train":
-        return RAY_TRAIN
+def choose_executor(lanes: int) -> str:
+    """Return the executor of a trial in a process that trains ``lanes`` trials at once."""
     return PACKED if lanes > 1 else IN_PROCESS
 
 
@@ -82,13 +75,22 @@ class WorkerResources(NamedTuple):
     own: bool = False
 
     @classmethod
-    def of(cls, config: TrialConfig, wanted: str = "auto") -> WorkerResources:
-        """Return what a trial takes, where the study's key ``executor`` is ``wanted``."""
+    def of(
+        cls, config: TrialConfig, wanted: str = "auto", *, by_train: bool = False
+    ) -> WorkerResources:
+        """Return what a trial takes.
+
+        Args:
+            config: the trial.
+            wanted: the study's key ``executor``.
+            by_train: whether Ray Train starts its workers.
+        """
         share = 1.0 if config.gpus is None else config.gpus
         gpus = share if config.device == "cuda" and config.workers == 1 else None
-        lanes = trials_per_process(wanted, config)
+        lanes = 1 if by_train else trials_per_process(wanted, config)
         packed = str(key_of(config)) if lanes > 1 else ""
-        executor = OWN_LOOP if config.own_loop else choose_executor(wanted, lanes)
+        ours = OWN_LOOP if config.own_loop else choose_executor(lanes)
+        executor = RAY_TRAIN if by_train else ours
         own = bool(config.user_code)
         return cls(
             config.workers, config.threads, config.device, gpus, packed, lanes, executor, own
@@ -180,8 +182,8 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
 def choose_share(config: TrialConfig) -> float:
     """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none.
 
-    It is a whole one for nets that were not measured side by side: a resnet, a densenet, a gpt, an
-    LSTM with dropout.
+    It is a whole one for nets that were not measured side by side: a resnet, a gpt, an LSTM
+    with dropout.
     """
     model = config.model
     measured = model.feedforward or (model.name == "lstm" and model.stateless)
@@ -202,7 +204,7 @@ def choose_share(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights an mlp, cnn, vanilla or capsules has, biases left out.
+    """Return how many weights an mlp or cnn has, biases left out.
 
     It is 0 for others, whose size their data decide.
     """
@@ -230,43 +232,8 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
             yield 9.0 * fan_in * fan_out, float(side * side)
             side //= 2
         inputs = channels[-1] * side * side
-    if model.name == "capsules":
-        yield from _capsule_layers(model.arguments, shape, classes)
-        return
-    hidden = model.hidden
-    if model.name == "vanilla" and model.arguments.kernel:
-        yield from _vanilla_layers(model.arguments, shape, classes)
-        return
-    if model.name == "vanilla":
-        hidden = [model.arguments.width] * model.arguments.depth
-    yield from (
-        (float(fan_in * fan_out), 1.0) for fan_in, fan_out in pairwise([inputs, *hidden, classes])
-    )
-
-
-def _vanilla_layers(
-    args: VanillaArguments, shape: tuple[int, ...], classes: int
-) -> Iterator[tuple[float, float]]:
-    """Yield what :func:`_layers` does of convolutions, of square images."""
-    inputs, taps = (shape[0] if len(shape) == 3 else 1), float(args.kernel**2)
-    side = math.isqrt(math.prod(shape) // inputs)
-    for index in range(args.depth):
-        side = -(-side // 2) if index < REDUCED else side
-        yield taps * inputs * args.width, float(side * side)
-        inputs = args.width
-    yield float(side * side * args.width * classes), 1.0
-
-
-def _capsule_layers(
-    args: CapsuleArguments, shape: tuple[int, ...], classes: int
-) -> Iterator[tuple[float, float]]:
-    """Yield what :func:`_layers` does, of square images."""
-    colours, taps = (shape[0] if len(shape) == 3 else 1), float(args.kernel**2)
-    side = math.isqrt(math.prod(shape) // colours) - args.kernel + 1
-    yield taps * colours * args.channels, float(side * side)
-    side = (side - args.kernel) // 2 + 1
-    yield taps * args.channels * args.types * 8, float(side * side)
-    yield float(side * side * args.types * 8 * classes * 16), 1.0
+    layers = pairwise([inputs, *model.hidden, classes])
+    yield from ((float(fan_in * fan_out), 1.0) for fan_in, fan_out in layers)
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:

@@ -46,7 +46,7 @@ from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
-from trainers.files import check_there
+from trainers.files import check_no_links, check_there
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
 from trainers.training.trainer import check
@@ -230,8 +230,11 @@ class Worker:
     def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
         """Train until the trial is done, stopped or left, and return which of these."""
         place = str(plan["checkpoints"])
+        check_no_links(local_folder(place))
         paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
         config = TrialConfig.from_dict(plan["config"])
+        if config.profile.steps:
+            check_no_links(local_folder(plan["profile"]))
         began = time.monotonic()
         beginning = executor.begin(config, paths)
         self._say(BEGAN, trial, beginning)

@@ -10,7 +10,7 @@ from study.execution.engine import EPSILON
 from trainers.workers.resources import WorkerResources
 
 Place = int | None
-"""Place of a rank: the index of its GPU among those of the machine; None for CPUs alone."""
+"""Place of a rank: the index of its GPU on the machine; None without a GPU."""
 
 
 class Machine:

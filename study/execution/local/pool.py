@@ -165,7 +165,7 @@ class Pool:
         return running
 
     def answer(self, trial: str, go: bool) -> None:
-        """Tell a trial that waits after a report whether it goes on."""
+        """Answer a trial that waits after a report: whether it continues."""
         group = self._trials.get(trial)
         if group is not None:
             self._tell(group, Message(GO if go else STOP, trial))
@@ -278,9 +278,9 @@ class Pool:
             self._node.send(group.keys[rank], pickle.dumps(message))
 
     def _note_end(self, group: _Group, key: int, message: Message) -> list[Message]:
-        """Note the end of a trial in one process; the trial ends once it has in all of them.
+        """Record the end of a trial in one process; the trial ends with its last process.
 
-        If one process failed, the trial ends at once: the others would wait for it in vain.
+        If one process failed, the trial ends at once, because the others would wait for it forever.
         """
         running = group.running.get(message.trial)
         if running is None:

@@ -154,8 +154,8 @@ class TuneEngine:
         return tune.Tuner(
             TrialSupervisor,
             tune_config=tune.TuneConfig(
-                search_alg=StudySearcher(self),
-                scheduler=StudyScheduler(self),
+                search_alg=EngineSearcher(self),
+                scheduler=EngineScheduler(self),
                 num_samples=-1,
                 reuse_actors=True,
                 trial_name_creator=lambda trial: trial.config["trial"],
@@ -166,7 +166,7 @@ class TuneEngine:
                 storage_path=folder if own else given.storage_path,
                 verbose=given.verbose,
                 progress_reporter=given.progress_reporter,
-                callbacks=[StudyCallback(self), *(given.callbacks or [])],
+                callbacks=[EngineCallback(self), *(given.callbacks or [])],
                 failure_config=tune.FailureConfig(max_failures=0),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             ),
@@ -322,7 +322,7 @@ class _OfEngine:
         return {}
 
 
-class StudySearcher(_OfEngine, Searcher):  # type: ignore[misc]
+class EngineSearcher(_OfEngine, Searcher):  # type: ignore[misc]
     """Hands a study's trials to Tune, in the order of the study."""
 
     def __init__(self, engine: TuneEngine) -> None:
@@ -349,7 +349,7 @@ class StudySearcher(_OfEngine, Searcher):  # type: ignore[misc]
         """Restore nothing: the ledger has the search state."""
 
 
-class StudyScheduler(_OfEngine, FIFOScheduler):  # type: ignore[misc]
+class EngineScheduler(_OfEngine, FIFOScheduler):  # type: ignore[misc]
     """Forwards reports to the study, and stops the trials that its scheduler stops."""
 
     def __init__(self, engine: TuneEngine) -> None:
@@ -372,7 +372,7 @@ class StudyScheduler(_OfEngine, FIFOScheduler):  # type: ignore[misc]
         self._engine.forget(trial.trial_id)
 
 
-class StudyCallback(_OfEngine, tune.Callback):  # type: ignore[misc]
+class EngineCallback(_OfEngine, tune.Callback):  # type: ignore[misc]
     """Reports trials whose actors died to the study."""
 
     def __init__(self, engine: TuneEngine) -> None:

@@ -1,10 +1,10 @@
-"""A Ray of this machine's own, which ends with the process that has started it.
+"""A Ray on this machine that ends with the process that started it.
 
-It runs in processes of its own (``ray start --block``). If a part of Ray dies, ``ray start`` ends
-all of it, but for agents, whose raylet ends alone; :class:`OwnRay` sees either at its next look.
+It runs in separate processes (``ray start --block``). If a part of Ray dies, ``ray start`` ends all
+other parts; if an agent dies, only its raylet ends. :class:`OwnRay` notices both at its next look.
 
-Whoever may talk to Ray runs code as its user. This one listens on 127.0.0.1 alone, requires a token
-that only our processes inherit, and serves no metrics, for which Ray asks no token.
+Every client of a Ray cluster can run code as its user. This Ray listens on 127.0.0.1 only, requires
+a token that only our processes inherit, and serves no metrics, which would need no token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OwnRay:
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._parts: dict[str, psutil.Process] = {}
-        # whatever the variables say of clusters: of this one nobody else may have the token
+        # a new token for this Ray, whatever the variables contain for other clusters
         token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
         ours = token | RAY_FOR_NOBODY_ELSE
         self._before = {name: os.environ.get(name) for name in ours}
@@ -94,7 +94,7 @@ class OwnRay:
         if self._folder is not None:
             self._end()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        # Ray lets everybody write into its own folder; nobody else gets through the one around it
+        # all users may write into Ray's folder, so it lies in one that only this user can open
         folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
         start = [
             *module_command("ray.scripts.scripts"),
@@ -149,14 +149,14 @@ class OwnRay:
 
 
 def _free_port() -> int:
-    """Return a port of this machine that nothing listens at."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _child(process: int, name: str) -> psutil.Process | None:
-    """Return the child of a process that has that name; None if there is none."""
+    """Return the child of a process with this name, or None."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process).children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -166,12 +166,12 @@ def _child(process: int, name: str) -> psutil.Process | None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Tell whether a process runs; one that has ended and was not waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def _text(path: Path) -> str:
-    """Return the contents of a file; "" if there is none."""
+    """Return the contents of a file; "" if the file does not exist."""
     return path.read_text(errors="replace").strip() if path.exists() else ""

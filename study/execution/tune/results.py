@@ -61,7 +61,7 @@ class StudyResults(ResultGrid):  # type: ignore[misc]
             filter_nan_and_inf: whether to leave out trials whose value is not finite.
 
         Raises:
-            ValueError: there is no such mode or scope.
+            ValueError: the mode or the scope is unknown.
             RuntimeError: no trial has such a value.
         """
         metric, mode = metric or self._metric, mode or self._mode
@@ -89,7 +89,7 @@ class StudyResults(ResultGrid):  # type: ignore[misc]
     ) -> Any:
         """Return a frame of pandas: a trial a line, with its config and last metrics.
 
-        With ``filter_metric`` and ``filter_mode`` the metrics are those of the epoch that is best
+        With ``filter_metric`` and ``filter_mode`` the metrics come from the epoch that is best
         by these.
         """
         import pandas as pd

@@ -115,13 +115,14 @@ class TuneTrials:
         if not self.room.take(trial, shape):
             return None
         self._starts[trial] += 1
+        labels = self._hosts.labels
         job = Job(
             engine=self._hosts.engine,
             run=f"{trial}-{self._starts[trial]}",
             trial=trial,
             shape=shape,
-            plan=make_plan(),
-            labels=self._hosts.labels,
+            plan=make_plan() | {"labels": labels},
+            labels=labels,
         )
         handed = Handed(job=job, slots=self._slots.take(shape.workers))
         self._trials[trial] = handed
@@ -189,7 +190,7 @@ class TuneTrials:
         return self.hear(handed, [Message(ENDED, handed.job.trial, end)])
 
     def ask_for(self, waiting: WorkerResources | None) -> None:
-        """Request resources from the autoscaler: those of all trials and of the next waiting one.
+        """Request the resources of all trials and of the next waiting trial from the autoscaler.
 
         The request is withdrawn when no trial is waiting.
         """

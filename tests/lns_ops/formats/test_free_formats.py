@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
+import tracemalloc
 from collections.abc import Iterable
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -366,6 +368,32 @@ def wrong(kind: str, folder: Path) -> str:
 def test_bad_tables_are_refused(kind: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(wrong(kind, tmp_path))
+
+
+@pytest.mark.timeout(60)
+def test_a_table_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "levels.npy")
+    with pytest.raises(ValueError, match="is no regular file; give the path"):
+        parse(f"table({tmp_path}/levels.npy)")
+
+
+def test_a_table_of_a_strange_header_is_refused_and_takes_no_memory(tmp_path: Path) -> None:
+    """20 GiB of zeros take no room on a disk, and a header may promise more than there is."""
+    long, lies, code = (tmp_path / f"{name}.npy" for name in ("long", "lies", "code"))
+    for path, count in ((long, 20 * 2**28), (lies, 10**15)):
+        with path.open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (count,)}
+            np.lib.format.write_array_header_1_0(file, header)
+    os.truncate(long, long.stat().st_size + 20 * 2**30)
+    np.save(code, np.array([Fraction(1), 2], dtype=object), allow_pickle=True)
+    (tmp_path / "torn.npy").write_bytes(b"\x93NUMPY\x01\x00\x08\x00{'descr'")
+    (tmp_path / "empty.npy").touch()
+    tracemalloc.start()
+    for name in ("long", "lies", "code", "torn", "empty"):
+        with pytest.raises(ValueError, match=re.escape(f"table({tmp_path}/{name}.npy): ")):
+            parse(f"table({tmp_path}/{name}.npy)")
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

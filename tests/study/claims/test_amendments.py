@@ -55,7 +55,7 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
             ["seeds=[0, 1, 2, 3, 4]", "trial.precision.format=lns12"],
         ),
         (["space={optimizer.lr: {grid: [0.1, 0.2]}}"], None),
-        (["max_failures=7", "executor=train"], ["executor=train", "max_failures=7"]),
+        (["max_failures=7", "gang=train"], ["gang=train", "max_failures=7"]),
         (["data.validation_size=200"], ["trial.data.validation_size=200"]),
         (["data.validation_size=300"], []),  # as the data have it
         (["metric=validation/loss"], ["metric=validation/loss"]),
@@ -168,9 +168,9 @@ def test_a_picture_s_name_is_in_one_line_of_the_page(length: int, tmp_path: Path
 
 def test_pictures_of_the_page_are_pictures_of_the_report() -> None:
     assert set(PICTURES) <= TITLES.keys()
-    assert load("are_gans_equal", download=False).picture == "best_of_k"
+    assert load("examples/gans/study.yaml", download=False).picture == "best_of_k"
     with pytest.raises(ValueError, match="picture"):
-        load("are_gans_equal", ["picture=none_such"], download=False)
+        load("examples/gans/study.yaml", ["picture=none_such"], download=False)
 
 
 def test_a_study_whose_code_lies_elsewhere_states_the_same(tiny: Tiny, tmp_path: Path) -> None:

@@ -376,9 +376,15 @@ def test_reproduce_needs_studies_with_claims(tmp_path: Path) -> None:
 
 
 def test_small_forms_are_reproduced_of_studies_that_have_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "conf/study").mkdir(parents=True)
+    (tmp_path / "conf/study/large.yaml").write_text(
+        "name: large\nrows: [{label: a}]\n"
+        "claims: [{name: b, claim: '-', source: '-', value: {row: a, at_most: 1.0}}]\n"
+    )
+    monkeypatch.chdir(tmp_path)
     for words, has in ((["--small"], False), ([], True)):
         assert main(["reproduce", *words, "--storage", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert ("deep_vanilla," in line, "deep_vanilla_10000" in line) == (True, has)
+        assert ("law_of_bits," in line, "large," in line) == (True, has)

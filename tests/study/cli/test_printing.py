@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,18 @@ from study.handle import load
 from study.ledger.log import read_ledger
 from study.ledger.state import fold
 from study.report.write import write_report
+from study.text import printable, printable_json
 from tests.study.conftest import made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny
 
-HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\u061c\u200f\u200e\u200b\u2060\ufeff\r"
+UNSEEN = "\xad\u034f\u115f\u17b4\u180e\u3164\ufe0f\uffa0\ufff9\U0001d173\U000e0041\U000e0101"
+"""Characters that no terminal or page shows, by which two labels look alike."""
+HOSTILE = (
+    "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\u061c\u200f\u200e\u200b\u2060\ufeff\r" + UNSEEN
+)
 CONTROLS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    rf"{UNSEEN}]"
 )
 
 
@@ -76,6 +84,28 @@ def test_no_control_character_of_a_ledger_is_printed_or_in_a_report(
     assert {file.suffix for file in files} == {".csv", ".md", ".html", ".tex", ".json"}
     for file in files:
         assert CONTROLS.search(file.read_bytes().decode().replace("\r\n", "\n")) is None, file
+
+
+def test_every_control_character_and_separator_of_unicode_is_escaped() -> None:
+    kinds = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    every = [chr(code) for code in range(sys.maxunicode + 1)]
+    wanted = [each for each in every if unicodedata.category(each) in kinds and each not in "\t\n"]
+    assert not [hex(ord(each)) for each in wanted if printable(each) == each]
+    for each in (*wanted, *UNSEEN):
+        assert json.loads(printable_json(json.dumps(each, ensure_ascii=False))) == each
+    assert printable("Größe 日本語 ± σ² e\u0301") == "Größe 日本語 ± σ² e\u0301"
+
+
+@pytest.mark.parametrize("label", ["sgd [bold]", "a [link=http://h/]b[/link]", "c [/]", "[red]d"])
+def test_a_label_with_brackets_is_shown_as_it_is(
+    tiny: Tiny, label: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library that draws the tables of ``status`` has tags in brackets, such as links."""
+    study = tiny("tags", f"rows=[{{label: '{label}'}}]", "baseline=null")
+    write_ledger(study, made_up_events(study))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["status", study.slug, "--storage", study.storage]) == 0
+    assert label in capsys.readouterr().out
 
 
 def test_no_control_character_of_a_ledger_is_in_what_python_shows(tiny: Tiny) -> None:

@@ -130,6 +130,12 @@ def test_configs_in_the_working_folder_win(tmp_path: Path, monkeypatch: pytest.M
     assert load("table").name == "my-table"
 
 
+def test_the_name_of_an_example_is_refused_with_its_file() -> None:
+    with pytest.raises(ValueError, match=r"'capsules': an example .* examples/capsules/study.yaml"):
+        load("capsules")
+    assert load("examples/capsules/study.yaml", small=True).name == "capsules-small"
+
+
 def test_a_study_survives_the_way_to_json_and_back() -> None:
     study = load("table")
     assert StudyConfig.from_dict(study.to_dict()) == study

@@ -7,12 +7,12 @@ import pytest
 
 from study.config import RowConfig, StudyConfig
 from study.execution.preflight import check_engine
-from study.execution.runner import by_ray
+from study.plan.engines import by_ray
 from trainers.config import SyncConfig, TrialConfig
 
 NEEDS = {
     "address='auto'": StudyConfig(address="auto"),
-    "executor=train": StudyConfig(executor="train"),
+    "gang=train": StudyConfig(gang="train"),
     "trial.sync.name=asynchronous": StudyConfig(
         trial=TrialConfig(workers=2, sync=SyncConfig(name="asynchronous"))
     ),

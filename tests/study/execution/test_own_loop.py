@@ -206,7 +206,7 @@ def test_what_a_loop_does_wrong_is_in_the_ledger(loops: Loops, tmp_path: Path) -
         (["{two}"], r"missing a required argument: 'other'"),
         (["{absent}"], r"has no function or class absent"),
         (["trainable=nowhere.py:train"], r"there is no file .*nowhere\.py"),
-        (["executor=train"], r"executor=train with trainable\.name=.*use executor=auto"),
+        (["gang=train"], r"gang=train with trainable\.name=.*use gang=auto"),
         (
             ["{two}", "space={trainable.args.x: {uniform: [0, 1]}}", "search={algorithm: tpe}"],
             r"row 'half': .*missing a required argument",

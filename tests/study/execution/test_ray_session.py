@@ -33,13 +33,7 @@ from tests.study.raylets import started
 
 DASHBOARD_PORT = 8265
 """The usual one."""
-GANG = [
-    "trial.workers=2",
-    "rows=[{label: a}]",
-    "baseline=null",
-    "trial.epochs=40",
-    "executor=train",
-]
+GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "gang=train"]
 
 
 def parts(of: int, name: str) -> list[psutil.Process]:

@@ -424,6 +424,7 @@ def test_a_trial_that_cannot_finish_is_reported_not_hidden(both: Tiny) -> None:
 
 
 GANG = [
+    "gang=forked",
     "trial.workers=2",
     "rows=[{label: float32}]",
     "baseline=null",
@@ -475,7 +476,7 @@ def test_a_gang_with_a_killed_rank_loses_no_epoch_and_ends_bit_equal(both: Tiny)
 
 @pytest.mark.slow
 def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
-    outcome, _ = run(tiny("train", *GANG, "executor=train"))
+    outcome, _ = run(tiny("train", *GANG, "gang=train"))
     single, _ = run(tiny("train single", *GANG, "trial.workers=1"))
     (gang_trial,), (trial,) = outcome.state.trials, single.state.trials
     assert (gang_trial.status, gang_trial.epoch) == (FINISHED, 3)
@@ -489,6 +490,6 @@ def test_a_scheduler_ends_a_trial_of_ray_train_early(ray_session: None, tiny: Ti
     search = "search={algorithm: grid, scheduler: asha, reduction_factor: 2}"
     rates = "space={optimizer.lr: {choice: [0.2, 0.000001, 0.3]}}"
     one = ["rows=[{label: a}]", "baseline=null", "seeds=[0]", "trial.epochs=4", "max_concurrent=1"]
-    outcome, _ = run(tiny("train asha", *GANG, "executor=train", rates, search, *one))
+    outcome, _ = run(tiny("train asha", *GANG, "gang=train", rates, search, *one))
     assert [trial.status for trial in outcome.state.trials] == [FINISHED, STOPPED, FINISHED]
     assert [trial.epoch for trial in outcome.state.trials] == [4, 1, 4]

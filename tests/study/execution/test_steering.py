@@ -351,7 +351,14 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
     it is a rank; after the heartbeat other processes end their trial. Steps of gangs are slow, so
     that the gang has not ended by then."""
     slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
-    one = (f"trial.workers={workers}", slowly, "rows=[{label: float32}]", "baseline=null", EPOCHS)
+    one = (
+        f"trial.workers={workers}",
+        "gang=forked",
+        slowly,
+        "rows=[{label: float32}]",
+        "baseline=null",
+        EPOCHS,
+    )
     undisturbed, _ = run(both(f"no hang of {workers}", *one))
     stopped: list[int] = []
 
@@ -376,7 +383,7 @@ def test_a_gang_that_hangs_while_it_meets_is_killed_and_started_again(
     tiny: Tiny, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank is stopped (SIGSTOP) as soon as it says that it is there, before it has trained."""
-    one = ("trial.workers=2", "rows=[{label: float32}]", "baseline=null")
+    one = ("trial.workers=2", "gang=forked", "rows=[{label: float32}]", "baseline=null")
     undisturbed, _ = run(tiny("meets", *one))
     stopped: list[psutil.Process] = []
     react = Pool._react

@@ -29,6 +29,7 @@ from study.ledger.log import (
     FILE,
     Follower,
     Ledger,
+    LedgerError,
     LedgerGoneError,
     make_header,
     open_ledger,
@@ -349,15 +350,11 @@ def test_a_stale_file_is_opened_again_where_it_is_as_we_left_it(tmp_path: Path) 
         ledger._file = Stale(ledger._file)  # type: ignore[assignment]
         ledger.append_all(EVENTS[2:4])
         assert is_locked(tmp_path)
-        assert [event["event"] for event in read_ledger(tmp_path)] == [
-            "planned",
-            "started",
-            "report",
-            "report",
-        ]
+        kinds = [event["event"] for event in read_ledger(tmp_path)]
+        assert kinds == ["planned", "started", "report", "report"]
         (tmp_path / FILE).write_bytes(b"something else")
         ledger._file = Stale(ledger._file)  # type: ignore[assignment]
-        with pytest.raises(OSError, match="Stale"):
+        with pytest.raises(LedgerError, match="was cut by another process"):
             ledger.append_all(EVENTS[4:])
     assert (tmp_path / FILE).read_bytes() == b"something else"
 
@@ -461,6 +458,22 @@ def test_a_folder_that_is_removed_moved_or_replaced_takes_no_more_events(
     assert folder.exists() == (how == "replaced")
     if how == "replaced":
         assert [event["trial"] for event in read_ledger(folder)] == ["b"]
+
+
+@pytest.mark.parametrize("how", ["cut", "written"])
+def test_a_ledger_that_another_process_changes_takes_no_more_events(
+    tmp_path: Path, how: str
+) -> None:
+    """What is written behind a gap would be lost, and the study end as if all were well."""
+    with Ledger(tmp_path) as ledger:
+        ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
+        lines = (tmp_path / FILE).read_bytes()
+        changed = lines[:-20] if how == "cut" else lines + b"x\n"
+        (tmp_path / FILE).write_bytes(changed)
+        for epoch in (2, 3):
+            with pytest.raises(LedgerError, match=f"was {how} by another process.* --repair"):
+                ledger.append("report", trial="a", epoch=epoch, metrics={"x": 1.0})
+    assert (tmp_path / FILE).read_bytes() == changed
 
 
 def test_a_lock_that_is_removed_lets_no_two_processes_write(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def noted(folder: Path) -> list[int]:
 
 
 def test_ray_train_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"executor=train with storage='s3://bucket/x'"):
-        StudyConfig(name="x", storage="s3://bucket/x", executor="train")
+    with pytest.raises(ValueError, match=r"gang=train with storage='s3://bucket/x'"):
+        StudyConfig(name="x", storage="s3://bucket/x", gang="train")
 
 
 def test_another_machine_reads_what_one_wrote(folder: Path, url: str, tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from study.errors import UserError
 from study.execution.control import FILE as CONTROL
 from study.ledger import log
 from study.ledger.lines import seal
-from study.ledger.lock import LOCK, OWN_FOLDERS
+from study.ledger.lock import LOCK, OF_TRIALS, OUTPUT, OWN_FOLDERS
 from study.ledger.log import FILE, Ledger
+from study.plan.plan import make_plan
 from study.tracking.address import WHERE
 from study.tracking.sinks import LOG, NOTES, Alerts
 from study.tracking.writer import LOCK as TRACKING_LOCK
 from study.tracking.writer import tracking_lock
-from tests.study.conftest import made_up_events, write_ledger
+from tests.study.conftest import TINY, made_up_events, write_ledger
 from trainers.checkpoint.files import load_checkpoint, save_checkpoint
 from trainers.checkpoint.manifest import STATE
 
@@ -74,6 +75,51 @@ def test_a_folder_of_a_study_that_is_a_link_is_refused(
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / name).symlink_to(victim)
     with pytest.raises(ValueError, match=f"{name}: is a link to {victim}"):
+        Ledger(tmp_path / "study")
+    assert untouched(victim)
+
+
+@pytest.mark.parametrize("name", OF_TRIALS)
+def test_a_folder_of_a_trial_that_is_a_link_is_refused(
+    tmp_path: Path, victim: Path, name: str
+) -> None:
+    """Its old checkpoints would be removed, and new ones written, wherever the link leads."""
+    (tmp_path / "study" / name).mkdir(parents=True)
+    (tmp_path / "study" / name / "0123").symlink_to(victim)
+    with pytest.raises(ValueError, match=f"{name}/0123: is a link to {victim}"):
+        Ledger(tmp_path / "study")
+    assert untouched(victim)
+
+
+def test_a_checkpoint_that_is_a_link_is_refused_before_its_trial_trains(
+    tiny: Tiny, tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tiny("linked", f"storage={tmp_path}/studies", "seeds=[0]", "epochs=1")
+    (first, *_) = make_plan(study).trials
+    folder = study.folder / "checkpoints" / first.id
+    folder.mkdir(parents=True)
+    (folder / "000000").symlink_to(victim)
+    keys = ["seeds=[0]", "epochs=1", "name=linked", "tracking_uri=none"]
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    words = ["run", str(tmp_path / "tiny.yaml"), *keys, f"storage={study.storage}", "--plain"]
+    assert main(words) == 1
+    assert f"000000: is a link to {victim}" in capsys.readouterr().out
+    assert untouched(victim)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_log_of_trials_that_is_a_link_or_a_pipe_is_refused(
+    tmp_path: Path, victim: Path, kind: str
+) -> None:
+    """What trials print would go into another file; a pipe would be waited for."""
+    (tmp_path / "study").mkdir()
+    log = tmp_path / "study" / OUTPUT
+    if kind == "link":
+        log.symlink_to(victim / "file")
+    else:
+        os.mkfifo(log)
+    with pytest.raises(ValueError, match=f"{OUTPUT}: is .*it must be a regular file"):
         Ledger(tmp_path / "study")
     assert untouched(victim)
 

@@ -320,7 +320,7 @@ def test_checkpoints_of_another_ledger_are_refused_before_any_work(
     [
         ["executor=packed"],
         ["trial.workers=2"],
-        pytest.param(["executor=train"], marks=pytest.mark.slow),
+        pytest.param(["gang=train", "trial.workers=2"], marks=pytest.mark.slow),
     ],
     ids=["packed", "gang", "Ray Train"],
 )

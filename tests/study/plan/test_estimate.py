@@ -120,7 +120,7 @@ def test_a_gang_takes_as_many_simulated_slots_as_workers(
 
 
 DEEP = [16] * 40
-DEEPER = "{model: {name: vanilla, hidden: [512], args: {depth: 10000}}}"
+DEEPER = f"{{model: {{hidden: {[8] * 1001}}}}}"
 BESIDE = "train three times as fast side by side as by turns (784-512-10, an H200)"
 GRAPH = "small nets whose step is a CUDA graph"
 BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
@@ -167,9 +167,8 @@ BITS = "with the same bits; trial.gpus=1 gives each a process and a GPU"
         ),
         (
             ["device=cuda", "model={name: gpt, hidden: [512]}", "rows=[]"],
-            "one each (executor=auto), a whole GPU a trial: only nets of the kinds mlp, cnn,"
-            " vanilla and capsules, and an LSTM's variants in float32, share processes by"
-            " themselves",
+            "one each (executor=auto), a whole GPU a trial: only nets of the kinds mlp and"
+            " cnn, and an LSTM's variants in float32, share processes by themselves",
         ),
         (
             ["device=cuda", f"model.hidden={DEEP}"],

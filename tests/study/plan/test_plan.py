@@ -67,8 +67,8 @@ def test_the_id_is_pinned() -> None:
 
 def test_only_ray_train_changes_the_number_of_workers(tiny: Tiny) -> None:
     elastic = ("trial.workers=2", "trial.min_workers=1")
-    check_elastic(make_plan(tiny("plan", *elastic, "executor=train")))
-    with pytest.raises(ValueError, match=r"row 'float32': min_workers=1: .*; use executor=train"):
+    check_elastic(make_plan(tiny("plan", *elastic, "gang=train")))
+    with pytest.raises(ValueError, match=r"row 'float32': min_workers=1: .*; use gang=train"):
         check_elastic(make_plan(tiny("plan", *elastic)))
 
 

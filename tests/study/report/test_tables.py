@@ -7,7 +7,10 @@ import gzip
 import hashlib
 import html
 import io
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,7 +30,7 @@ from study.report.tables import render_text
 from study.report.write import write_report
 from study.results.idle_time import sentences
 from study.results.summary import summarise
-from tests.study.conftest import made_up_events
+from tests.study.conftest import made_up_events, write_ledger
 from tests.study.made_up_slots import Held, run_of, with_slots
 
 Tiny = Callable[..., StudyConfig]
@@ -67,6 +70,29 @@ def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> Non
         (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         for name in ("error_per_epoch.png", "test_error.png")
     )
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["pipe", "settings"])
+def test_no_picture_follows_settings_in_the_current_folder(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    """matplotlib reads them first of all, and waits for a pipe in their place."""
+    study, here = tiny("drawn", f"storage={tmp_path}/studies"), tmp_path / "here"
+    write_ledger(study, made_up_events(study))
+    here.mkdir()
+    drawn = []
+    for folder in (tmp_path, here):
+        if folder == here and kind == "pipe":
+            os.mkfifo(here / "matplotlibrc")
+        elif folder == here:
+            (here / "matplotlibrc").write_text("text.usetex: true\nfont.size: 1\n")
+        words = [sys.executable, "-m", "study", "report", "drawn", "--storage", study.storage]
+        there = {"PYTHONPATH": str(Path(__file__).parents[3])}
+        subprocess.run([*words, "--tracking-uri", "none"], cwd=folder, env=os.environ | there,
+                       check=True, timeout=60)  # fmt: skip
+        drawn.append((study.folder / "report" / "test_error.png").read_bytes())
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(

@@ -289,12 +289,12 @@ def test_populations_that_cannot_be_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("executor", "epochs"), [("auto", 3), ("train", 2)])
+@pytest.mark.parametrize(("kind", "epochs"), [([], 3), (["gang=train", "trial.workers=2"], 2)])
 def test_a_real_population_computes_every_epoch_once(
-    bred: Make, ray_session: None, executor: str, epochs: int
+    bred: Make, ray_session: None, kind: list[str], epochs: int
 ) -> None:
     size = ["search.num_samples=2", f"trial.epochs={epochs}"]
-    study = bred(f"name=population-{executor}", f"executor={executor}", *size, *QUICK)
+    study = bred(f"name=population-{len(kind)}", *kind, *size, *QUICK)
     view = SilentView()
     outcome = run_study(study, view, lambda line: None)
     trials = outcome.state.trials

@@ -214,6 +214,14 @@ def test_engines_trust_no_schema(stored: StudyConfig) -> None:
         assert connection.exec_driver_sql("PRAGMA trusted_schema").scalar() == 0
 
 
+def test_a_damaged_database_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """A run that begins with it, such as after a crash, would else be held up without a remedy."""
+    place = tmp_path / "mlflow.db"
+    place.write_bytes(b"SQLite format 3\0" + b"x" * 4096)
+    with pytest.raises(ValueError, match=rf"if {place} is damaged, .* rename it"):
+        check_tracking(f"sqlite:///{place}")
+
+
 def test_a_new_database_is_written_over_no_link(tmp_path: Path, precious: Path) -> None:
     (tmp_path / f".mlflow.db.{os.getpid()}").symlink_to(precious)
     _make(tmp_path / "mlflow.db")

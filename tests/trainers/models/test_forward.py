@@ -202,7 +202,7 @@ from trainers.training.trainer import Training
 
 training = Training(TrialConfig(
     data=DataConfig(name="mnist1d", args={"examples": 6100}, validation_size=100),
-    model=ModelConfig(name="vanilla", args={"depth": 200, "width": 32}),
+    model=ModelConfig(hidden=[32] * 200),
     memory=MemoryConfig(activation_checkpoints=bool(int(sys.argv[1]))),
     batch_size=6000, epochs=1, device="cpu", threads=1, telemetry=True,
 ))

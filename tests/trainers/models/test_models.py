@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,13 @@ from trainers.config.sync import SyncConfig
 from trainers.models import build, make_model
 from trainers.models.init import initialize_, normal_
 from trainers.models.precision import apply_precision
-from trainers.models.vanilla import critical_bias
 from trainers.parallel.pipeline_partition import split
 from trainers.training.trainer import Training
 
 RESNET = ModelConfig(name="resnet", args={"depth": 8, "width": 4})
-DENSENET = ModelConfig(name="densenet", args={"depth": 10, "growth": 4})
 LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8})
 VANILLA_LSTM = ModelConfig(name="lstm", args={"layers": 2, "width": 8, "variant": "vanilla"})
 GPT = ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 8})
-VANILLA = ModelConfig(name="vanilla", args={"depth": 6, "width": 8})
-CONVOLUTIONS = ModelConfig(name="vanilla", args={"depth": 4, "width": 8, "kernel": 3})
-IMAGES = (RESNET, DENSENET, CONVOLUTIONS)
-NORMED = pytest.mark.parametrize("model", [RESNET, DENSENET], ids=lambda c: c.name)
 LNS = PrecisionConfig(format="lns12", kahan_sum=True)
 BFLOAT16 = PrecisionConfig(format="bfloat16")
 DIGITS = TrialConfig(
@@ -50,17 +43,15 @@ DIGITS = TrialConfig(
 
 def made(config: ModelConfig, seed: int = 0) -> nn.Module:
     """The network on images of 3 x 8 x 8 or 11 tokens of 5 kinds."""
-    if config in IMAGES:
+    if config == RESNET:
         return make_model(config, (3, 8, 8), 10, seed)
-    if config.name == "vanilla":
-        return make_model(config, (12,), 10, seed)
     return make_model(config, (11,), 5, seed, tokens=5, each_step=True)
 
 
 def examples(config: ModelConfig) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    if config in (*IMAGES, VANILLA):
-        x = torch.rand(6, *((12,) if config == VANILLA else (3, 8, 8)), generator=generator)
+    if config == RESNET:
+        x = torch.rand(6, 3, 8, 8, generator=generator)
         return x, torch.randint(10, (6,), generator=generator)
     tokens = (torch.randint(5, (6, 1), generator=generator) + torch.arange(12)) % 5
     return tokens[:, :-1], tokens[:, 1:]
@@ -70,7 +61,7 @@ def loss(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
 
 
-@pytest.mark.parametrize("config", [*IMAGES, LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}")
+@pytest.mark.parametrize("config", [RESNET, LSTM, GPT], ids=lambda c: f"{c.name}{c.args}")
 @pytest.mark.parametrize(
     "precision",
     [PrecisionConfig(), LNS, PrecisionConfig(format="bfloat16")],
@@ -79,13 +70,13 @@ def loss(logits: Tensor, y: Tensor) -> Tensor:
 def test_every_parameter_gets_a_gradient(config: ModelConfig, precision: PrecisionConfig) -> None:
     model, (x, y) = apply_precision(made(config), precision), examples(config)
     logits = model(x)
-    assert logits.shape == (*y.shape, 10 if config in (*IMAGES, VANILLA) else 5)
+    assert logits.shape == (*y.shape, 10 if config == RESNET else 5)
     loss(logits, y).backward()
     assert all(p.grad is not None for p in model.parameters())
     assert all(isinstance(p, LNSTensor) == (precision == LNS) for p in model.parameters())
 
 
-@pytest.mark.parametrize("config", [*IMAGES, LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}")
+@pytest.mark.parametrize("config", [RESNET, LSTM, GPT], ids=lambda c: f"{c.name}{c.args}")
 def test_a_few_steps_lower_the_loss(config: ModelConfig) -> None:
     model, (x, y) = made(config), examples(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
@@ -112,28 +103,6 @@ def test_resnet_20_has_the_layers_of_the_paper() -> None:
     assert [f.shape[1:] for f in _through(model, torch.rand(1, 3, 32, 32))][3::3] == [
         (16, 32, 32), (32, 16, 16), (64, 8, 8)
     ]  # fmt: skip
-
-
-def test_a_vanilla_net_keeps_lengths_and_angles_at_any_depth() -> None:
-    """Schoenholz et al. 2017; the bias for sigma_w^2 = 1.05 is that of Xiao et al. 2018."""
-    sigma_b, q = critical_bias(1.05**0.5)
-    assert sigma_b**2 == pytest.approx(2.01e-5, rel=1e-3)
-    assert q == pytest.approx(0.02592, rel=1e-3)
-    x = q**0.5 * torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
-    deep = ModelConfig(name="vanilla", args={"depth": 400, "width": 64})
-    gradients = {}
-    for init in ("orthogonal", "kaiming"):
-        config = replace(deep, args=deep.args | {"init": init})
-        model = make_model(config, (64,), 10, 0)
-        assert isinstance(model, nn.Sequential)
-        signal = x.clone().requires_grad_()
-        model[:-1](signal).square().sum().backward()  # type: ignore[no-untyped-call]
-        assert signal.grad is not None
-        gradients[init] = float(signal.grad.norm() / signal.detach().norm())
-    assert 0.2 < gradients["orthogonal"] < 5
-    assert not 1e-6 < gradients["kaiming"] < 1e6
-    weight = model[0].weight.detach()
-    assert weight.std() == pytest.approx((2 / 64) ** 0.5, rel=0.05)
 
 
 def _through(model: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -215,15 +184,8 @@ def test_data_that_do_not_fit_are_refused(
         ("lstm", {"layers": True}, "must be a whole number"),
         ("gpt", {"width": 10, "heads": 4}, "heads share the width evenly"),
         ("gpt", {"layers": 0}, "model.args.layers=0: must be a whole number of at least 1"),
-        ("densenet", {"depth": 12}, r"model.args.depth=12 .*bc: must be 6 n \+ 4"),
-        ("densenet", {"depth": 12, "variant": "plain"}, r"plain: must be 3 n \+ 4"),
-        ("densenet", {"growth": 0}, "model.args.growth=0: must be a whole number of at least 1"),
         ("cnn", {"width": 3}, "there are activation=relu, beta=1.0"),
         ("mlp", {"beta": 2.0}, "only swish and swish_beta have it"),
-        ("vanilla", {"kernel": 2}, "model.args.kernel=2: must be odd"),
-        ("vanilla", {"kernel": -1}, "model.args.kernel=-1: must be odd"),
-        ("vanilla", {"sigma_w": 1.0}, "model.args.sigma_w=1.0: must be above 1"),
-        ("vanilla", {"init": "kaiming", "sigma_w": 1.1}, "only orthogonal weights have it"),
     ],
 )
 def test_arguments_are_checked(name: str, args: dict[str, Any], said: str) -> None:
@@ -294,7 +256,7 @@ def test_a_parameter_that_nobody_draws_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [*IMAGES, LSTM, VANILLA_LSTM, GPT, VANILLA], ids=lambda c: f"{c.name}{c.args}"
+    "config", [RESNET, LSTM, VANILLA_LSTM, GPT], ids=lambda c: f"{c.name}{c.args}"
 )
 def test_stages_are_balanced_and_know_what_passes_between_them(config: ModelConfig) -> None:
     model, (x, _) = made(config), examples(config)
@@ -317,12 +279,11 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in metrics.items() if not key.startswith(left_out)}
 
 
-@NORMED
 @pytest.mark.parametrize("precision", [PrecisionConfig(), LNS], ids=lambda p: p.format)
 def test_networks_with_statistics_train_and_resume_with_the_same_bits(
-    model: ModelConfig, precision: PrecisionConfig, tmp_path: Path
+    precision: PrecisionConfig, tmp_path: Path
 ) -> None:
-    config = replace(DIGITS, model=model, precision=precision)
+    config = replace(DIGITS, precision=precision)
     whole, begun, resumed = Training(config), Training(config), Training(config)
     expected = [without_speed(whole.train_epoch()) for _ in range(2)]
     assert expected[1]["train/loss"] < expected[0]["train/loss"]
@@ -351,18 +312,17 @@ def test_dropout_is_drawn_again_where_activations_are_computed_again() -> None:
     assert none.train_epoch()["train/loss"] != first["train/loss"]
 
 
-def staged(rank: int, folder: str, model: ModelConfig) -> dict[str, Any]:
+def staged(rank: int, folder: str) -> dict[str, Any]:
     """Two stages; two replicas; two sharded replicas, broken off and continued."""
-    digits = replace(DIGITS, model=model)
     found: dict[str, Any] = {}
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
-        config = replace(digits, precision=precision, workers=2)
+        config = replace(DIGITS, precision=precision, workers=2)
         pipeline = replace(config, layout=Layout(pp=2, micro_batches=2))
         training = Training(pipeline, rank=rank, world_size=2)
         metrics = [without_speed(training.train_epoch()) for _ in range(2)]
         found[name] = {"metrics": metrics, "bits": bits(training)}
     for name, layout in (("replicas", Layout()), ("sharded", Layout(fsdp=True))):
-        config = replace(digits, workers=2, layout=layout)
+        config = replace(DIGITS, workers=2, layout=layout)
         whole = Training(config, rank=rank, world_size=2)
         before = [b.clone() for b in whole.model.buffers()]
         expected = [without_speed(whole.train_epoch()) for _ in range(2)]
@@ -383,14 +343,13 @@ def staged(rank: int, folder: str, model: ModelConfig) -> dict[str, Any]:
     return found
 
 
-@NORMED
 @pytest.mark.slow
-def test_layouts_cut_networks_with_statistics(model: ModelConfig, tmp_path: Path) -> None:
+def test_layouts_cut_networks_with_statistics(tmp_path: Path) -> None:
     """Two stages of two micro-batches give the bits of one process with two micro-batches, running
     statistics included. Replicas end an epoch with the same statistics, and go on with them."""
-    first, second = spawned(partial(staged, model=model), tmp_path)
+    first, second = spawned(staged, tmp_path)
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
-        config = replace(DIGITS, model=model, precision=precision, layout=Layout(micro_batches=2))
+        config = replace(DIGITS, precision=precision, layout=Layout(micro_batches=2))
         alone = Training(config)
         metrics = [without_speed(alone.train_epoch()) for _ in range(2)]
         assert first[name]["metrics"] == metrics
@@ -415,12 +374,8 @@ def test_layouts_cut_networks_with_statistics(model: ModelConfig, tmp_path: Path
             r"layout.tp=2 with model.args=\{activation: swish_beta\}: a worker would train",
         ),
         (
-            {"workers": 2, "sync": SyncConfig(name="ensemble"), "model": DENSENET},
-            "sync.name=ensemble with model.name=densenet",
-        ),
-        (
-            {"memory": MemoryConfig(activation_checkpoints=True), "model": DENSENET},
-            "memory.activation_checkpoints=true with model.name=densenet",
+            {"workers": 2, "sync": SyncConfig(name="ensemble")},
+            "sync.name=ensemble with model.name=resnet",
         ),
         (
             {"memory": MemoryConfig(activation_checkpoints=True)},
@@ -440,7 +395,7 @@ def test_layouts_that_cannot_be_are_refused(changes: dict[str, Any], said: str) 
 
 @pytest.mark.slow
 def test_ten_thousand_layers_are_built_saved_and_restored(tmp_path: Path) -> None:
-    deepest = ModelConfig(name="vanilla", args={"depth": 10_000, "width": 8})
+    deepest = ModelConfig(hidden=[8] * 10_000)
     config = replace(DIGITS, model=deepest, precision=LNS)
     training, other = Training(config), Training(replace(config, seed=1))
     training.save(tmp_path)

@@ -145,7 +145,6 @@ SEQUENCES = DataConfig(name="copy", args={"length": 4, "examples": 400, "test": 
 NETWORKS = {
     "mlp": (ModelConfig(hidden=[32]), DIGITS),
     "resnet": (ModelConfig(name="resnet", args={"depth": 8, "width": 4}), DIGITS),
-    "densenet": (ModelConfig(name="densenet", args={"depth": 10, "growth": 4}), DIGITS),
     "lstm": (ModelConfig(name="lstm", args={"layers": 2, "width": 16, "dropout": 0.2}), SEQUENCES),
     "gpt": (
         ModelConfig(name="gpt", args={"layers": 2, "heads": 2, "width": 16, "dropout": 0.2}),

@@ -404,7 +404,11 @@ def test_code_that_changed_after_planning_is_refused(file: Path) -> None:
     ("name", "message"),
     [
         ("my net:make", "must be file.py:name or package.module:name"),
-        ("vgg", "must be one of mlp, cnn, .*, capsules, or a factory of your own"),
+        ("vgg", "must be one of mlp, cnn, .*, gpt, or a factory of your own"),
+        *(
+            (name, f"no network of this version; examples/{name}/study.yaml of the .* has it")
+            for name in ("capsules", "densenet", "vanilla")
+        ),
     ],
 )
 def test_wrong_names_are_refused(name: str, message: str) -> None:

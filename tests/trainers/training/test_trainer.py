@@ -10,22 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import lns_ops
 from lns_ops import LNSTensor
 from trainers.checkpoint.manifest import STATE
 from trainers.comm.mesh import Place
-from trainers.config import (
-    DataConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    TrialConfig,
-)
-from trainers.data import prepare
+from trainers.config import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, TrialConfig
+from trainers.data import Dataset, prepare
 from trainers.models import build
 from trainers.models.init import initialize_
+from trainers.training import check as checks
 from trainers.training import strategies
 from trainers.training.trainer import Training, check
 
@@ -166,19 +161,30 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
             check(config(**changes), info)
 
 
-def test_sizes_that_the_data_forbid_are_refused_after_others_were_fine() -> None:
+def test_sizes_that_the_data_forbid_are_refused_after_others_were_fine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A model of ours is tried once; other sizes of it are only made."""
     info = prepare(DataConfig(name="digits"))
+    made, make = [], checks.make_whole_model
 
-    def capsules(kernel: int) -> TrialConfig:
-        args = {"channels": 4, "types": 2, "kernel": kernel}
-        model = ModelConfig(name="capsules", args=args)
-        return config("float32", model=model, loss=LossConfig(name="margin"))
+    def refuses_large(trial: TrialConfig, data: Dataset) -> nn.Module:
+        made.append(trial.model.arguments.depth)
+        if made[-1] > 14:
+            raise ValueError("too deep")
+        return make(trial, data)
 
-    check(capsules(3), info)
-    check(capsules(2), info)
-    with pytest.raises(ValueError, match=r"images of 8 x 8 and model\.args\.kernel=5"):
-        check(capsules(5), info)
+    def resnet(depth: int) -> TrialConfig:
+        return config(
+            "float32", model=ModelConfig(name="resnet", args={"depth": depth, "width": 2})
+        )
+
+    monkeypatch.setattr(checks, "make_whole_model", refuses_large)
+    check(resnet(8), info)
+    check(resnet(14), info)
+    with pytest.raises(ValueError, match="too deep"):
+        check(resnet(20), info)
+    assert made == [8, 14, 20]
 
 
 def test_batch_larger_than_the_data_is_refused() -> None:

@@ -43,7 +43,7 @@ from trainers.workers.messages import (
     Message,
 )
 from trainers.workers.node import Node
-from trainers.workers.resources import IN_PROCESS, PACKED, RAY_TRAIN, choose_executor
+from trainers.workers.resources import IN_PROCESS, PACKED, RAY_TRAIN
 
 EPOCHS = 3
 ORIGIN = {"study": "contract"}
@@ -318,19 +318,3 @@ def is_store(address: tuple[str, int]) -> bool:
         connection.sendall(validate + ping)
         return connection.recv(4) == struct.pack("=I", 7)
     return False
-
-
-@pytest.mark.parametrize(
-    ("wanted", "lanes", "expected"),
-    [
-        ("auto", 1, IN_PROCESS),
-        ("auto", 6, PACKED),
-        ("packed", 32, PACKED),
-        ("packed", 1, IN_PROCESS),
-        ("train", 1, RAY_TRAIN),
-    ],
-)
-def test_the_studys_key_and_the_lanes_choose_the_executor(
-    wanted: str, lanes: int, expected: str
-) -> None:
-    assert choose_executor(wanted, lanes) == expected

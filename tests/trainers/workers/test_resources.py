@@ -22,8 +22,8 @@ from trainers.config.optimizer import OPTIMIZERS, RATE_OF_HOST
 from trainers.workers.resources import TRIALS_PER_PROCESS, choose_share, trials_per_process
 
 SMALL = TrialConfig(device="cuda")
-DEEP = ModelConfig(name="vanilla", args={"depth": 300, "width": 64})
-DEEPER = ModelConfig(name="vanilla", args={"depth": 10000, "width": 64})
+DEEP = ModelConfig(hidden=[64] * 300)
+DEEPER = ModelConfig(hidden=[64] * 10_000)
 VARIANT = ModelConfig(name="lstm", args={"variant": "fgr"})
 WIDE = ModelConfig(name="lstm", args={"variant": "vanilla", "width": 512})
 BFLOAT16 = PrecisionConfig(format="bfloat16")

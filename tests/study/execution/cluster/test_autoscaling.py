@@ -128,12 +128,12 @@ def of(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("executor", ["auto", "train"])
+@pytest.mark.parametrize("words", [[], ["trial.workers=2", "gang=train"]], ids=["", "train"])
 def test_a_study_on_a_head_without_cpus_gets_its_nodes_from_the_autoscaler(
-    growing: str, tmp_path: Path, executor: str
+    growing: str, tmp_path: Path, words: list[str]
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
-    process = started(tmp_path, f"address={growing}", f"executor={executor}")
+    process = started(tmp_path, f"address={growing}", *words)
     try:
         said, _ = process.communicate(timeout=200)
     finally:

@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 EPOCHS = 400
 GANG = [
     "trial.workers=2",
+    "gang=forked",
     "rows=[{label: a, overrides: {precision.format: lns12}}]",
     "baseline=null",
 ]
@@ -193,7 +194,7 @@ def loop(context):
     "kind",
     [
         ["trainable=own.py:loop"],
-        ["executor=train", "trial.model.name=own.py:net"],
+        ["gang=train", "trial.workers=2", "trial.model.name=own.py:net"],
         ["trial.workers=2", "trial.sync={name: asynchronous, straggler_seconds: 0.005}"],
     ],
 )
@@ -224,7 +225,7 @@ def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that
     events = read_ledger(folder)
     (trial,) = fold(events).trials
     assert (trial.status, len(trial.reports)) == (FINISHED, 100)
-    assert trial.restarts == 1 or "executor=train" in kind  # it begins workers anew by itself
+    assert trial.restarts == 1 or "gang=train" in kind  # it begins workers anew by itself
     assert min(e["epoch"] for e in events[len(seen) :] if e["event"] == "checkpoint") >= 3
 
 

@@ -121,11 +121,16 @@ def other_installation(folder: Path) -> Path:
     return folder / "venv" / "bin" / "python"
 
 
+@pytest.mark.parametrize(
+    ("words", "cpus"),
+    [([], 1), (["trial.workers=2", "gang=train"], 2)],
+    ids=["process", "Ray Train"],
+)
 def test_a_node_with_another_version_is_refused_before_it_computes(
-    head: Any, tmp_path: Path
+    head: Any, tmp_path: Path, words: list[str], cpus: int
 ) -> None:
     """A raylet of another installation, whose package differs by a comment, and later one that has
-    the same."""
+    the same. The first has more room, also for Ray Train's workers."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     python = other_installation(tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -134,17 +139,17 @@ def test_a_node_with_another_version_is_refused_before_it_computes(
         [python, "-c", asked], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert "+code." in found.stdout, found.stderr
-    with raylet(head, tmp_path / "venv", python, env, cpus=2):
-        process = command(tmp_path, head.address, "rows=[{label: a}]", "baseline=null")
+    with raylet(head, tmp_path / "venv", python, env, cpus=4):
+        process = command(tmp_path, head.address, "rows=[{label: a}]", "baseline=null", *words)
         said = said_until(process, "Refused")
         assert "lns-study code" in said, said
         assert not any(e["event"] == "started" for e in read_ledger(tmp_path / "studies" / "tiny"))
-        head.add_node(num_cpus=1)
+        head.add_node(num_cpus=cpus)
         rest, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + rest
     assert "Refused" not in rest
     events = read_ledger(tmp_path / "studies" / "tiny")
-    assert {e["cpus"] for e in events if e["event"] == "capacity"} == {1.0}
+    assert {e["cpus"] for e in events if e["event"] == "capacity"} == {cpus}
     assert [trial.status for trial in fold(events).trials] == [FINISHED]
 
 

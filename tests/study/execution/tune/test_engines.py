@@ -82,17 +82,26 @@ def course(study: StudyConfig) -> dict[str, list[tuple[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_both_engines_train_the_same(name: str, tiny: Tiny, ray_session: None) -> None:
-    found = {}
-    for engine in ("local", "ray"):
-        study = tiny(f"{name} {engine}", f"engine={engine}", *STUDIES[name])
+def test_both_engines_train_the_same(
+    name: str, tiny: Tiny, ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under Ray Tune a gang is started by Ray Train, and once more forked."""
+    found, gangs, fits = [], name in ("gang", "pipeline"), list[tune.Tuner]()
+    fit = tune.Tuner.fit
+    monkeypatch.setattr(tune.Tuner, "fit", lambda tuner: fits.append(tuner) or fit(tuner))
+    ways = [("local", "auto"), ("ray", "forked"), *([("ray", "train")] if gangs else [])]
+    for engine, gang in ways:
+        study = tiny(f"{name} {engine} {gang}", f"engine={engine}", f"gang={gang}", *STUDIES[name])
         outcome, _ = run(study)
         assert all(trial.status == FINISHED for trial in outcome.state.trials), outcome.state
         assert weights(outcome)
         actors = [bool(re.fullmatch("[0-9a-f]{32}", t.actor)) for t in outcome.state.trials]
         assert set(actors) == {engine == "ray"}
-        found[engine] = (results(outcome.state), weights(outcome), course(study))
-    assert found["local"] == found["ray"]
+        by_ray_train = [*study.folder.rglob("checkpoint_manager_snapshot.json")]  # its controller's
+        assert len(by_ray_train) == (len(outcome.state.trials) if gang == "train" else 0)
+        found.append((results(outcome.state), weights(outcome), course(study)))
+    assert all(each == found[0] for each in found)
+    assert len(fits) == len(found) - 1
 
 
 def test_the_users_code_trains_the_same(tiny: Tiny, ray_session: None, tmp_path: Path) -> None:

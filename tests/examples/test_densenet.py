@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,19 @@ from torch import nn
 from lns_ops import convert_
 from lns_ops.optim import SGD
 from lns_ops.tensor import storage_of
-from trainers.config import ModelConfig
-from trainers.models import build, make_model
-from trainers.models.densenet import DenseLayer
+from tests.examples.modules import example
 
-SMALL = ModelConfig(name="densenet", args={"depth": 10, "growth": 4})
+NET = example("densenet/net")
+SMALL: dict[str, Any] = {"depth": 10, "growth": 4}
+
+
+def made(
+    inputs: int | tuple[int, ...] = (1, 8, 8), classes: int = 10, seed: int = 0, **args: Any
+) -> nn.Sequential:
+    """The network, drawn as a trial with this seed draws it."""
+    torch.manual_seed(seed)
+    net: nn.Sequential = NET.make_net(inputs, classes, **args)
+    return net
 
 
 @pytest.mark.parametrize(
@@ -29,29 +38,24 @@ SMALL = ModelConfig(name="densenet", args={"depth": 10, "growth": 4})
         ({"depth": 100}, 0.8, 769_162),
     ],
 )
-def test_the_sizes_are_those_of_table_2(
-    args: dict[str, int | str], published: float, exact: int
-) -> None:
+def test_the_sizes_are_those_of_table_2(args: dict[str, Any], published: float, exact: int) -> None:
     """Parameters in millions, for ten classes; and the layers with weights, L."""
-    config = ModelConfig(name="densenet", args=dict(args))
-    model = build(config, (3, 32, 32), 10)
+    model = made((3, 32, 32), **args)
     layers = [part for part in model.modules() if isinstance(part, nn.Conv2d | nn.Linear)]
     assert len(layers) == args["depth"]
     count = sum(parameter.numel() for parameter in model.parameters())
     assert round(count / 1e6, 1) == published
     assert count == exact
-    assert len(model) == config.layers
 
 
 def test_a_layer_hands_on_what_it_got_and_adds_its_growth() -> None:
     """The network has the shapes of the paper's figure 2: halved twice, in places and channels."""
-    model = make_model(SMALL, (3, 32, 32), 10, 0)
-    assert isinstance(model, nn.Sequential)
+    model = made((3, 32, 32), **SMALL)
     x, shapes = torch.rand(2, 3, 32, 32), []
     for layer in model:
         before, x = x, layer(x)
         shapes.append(tuple(x.shape[1:]))
-        if isinstance(layer, DenseLayer):
+        if isinstance(layer, NET.DenseLayer):
             assert torch.equal(x[:, : before.shape[1]], before)
             normed = F.relu(F.batch_norm(before, None, None, training=True))
             narrow = layer.branch[2](normed)
@@ -63,18 +67,13 @@ def test_a_layer_hands_on_what_it_got_and_adds_its_growth() -> None:
     ]  # fmt: skip
 
 
-def test_weights_depend_on_seed_and_name_alone() -> None:
-    one, same, other = (make_model(SMALL, (1, 8, 8), 10, seed) for seed in (0, 0, 1))
-    deeper = make_model(ModelConfig(name="densenet", args={"depth": 16, "growth": 4}), 64, 10, 0)
+def test_weights_are_normal_as_the_paper_has_them() -> None:
+    one, same, other = (made(seed=seed, **SMALL) for seed in (0, 0, 1))
     for name, value in one.named_parameters():
         assert torch.equal(value, same.get_parameter(name))
         if value.dim() > 1:
             assert not torch.equal(value, other.get_parameter(name))
-    first = "1.branch.2.weight"
-    assert torch.equal(one.get_parameter(first), deeper.get_parameter(first))
-    spread = build(ModelConfig(name="densenet"), (3, 32, 32), 10)
-    wide = make_model(ModelConfig(name="densenet"), (3, 32, 32), 10, 0).get_parameter(first)
-    assert wide.shape == spread.get_parameter(first).shape
+    wide = made((3, 32, 32)).get_parameter("1.branch.2.weight")
     assert wide.std().item() == pytest.approx((2 / wide.shape[0]) ** 0.5, rel=0.1)
 
 
@@ -82,8 +81,8 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
 @pytest.mark.parametrize("variant", ["bc", "plain"])
 def test_it_trains_in_lns_and_is_the_same_saved_and_loaded(scope: str, variant: str) -> None:
     """In eval mode an answer does not depend on the other images of a batch."""
-    config = ModelConfig(name="densenet", args={"depth": 10, "growth": 4, "variant": variant})
-    model = convert_(make_model(config, (1, 8, 8), 4, 0), "lns16", scope=scope)
+    args = SMALL | {"variant": variant}
+    model = convert_(made(classes=4, **args), "lns16", scope=scope)
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(16) % 4
     x = torch.rand(16, 1, 8, 8, generator=generator) + y.view(-1, 1, 1, 1) / 2
@@ -99,7 +98,7 @@ def test_it_trains_in_lns_and_is_the_same_saved_and_loaded(scope: str, variant: 
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    loaded = convert_(make_model(config, (1, 8, 8), 4, 1), "lns16", scope=scope)
+    loaded = convert_(made(classes=4, seed=1, **args), "lns16", scope=scope)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     for each in (model, loaded, copied := copy.deepcopy(model)):
         each.eval()
@@ -113,6 +112,16 @@ def test_it_trains_in_lns_and_is_the_same_saved_and_loaded(scope: str, variant: 
         assert not torch.equal(storage_of(model.train()(x)), whole)
 
 
-def test_images_that_cannot_be_halved_twice_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"densenet with images of 3 x 8: .* at least 4 x 4"):
-        build(SMALL, (1, 3, 8), 10)
+@pytest.mark.parametrize(
+    ("inputs", "args", "said"),
+    [
+        ((1, 3, 8), SMALL, "images of 3 x 8: .* at least 4 x 4"),
+        (64, {"depth": 12}, r"depth=12 with variant=bc: must be 6 n \+ 4"),
+        (64, {"depth": 12, "variant": "plain"}, r"plain: must be 3 n \+ 4"),
+        (64, {"growth": 0}, "growth=0: must be at least 1"),
+        (64, {"variant": "dense"}, "variant='dense': must be bc or plain"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(inputs: Any, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        NET.make_net(inputs, 10, **args)

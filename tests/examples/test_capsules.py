@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import lns_ops
+from tests.examples.modules import FOLDER, example
 from trainers.config import (
     DataConfig,
     LossConfig,
@@ -18,16 +19,15 @@ from trainers.config import (
     TrialConfig,
 )
 from trainers.config.layout import Layout
-from trainers.models import build
-from trainers.models.capsules import SMALLEST, ClassCapsules, squash
-from trainers.models.init import initialize_
 from trainers.models.loss import Loss
 from trainers.training.trainer import Training
 
+NET = example("capsules/net")
+SMALLEST, ClassCapsules, squash = NET.SMALLEST, NET.ClassCapsules, NET.squash
 SMALL = {"channels": 4, "types": 2, "kernel": 3}
 DIGITS = TrialConfig(
     data=DataConfig(name="digits", train_size=960),
-    model=ModelConfig(name="capsules", args=SMALL),
+    model=ModelConfig(name=f"{FOLDER}/capsules/net.py:make_net", args=SMALL),
     loss=LossConfig(name="margin"),
     optimizer=OptimizerConfig(name="adam", lr=0.01),
     batch_size=32,
@@ -118,17 +118,15 @@ def test_checkpointed_segments_and_micro_batches_train_the_same() -> None:
 
 
 def test_images_that_are_too_small_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"images of 8 x 8 and model.args.kernel=9: two .* kernel"):
-        build(ModelConfig(name="capsules"), 64, 10)
-    with pytest.raises(ValueError, match=r"model.args.iterations=0: must be .* at least 1"):
-        ModelConfig(name="capsules", args={"iterations": 0})
+    with pytest.raises(ValueError, match=r"kernel=9 with images of 8 x 8: two .* smaller kernel"):
+        NET.make_net(64, 10)
     with pytest.raises(ValueError, match="among its arguments"):
         LossConfig(name="margin", args={"margin": 1.0})
 
 
 def test_a_large_one_has_the_papers_size() -> None:
-    model = initialize_(build(ModelConfig(name="capsules"), 784, 10), 0)
-    assert model[3](model[2](model[1](model[0](torch.rand(2, 784))))).shape == (2, 1152, 8)
+    model = NET.make_net((28, 28), 10)
+    assert model[:5](torch.rand(2, 784)).shape == (2, 1152, 8)
     assert sum(p.numel() for p in model.parameters()) == 6_804_224
     x = lns_ops.LNSTensor.from_float(torch.rand(1, 1, 16), "lns12")
     assert squash(x).to_float().norm() < 1

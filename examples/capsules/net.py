@@ -9,7 +9,7 @@ the lower::
     b_ij = b_ij + u_ji v_j,                          from zeros, r times
 
 Routing with r = 1 weighs all alike. The network's answers are the lengths of the class capsules,
-for the ``margin`` loss (:mod:`trainers.models.loss`). Gradients pass through the last iteration
+for the loss ``margin``. Gradients pass through the last iteration
 alone: the agreements ``b`` before are taken as given, as is usual. Nothing is reconstructed, which
 the paper adds as a regulariser.
 
@@ -19,12 +19,10 @@ Source: S. Sabour, N. Frosst, G. E. Hinton 2017, "Dynamic Routing Between Capsul
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
-
-from trainers.config.model import CapsuleArguments
-from trainers.models.cnn import Images
-from trainers.models.init import normal_
 
 DIMENSIONS = 8, 16
 """Numbers of a primary capsule and of a class capsule, as in the paper."""
@@ -71,9 +69,9 @@ class ClassCapsules(nn.Module):
 
     def __init__(self, capsules: int, classes: int, iterations: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(capsules, DIMENSIONS[0], classes * DIMENSIONS[1]))
+        shape = capsules, DIMENSIONS[0], classes * DIMENSIONS[1]
+        self.weight = nn.Parameter(STD * torch.randn(shape))
         self.classes, self.iterations = classes, iterations
-        normal_(self, weight=STD)
 
     def forward(self, u: Tensor) -> Tensor:
         """Return ``|v_j|``."""
@@ -93,33 +91,52 @@ class ClassCapsules(nn.Module):
         return squash((agreement.softmax(-1).unsqueeze(-1) * votes).sum(1))
 
 
-def capsules(args: CapsuleArguments, image: tuple[int, int, int], classes: int) -> nn.Sequential:
-    """Return the network; the input is images, ``[B, C, H, W]`` or laid flat.
+def make_net(
+    inputs: int | tuple[int, ...],
+    classes: int,
+    channels: int = 256,
+    types: int = 32,
+    kernel: int = 9,
+    iterations: int = 3,
+) -> nn.Sequential:
+    """Return the network; it takes images ``[B, C, H, W]``, or square grey ones laid flat.
 
     Args:
-        args: arguments of the model.
-        image: channels, height and width, (C, H, W).
+        inputs: shape of an image, (C, H, W) or (H, W), or the number of its pixels.
         classes: number of classes.
+        channels: number of channels of the first convolution.
+        types: primary capsules at each place.
+        kernel: side of both convolutions' kernels.
+        iterations: number of iterations of the routing.
 
     Raises:
         ValueError: the image is too small for the two kernels.
     """
-    height, width = (_places(_places(side, args.kernel, 1), args.kernel, 2) for side in image[1:])
+    image = image_shape(inputs)
+    height, width = (places(places(side, kernel, 1), kernel, 2) for side in image[1:])
     if height < 1 or width < 1:
         raise ValueError(
-            f"model.name=capsules with images of {image[1]} x {image[2]} and"
-            f" model.args.kernel={args.kernel}: two convolutions must fit into it; use a smaller"
-            " kernel, for example 3"
+            f"kernel={kernel} with images of {image[1]} x {image[2]}: two convolutions must fit"
+            " into it; use a smaller kernel, for example 3"
         )
     return nn.Sequential(
-        Images(image),
-        nn.Conv2d(image[0], args.channels, args.kernel),
+        nn.Flatten(),
+        nn.Unflatten(1, image),
+        nn.Conv2d(image[0], channels, kernel),
         nn.ReLU(),
-        PrimaryCapsules(args.channels, args.types, args.kernel),
-        ClassCapsules(height * width * args.types, classes, args.iterations),
+        PrimaryCapsules(channels, types, kernel),
+        ClassCapsules(height * width * types, classes, iterations),
     )
 
 
-def _places(side: int, kernel: int, stride: int) -> int:
+def image_shape(inputs: int | tuple[int, ...]) -> tuple[int, int, int]:
+    """Return channels, height and width of an image; a number of pixels is a square grey one."""
+    if isinstance(inputs, int):
+        return 1, math.isqrt(inputs), math.isqrt(inputs)
+    height, width = inputs[-2:]
+    return inputs[0] if len(inputs) == 3 else 1, height, width
+
+
+def places(side: int, kernel: int, stride: int) -> int:
     """Return how many places a kernel has along a side."""
     return (side - kernel) // stride + 1

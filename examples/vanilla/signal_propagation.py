@@ -1,9 +1,9 @@
 """How far a signal gets through an untrained net, beside what theory says: the loop of
 ``signal_propagation``, which trains nothing.
 
-Two inputs of correlation 1/2 go through tanh layers of one width n, drawn as ``vanilla`` nets are
-(:mod:`trainers.models.vanilla`). With weights of variance ``sigma_w^2 / n`` and biases of variance
-``sigma_b^2``, their pre-activations have a correlation c that a layer of infinite width takes to::
+Two inputs of correlation 1/2 go through tanh layers of one width n, drawn as those of ``net.py``
+are. With weights of variance ``sigma_w^2 / n`` and biases of variance ``sigma_b^2``, their
+pre-activations have a correlation c that a layer of infinite width takes to::
 
     q c' = sigma_w^2 E[tanh(u) tanh(v)] + sigma_b^2,   u, v normal, variance q, correlation c
 
@@ -27,12 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from net import critical_bias, initialize_
 from torch import Tensor, nn
 
 import lns_ops
 from trainers import LoopContext
-from trainers.models.init import initialize_, normal_, orthogonal_
-from trainers.models.vanilla import critical_bias
 
 PAIRS = 32
 """Pairs of inputs."""
@@ -62,13 +61,9 @@ def train(config: dict[str, Any], context: LoopContext) -> dict[str, float]:
     signal = first if bits is None else rounded(first, bits)
     exact, theory, ratio = signal.double(), 0.5, math.nan
     for depth in range(1, 2 ** (context.trial.epochs - 1) + 1):
+        torch.manual_seed(LAYERS * context.seed + depth)
         layer = nn.Linear(width, width)
-        if weights == "critical":
-            orthogonal_(layer, sigma_w)
-            normal_(layer, bias=sigma_b)
-        else:
-            normal_(layer, weight=math.sqrt(2 / width), bias=0)
-        initialize_(layer, LAYERS * context.seed + depth)
+        initialize_(layer, "orthogonal" if weights == "critical" else "kaiming", sigma_w, sigma_b)
         signal, exact = step(layer, signal, exact, bits)
         theory = correlation(theory, q, sigma_w, sigma_b)
         if depth & (depth - 1):
