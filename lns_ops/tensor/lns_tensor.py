@@ -42,8 +42,6 @@ _READS = {
     version_of,
 }
 """The torch functions that only look at a tensor, the most frequent ones of a training step."""
-
-
 _OWN = {"codes", "fmt", "_sum"}
 """The attributes of LNSTensors that users have not given them."""
 
@@ -153,10 +151,9 @@ class LNSTensor(torch.Tensor):
         if func in _READS:
             with DisableTorchFunction():
                 return func(*args)
-        if not kwargs and len(args) == 2 and (pair := PAIRS.get(func)) is not None:
-            result = pair(*args)
-            if result is not None:
-                return result
+        pair = PAIRS.get(func) if not kwargs and len(args) == 2 else None
+        if pair is not None and (result := pair(*args)) is not None:
+            return result
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
             return promotion.written_to(func, args, kwargs)
@@ -275,9 +272,7 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     fmt = _format_of(args, kwargs)
 
     def encoded(leaf: Any) -> Any:
-        if fmt is None or not _wants_gradient(leaf):
-            return leaf
-        if leaf.layout is not torch.strided:
+        if fmt is None or not _wants_gradient(leaf) or leaf.layout is not torch.strided:
             return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
         promotion.count(name)
         return in_format(leaf, fmt.bits, fmt.fraction_bits)
