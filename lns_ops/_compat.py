@@ -46,8 +46,22 @@ use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, USE_COUNT)
 foreach_add_: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
 """Addition to all tensors of a list in few launches, by which torch.optim counts steps; nothing
 public does (torch 2.13)."""
-tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
-"""Walks over nested arguments; torch has no public ones (torch 2.13)."""
+tree_leaves = _pytree.tree_leaves
+"""Walk over nested arguments; torch has no public one (torch 2.13)."""
+LEAVES: set[type] = {torch.Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype}
+"""The types that are most frequent in arguments and are no containers."""
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Map the leaves of nested arguments, as torch's function, which nothing public does (torch
+    2.13), and which takes tens of microseconds for arguments without containers too."""
+    if type(tree) is tuple and all(type(x) in LEAVES for x in tree):
+        return tuple([change(x) for x in tree])
+    if type(tree) is dict and not tree:
+        return {}
+    return _pytree.tree_map(change, tree)
+
+
 tensor_text: Callable[[torch.Tensor, int], str] = torch._tensor_str._tensor_str
 """Text of a tensor's values, indented; ``repr`` adds a name, a dtype and a device (torch 2.13)."""
 weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
@@ -78,6 +92,25 @@ def is_forward_mode() -> bool:
     """Return whether forward-mode differentiation goes on, also that of ``torch.func``; only a
     private level tells (torch 2.13). Code that is traced is told no."""
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_tracing: Callable[[], Any] = torch._C._get_tracing_state
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def is_watched() -> bool:
+    """Return whether something sees operators that are called, or may: the compiler, a transform of
+    ``torch.func``, a mode, ``torch.jit.trace``, a profiler; only private functions tell all of them
+    (torch 2.13)."""
+    return (
+        torch.compiler.is_compiling()
+        or _modes() > 0
+        or _transforms()
+        or _profiling()
+        or _tracing() is not None
+    )
 
 
 def is_exporting() -> bool:

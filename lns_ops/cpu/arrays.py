@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Codes = NDArray[np.int16]
+_INT16 = np.dtype(np.int16)  # numpy has one object for it
 
 GRAIN = 1 << 15
 """The number of elements worth a thread of their own: some 50 microseconds of work."""
@@ -26,13 +27,15 @@ def broadcast_shape(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
 
 def dense(x: NDArray[Any]) -> NDArray[Any]:
     """Return ``x`` as a contiguous, writable, aligned array, itself if it is one."""
-    if x.flags.c_contiguous and x.flags.writeable and x.flags.aligned:
+    if x.flags.c_contiguous and x.flags.carray:
         return x
     return np.array(x, order="C", copy=True)
 
 
 def checked_codes(x: Codes) -> Codes:
     """Return ``x`` as a contiguous, writable array, the one array type that kernels take."""
+    if type(x) is np.ndarray and x.dtype is _INT16:
+        return dense(x)
     if not isinstance(x, np.ndarray) or x.dtype != np.int16:
         kind = getattr(x, "dtype", type(x).__name__)
         raise ValueError(
@@ -44,7 +47,8 @@ def checked_codes(x: Codes) -> Codes:
 
 def flattened(x: Codes) -> Codes:
     """Return ``x`` in one dimension, checked as :func:`checked_codes` does."""
-    return checked_codes(x).reshape(-1)
+    x = checked_codes(x)
+    return x if x.ndim == 1 else x.reshape(-1)
 
 
 def flat_pair(x: Codes, y: Codes) -> tuple[Codes, Codes, tuple[int, ...]]:

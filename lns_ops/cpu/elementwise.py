@@ -7,10 +7,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from lns_ops.cpu import small
 from lns_ops.cpu.arrays import GRAIN, Codes, flat_pair, flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernel_choice import lanes_plan
 from lns_ops.cpu.kernels import elementwise
+from lns_ops.cpu.kernels import small as small_kernels
 from lns_ops.cpu.simd import avx512
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import gaussian_tables
@@ -22,7 +24,22 @@ def sum_table(fraction_bits: int) -> NDArray[np.int32]:
     return np.concatenate(gaussian_tables(fraction_bits)).astype(np.int32)
 
 
+def _small_form(x: Codes, y: Codes) -> tuple[tuple[int, ...], int, NDArray[np.int64]] | None:
+    """Return how a kernel of small operands broadcasts them; None where none does."""
+    if x.shape == y.shape or not small.are_elements(max(x.size, y.size)):
+        return None
+    return small.broadcast_form(x.shape, y.shape)
+
+
 def _add(x: Codes, y: Codes, fmt: LNSFormat, flip: int) -> Codes:
+    if (found := _small_form(x, y)) is not None:
+        shape, units, form = found
+        out, table = np.empty(shape, np.int16), sum_table(fmt.fraction_bits)
+        run(
+            small_kernels.add, units, units, flattened(x), flattened(y), out.reshape(-1),
+            table, form, table.size // 2 - 1, fmt.field_mask, flip,
+        )  # fmt: skip
+        return out
     a, b, shape = flat_pair(x, y)
     out = np.empty(shape, np.int16)
     chosen = lanes_plan((a, b), 2, fmt)
@@ -73,6 +90,14 @@ def sub(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
 
 def mul(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
     """Return ``x y``, broadcast: logarithms add; exact but for saturation and underflow."""
+    if (found := _small_form(x, y)) is not None:
+        shape, units, form = found
+        out = np.empty(shape, np.int16)
+        run(
+            small_kernels.mul, units, units, flattened(x), flattened(y), out.reshape(-1),
+            form, fmt.bias, fmt.field_mask,
+        )  # fmt: skip
+        return out
     a, b, shape = flat_pair(x, y)
     out = np.empty(shape, np.int16)
     run(elementwise.mul, a.size, GRAIN, a, b, out.reshape(-1), fmt.bias, fmt.field_mask)

@@ -2,7 +2,7 @@
 
 A product runs on 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.gemm`) or by
 gathers from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` says
-which.
+which. Small ones take one kernel, without a look at the operands first (:mod:`lns_ops.cpu.small`).
 
 Shape suffixes: M, K, N of a product; B a batch.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from lns_ops.cpu import small
 from lns_ops.cpu.arrays import GRAIN, Codes, flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernel_choice import Survey, kernel_info, survey
@@ -38,6 +39,8 @@ def matmul(x_MK: Codes, y_KN: Codes, fmt: LNSFormat) -> Codes:
             f"matmul of shapes {x_MK.shape} and {y_KN.shape}: needs (M, K) and (K, N) with the"
             " same K"
         )
+    if small.are_products(x_MK.size * y_KN.shape[1]):
+        return small.matmul(x_MK, y_KN, fmt)
     if not (x_MK.size and y_KN.size):
         return np.zeros((x_MK.shape[0], y_KN.shape[1]), np.int16)
     x, y = survey(x_MK, fmt), survey(y_KN, fmt)
@@ -78,6 +81,8 @@ def matmul_batched(x_BMK: Codes, y_BKN: Codes, fmt: LNSFormat) -> Codes:
             f"matmul_batched of shapes {x_BMK.shape} and {y_BKN.shape}: needs (B, M, K) and (B, K,"
             " N) with the same B and K"
         )
+    if small.are_products(x_BMK.size * y_BKN.shape[2]):
+        return small.matmul(x_BMK, y_BKN, fmt)
     if len(x_BMK) == 1:
         return matmul(x_BMK[0], y_BKN[0], fmt)[None]
     out = np.empty((x_BMK.shape[0], x_BMK.shape[1], y_BKN.shape[2]), np.int16)

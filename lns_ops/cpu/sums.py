@@ -2,13 +2,17 @@
 
 They run on 16-bit vectors with in-register tables (:mod:`lns_ops.cpu.simd.reduce`) or by gathers
 from a table (:mod:`lns_ops.cpu.kernels.gather_gemm`); :mod:`lns_ops.cpu.kernel_choice` says which.
+Small ones take one kernel (:mod:`lns_ops.cpu.small`).
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from lns_ops.cpu import small
 from lns_ops.cpu.arrays import GRAIN, Codes, flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernel_choice import lanes_plan
@@ -36,10 +40,12 @@ def sum(x: Codes, axis: int, fmt: LNSFormat, shift: int = 0) -> Codes:
     """
     axis = range(x.ndim)[axis]
     K, shape = x.shape[axis], x.shape[:axis] + x.shape[axis + 1 :]
+    inner = math.prod(x.shape[axis + 1 :])
+    if small.are_elements(x.size):
+        return small.sum(x, K, shape, inner, fmt, shift)
     out = np.zeros(shape, np.int16)
     if not x.size:
         return out
-    inner = int(np.prod(x.shape[axis + 1 :], dtype=np.int64))
     words = np.empty(out.size, np.int32)
     if inner == 1:
         _sum_rows(flattened(x), words, K, fmt)

@@ -43,7 +43,13 @@ from lns_ops.functional.accumulation import check_accumulation
 from lns_ops.functional.float32_convolution import Sums
 from lns_ops.functional.float32_convolution import convolution as float32_convolution
 from lns_ops.functional.float32_convolution import gradients as float32_gradients
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator, kernels_of
+from lns_ops.functional.library import (
+    FORMAT,
+    cached_format,
+    define_operator,
+    kernels_of,
+    operators_for,
+)
 from lns_ops.functional.reductions import product, reduced
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
@@ -393,7 +399,7 @@ def convolution(
             f" {tuple(x.shape[2:])}, padding {geometry.padding}, dilation {geometry.dilation}: the"
             " kernel does not fit; pad the input more"
         )
-    return OPS.convolution(  # type: ignore[no-any-return]
+    return operators_for(x).convolution(  # type: ignore[no-any-return]
         x, weight, *geometry, check_accumulation(accumulation), fmt.bits, fmt.fraction_bits
     )
 
@@ -415,7 +421,7 @@ def input_gradient(
         ValueError: shapes that do not fit, or no such accumulation.
     """
     _checked(grad, weight, geometry, outputs=True)
-    return OPS.convolution_input(  # type: ignore[no-any-return]
+    return operators_for(grad).convolution_input(  # type: ignore[no-any-return]
         grad,
         weight,
         list(size),
@@ -436,7 +442,7 @@ def weight_gradient(
     accumulation: str = "contract",
 ) -> Tensor:
     """Return the gradient of :func:`convolution` to its weight of kernel size ``kernel``."""
-    return OPS.convolution_weight(  # type: ignore[no-any-return]
+    return operators_for(grad).convolution_weight(  # type: ignore[no-any-return]
         grad,
         x,
         list(kernel),
@@ -454,7 +460,7 @@ def gradients(
     """Return :func:`input_gradient` and :func:`weight_gradient` of one convolution."""
     if accumulation == "float32":
         _checked(grad, weight, geometry, outputs=True)
-        return OPS.convolution_gradients_float32(  # type: ignore[no-any-return]
+        return operators_for(grad).convolution_gradients_float32(  # type: ignore[no-any-return]
             grad, x, weight, *geometry, fmt.bits, fmt.fraction_bits
         )
     return (

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lns_ops import cpu
-from lns_ops.cpu import arrays
+from lns_ops.cpu import arrays, small
 from lns_ops.functional.library import (
     FORMAT,
-    OPS,
     cached_format,
     define_operator,
+    operators_for,
     refuse_distributed,
 )
 from lns_ops.spec.format import LNSFormat, logarithm
@@ -64,7 +64,8 @@ def _binary(name: str) -> None:
     def on_cpu(x: Tensor, y: Tensor, bits: int, fraction_bits: int) -> Tensor:
         if x.shape != y.shape:
             shape = arrays.broadcast_shape(x.shape, y.shape)
-            x, y = _whole(x, shape), _whole(y, shape)
+            if math.prod(shape) > small.ELEMENTS:  # others broadcast as they go
+                x, y = _whole(x, shape), _whole(y, shape)
         return torch.from_numpy(
             kernel(
                 x.contiguous().numpy(), y.contiguous().numpy(), cached_format(bits, fraction_bits)
@@ -88,9 +89,10 @@ def _binary(name: str) -> None:
 def values_of(x: Tensor) -> NDArray[Any]:
     """Return the values of ``x``, sharing memory.
 
-    ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more.
+    ``x.numpy()`` pins memory that FSDP frees later; the other way takes 3 microseconds more. There
+    is no FSDP without a process group, and optimizers of torch load its module.
     """
-    if "torch.distributed.fsdp" in sys.modules:
+    if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
         return np.from_dlpack(x.detach())
     return x.numpy()
 
@@ -103,11 +105,11 @@ def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
 
 
 def _decode_cpu(codes: Tensor, bits: int, fraction_bits: int, dtype: torch.dtype) -> Tensor:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    numpy_dtype = torch.empty((), dtype=wide).numpy().dtype.type
-    return torch.from_numpy(
-        cpu.decode(codes.contiguous().numpy(), cached_format(bits, fraction_bits), numpy_dtype)
-    ).to(dtype)
+    fmt, wide = cached_format(bits, fraction_bits), np.float32
+    if dtype is torch.float64:
+        wide = np.float64  # type: ignore[assignment]
+    values = torch.from_numpy(cpu.decode(codes.contiguous().numpy(), fmt, wide))
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def _sqrt_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
@@ -148,7 +150,7 @@ def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
         raise ValueError(
             f"{x.dtype} tensor to encode: LNS values are real; encode x.real and x.imag apart"
         )
-    return OPS.encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x).encode(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)
@@ -216,22 +218,22 @@ def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) ->
 
     float32 and float64 hold every code exactly enough to encode back to it.
     """
-    return OPS.decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
+    return operators_for(codes).decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
 
 
 def add(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     """Return ``x + y = sign(larger) x 2^(max + G+-(distance))``, correctly rounded."""
-    return OPS.add(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x, y).add(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def sub(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     """Return ``x - y``, correctly rounded; ``x - x`` is zero."""
-    return OPS.sub(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x, y).sub(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def mul(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     """Return ``x y``: logarithms add; exact within the range."""
-    return OPS.mul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x, y).mul(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
@@ -240,7 +242,7 @@ def div(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
     Raises:
         ValueError: a divisor is zero.
     """
-    return OPS.div(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x, y).div(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
@@ -249,7 +251,7 @@ def sqrt(x: Tensor, fmt: LNSFormat) -> Tensor:
     Raises:
         ValueError: an element is negative.
     """
-    return OPS.sqrt(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x).sqrt(x, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
 
 
 def select(condition: Tensor, x: Tensor | int, y: Tensor | int) -> Tensor:

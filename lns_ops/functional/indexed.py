@@ -19,7 +19,7 @@ from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import gather_gemm, segment_sum
 from lns_ops.cpu.kernels.gather_gemm import HIGHEST, LOWEST
 from lns_ops.cuda import indexed
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import BLOCK, LONG_SUM
 from lns_ops.spec.unary_functions import table, undefined
@@ -93,7 +93,7 @@ def lookup(x: Tensor, function: str, fmt: LNSFormat, *parameters: float) -> Tens
             value.
     """
     given, name = [float(p) for p in parameters], (fmt.bits, fmt.fraction_bits)
-    return OPS.lookup(x, function, given, *name)  # type: ignore[no-any-return]
+    return operators_for(x).lookup(x, function, given, *name)  # type: ignore[no-any-return]
 
 
 def power(x: Tensor, exponent: float, fmt: LNSFormat) -> Tensor:
@@ -132,13 +132,14 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
     ordered, order = torch.sort(index.reshape(-1), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
     terms = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
+    ops = operators_for(terms)
     longest = x.shape[0]  # that a destination could have: which one has how many is data
     while longest > LONG_SUM:
         bounds, starts = _pieces(starts, terms.shape[0])
-        terms = OPS.segment_sum(terms, order, bounds, fmt.bits, fmt.fraction_bits)
+        terms = ops.segment_sum(terms, order, bounds, fmt.bits, fmt.fraction_bits)
         order = torch.arange(terms.shape[0], device=index.device)
         longest = -(-longest // LONG_SUM)
-    out = OPS.segment_sum(terms, order, starts, fmt.bits, fmt.fraction_bits)
+    out = ops.segment_sum(terms, order, starts, fmt.bits, fmt.fraction_bits)
     return out.reshape(rows, *x.shape[1:])  # type: ignore[no-any-return]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lns_ops import cuda
+from lns_ops._compat import is_watched
 from lns_ops.spec.format import LNSFormat
 
 LIBRARY = torch.library.Library("lns_ops", "DEF")
@@ -52,6 +53,20 @@ def kernels_of(x: Tensor) -> Any:
     takes as long as several kernels' own code.
     """
     return _CUDA if x.is_cuda else _CPU
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def operators_for(x: Tensor, y: Tensor | None = None) -> Any:
+    """Return what operates on ``x``, or on both: the kernels of the CPU, or torch's operators.
+
+    The latter are for other devices, and for whoever watches operators or traces them: the
+    compiler, transforms, modes, profilers. Where nobody does, their dispatch is left out, which
+    takes longer than many a kernel.
+    """
+    plain = type(x) in _PLAIN and x.is_cpu and (y is None or (type(y) is Tensor and y.is_cpu))
+    return _CPU if plain and not is_watched() else OPS
 
 
 def is_distributed(x: object) -> bool:

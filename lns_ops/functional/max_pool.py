@@ -19,7 +19,7 @@ from lns_ops.cpu.arrays import flattened
 from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import max_pool
 from lns_ops.functional.elementwise import order_key
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
 from lns_ops.spec.format import LNSFormat
 
 _WINDOWS = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
@@ -111,4 +111,4 @@ def max_pool2d(
         ValueError: (on a CPU) a dilated window has no value at all, only padding.
     """
     geometry = (kernel, stride, padding, dilation, ceil_mode)
-    return OPS.max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return operators_for(x).max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]

@@ -28,11 +28,11 @@ from lns_ops.functional import indexed  # noqa: F401 (defines the kernels of pow
 from lns_ops.functional.elementwise import encode_number, number_code, within
 from lns_ops.functional.library import (
     FORMAT,
-    OPS,
     cached_format,
     define_kernels,
     define_operator,
     kernels_of,
+    operators_for,
 )
 from lns_ops.functional.reductions import format_of, reduced
 from lns_ops.spec.format import LNSFormat
@@ -338,7 +338,9 @@ def normalization(
         weight, bias: of one shape, or absent; they meet ``x`` seen as ``shape``.
     """
     made = Normalized(
-        *OPS.normalization(x, weight, bias, shape, dims, eps, centred, fmt.bits, fmt.fraction_bits)
+        *operators_for(x).normalization(
+            x, weight, bias, shape, dims, eps, centred, fmt.bits, fmt.fraction_bits
+        )
     )
     # a copy, as backward needs ``y`` whatever is done to ``out`` in place
     return made._replace(out=made.y.clone()) if weight is None and bias is None else made
@@ -353,7 +355,7 @@ def normalization_backward(
 
     ``y`` and ``scale`` are those of :func:`normalization`, as are the other arguments.
     """
-    return OPS.normalization_backward(  # type: ignore[no-any-return]
+    return operators_for(grad).normalization_backward(  # type: ignore[no-any-return]
         grad, y, scale, weight, bias, shape, dims, centred, wanted, fmt.bits, fmt.fraction_bits
     )
 
@@ -368,4 +370,4 @@ def track_(
     (in codes of ``fmt.of_squares``) times ``unbiased``; one of the averages may be absent.
     """
     name = fmt.bits, fmt.fraction_bits
-    OPS.track_(*averages, mean, rest, variance, unbiased, momentum, *name)
+    operators_for(mean).track_(*averages, mean, rest, variance, unbiased, momentum, *name)

@@ -15,7 +15,7 @@ from lns_ops.cuda.float32_matmul import matmul_cuda
 from lns_ops.functional.accumulation import check_accumulation
 from lns_ops.functional.elementwise import add, decode, mul, square, sub
 from lns_ops.functional.float32_matmul import matmul_cpu
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
 from lns_ops.spec.format import LNSFormat, logarithm
 from lns_ops.spec.reference import LONG_SUM
 
@@ -45,12 +45,35 @@ def _sum_flat(x: Tensor, dim: int, fmt: LNSFormat, shift: int) -> Tensor:
     return torch.from_numpy(cpu.sum(x.contiguous().numpy(), dim, fmt, shift))
 
 
+class _Cut(NamedTuple):
+    """The sizes before, of and behind the terms of sums; and the shape of the sums, of one piece
+    each."""
+
+    sizes: tuple[int, int, int]
+    kept: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _cut(shape: tuple[int, ...], dims: tuple[int, ...]) -> _Cut | None:
+    """Return how a contiguous tensor is cut for sums over ascending ``dims``; None where the terms
+    do not lie together, or are cut into pieces."""
+    first, end = dims[0], dims[-1] + 1
+    terms = math.prod(shape[first:end])
+    if terms > LONG_SUM or end - first != len(dims):
+        return None
+    sizes = math.prod(shape[:first]), terms, math.prod(shape[end:])
+    return _Cut(sizes, (1, *shape[:first], *shape[end:]))
+
+
 def _sum_cpu(
     x: Tensor, y: Tensor | None, dims: list[int], kind: str, bits: int, fraction_bits: int,
     shift: int = 0,
 ) -> Tensor:  # fmt: skip
-    fmt, kept = cached_format(bits, fraction_bits), [d for d in range(x.dim()) if d not in dims]
+    fmt = cached_format(bits, fraction_bits)
     x, fmt = _terms(x, y, kind, fmt), format_of(kind, fmt)
+    if x.is_contiguous() and (cut := _cut(x.shape, tuple(dims))) is not None:
+        return torch.from_numpy(cpu.sum(x.numpy().reshape(cut.sizes), 1, fmt, shift)).view(cut.kept)
+    kept = [d for d in range(x.dim()) if d not in dims]
     sizes = [x.shape[d] for d in kept]
     flat = x.permute(*dims, *kept).reshape(math.prod(x.shape[d] for d in dims), *sizes)
     if len(flat) <= LONG_SUM:
@@ -126,7 +149,7 @@ def sum(
         times: sum the products with this tensor of the same shape, codes of the format, instead.
     """
     kind = "plain" if times is None else "products"
-    return reduced(OPS, x, times, dims, kind, fmt, keepdim, False)
+    return reduced(operators_for(x), x, times, dims, kind, fmt, keepdim, False)
 
 
 def mean(
@@ -152,7 +175,7 @@ def mean(
     """
     y = times if about is None else about
     kind = "squares" if about is not None else "plain" if times is None else "products"
-    return reduced(OPS, x, y, dims, kind, fmt, keepdim, True)
+    return reduced(operators_for(x), x, y, dims, kind, fmt, keepdim, True)
 
 
 class _Reduction(NamedTuple):
@@ -256,8 +279,8 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
             " M, K] @ [B, K, N]"
         )
     if check_accumulation(accumulation) != "contract":
-        return OPS.matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
-    return product(OPS, x, y, fmt)
+        return operators_for(x).matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    return product(operators_for(x), x, y, fmt)
 
 
 def product(ops: Any, x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:
@@ -285,7 +308,7 @@ def linear(
             " need [M, K] @ [K, N] + [N]"
         )
     if check_accumulation(accumulation) == "contract" and x.shape[1] <= LONG_SUM:
-        return OPS.linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+        return operators_for(x).linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
     return add(matmul(x, y, fmt, accumulation=accumulation), bias, fmt)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lns_ops import cpu, cuda
 from lns_ops.cuda.updates import advance, may_wait, updates_together
-from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator
+from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
 from lns_ops.spec.format import LNSFormat
 
 __all__ = [
@@ -91,7 +91,11 @@ def sgd_update_(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
-    update = partial(cuda.sgd_update_, wait=True) if may_wait(weight) else OPS.sgd_update_
+    update = (
+        partial(cuda.sgd_update_, wait=True)
+        if may_wait(weight)
+        else operators_for(weight).sgd_update_
+    )
     update(
         weight, grad, buffer, compensation, step, number, momentum, key, rate, fmt.bits,
         fmt.fraction_bits,
@@ -131,7 +135,11 @@ def adam_update_(
             " zeros) or a key"
         )
     number, rate = _number_or_tensor(negative_lr, weight)
-    update = partial(cuda.adam_update_, wait=True) if may_wait(weight) else OPS.adam_update_
+    update = (
+        partial(cuda.adam_update_, wait=True)
+        if may_wait(weight)
+        else operators_for(weight).adam_update_
+    )
     update(
         weight, grad, exp_avg, root, residue, compensation, step, number, beta1, beta2, eps,
         weight_decay, decoupled, key, rate, fmt.bits, fmt.fraction_bits,
@@ -160,7 +168,7 @@ def sgd_update_float32_(
             f"step={step}, key={key}: rounding at random needs both; pass both or neither"
         )
     number, rate = _number_or_tensor(lr, weight)
-    OPS.sgd_update_float32_(
+    operators_for(weight).sgd_update_float32_(
         weight, grad, buffer, compensation, step, number, momentum, key, rate, fmt.bits,
         fmt.fraction_bits,
     )  # fmt: skip
@@ -195,7 +203,7 @@ def adam_update_float32_(
             " zeros) or a key"
         )
     number, rate = _number_or_tensor(lr, weight)
-    OPS.adam_update_float32_(
+    operators_for(weight).adam_update_float32_(
         weight, grad, exp_avg, root, residue, compensation, step, number, beta1, beta2, eps,
         weight_decay, decoupled, key, rate, fmt.bits, fmt.fraction_bits,
     )  # fmt: skip

@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import dispatching, engine_code, graph_task, make_wrapper_subclass, next_nodes
+from lns_ops._compat import (
+    DisableTorchFunction,
+    dispatching,
+    engine_code,
+    graph_task,
+    make_wrapper_subclass,
+    next_nodes,
+)
 from lns_ops.functional.accumulation import get_gradient_accumulation
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
@@ -137,28 +144,32 @@ def _total(known: _Sum | None, x: LNSTensor, y: LNSTensor, into: bool = False) -
 
 def summed(x: Any, y: Any) -> LNSTensor | None:
     """Return the sum of two gradients that the engine adds up; None if these are not such."""
-    if not _is_sum(x, y):
+    if graph_task() == -1:
         return None
-    ends = _ends(x.shape)
-    if ends is None:
-        return None
-    known, fmt = _found(x, ends), x.fmt
-    if known is None:
-        result: LNSTensor = LNSTensor(lns.add(x.codes, y.codes, fmt), fmt)
-        terms: tuple[Tensor, ...] = (x, y)
-        versions = _versions(x, y)
-    else:
-        total, ends = _total(known, x, y), ends & known.ends
-        recorded = type(total) is not Tensor or _captures(total)  # and the encoding must be, too
-        result = LNSTensor(lns.encode(total, fmt), fmt) if recorded else _Unread(total, fmt)
-        terms, versions = (total,), _versions(result)
-    result.__dict__["_sum"] = _Sum(ends, terms, versions, _captures(x))
-    return result
+    with DisableTorchFunction():  # every attribute that is read would call a function of ours
+        if not _is_sum(x, y):
+            return None
+        ends = _ends(x.shape)
+        if ends is None:
+            return None
+        known, fmt = _found(x, ends), x.fmt
+        if known is None:
+            result: LNSTensor = LNSTensor(lns.add(x.codes, y.codes, fmt), fmt)
+            terms: tuple[Tensor, ...] = (x, y)
+            versions = _versions(x, y)
+        else:
+            total, ends = _total(known, x, y), ends & known.ends
+            # and the encoding must be recorded, too
+            recorded = type(total) is not Tensor or _captures(total)
+            result = LNSTensor(lns.encode(total, fmt), fmt) if recorded else _Unread(total, fmt)
+            terms, versions = (total,), _versions(result)
+        result.__dict__["_sum"] = _Sum(ends, terms, versions, _captures(x))
+        return result
 
 
 def add_(x: Any, y: Any) -> bool:
     """Add the gradient ``y`` to the ``x`` of a leaf, if that is what the engine does."""
-    added = _is_sum(x, y) and _ends(x.shape) == _LEAF
+    added = graph_task() != -1 and _is_sum(x, y) and _ends(x.shape) == _LEAF
     if added:
         _accumulate_(x, y)
     return added

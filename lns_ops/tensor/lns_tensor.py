@@ -15,6 +15,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops._compat import (
     COLLECTIVES,
+    LEAVES,
     DisableTorchFunction,
     make_wrapper_subclass,
     no_dispatch,
@@ -29,7 +30,7 @@ from lns_ops.spec.format import LNSFormat, lns16
 from lns_ops.tensor import collectives, fallback, foreach, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
-from lns_ops.tensor.registry import HANDLERS, REPLACEMENTS, parts_of
+from lns_ops.tensor.registry import HANDLERS, PAIRS, REPLACEMENTS, VIEWS, parts_of
 
 _READS = {
     Tensor.dim,
@@ -41,8 +42,6 @@ _READS = {
     version_of,
 }
 """The torch functions that only look at a tensor, the most frequent ones of a training step."""
-
-
 _OWN = {"codes", "fmt", "_sum"}
 """The attributes of LNSTensors that users have not given them."""
 
@@ -152,6 +151,9 @@ class LNSTensor(torch.Tensor):
         if func in _READS:
             with DisableTorchFunction():
                 return func(*args)
+        pair = PAIRS.get(func) if not kwargs and len(args) == 2 else None
+        if pair is not None and (result := pair(*args)) is not None:
+            return result
         kwargs = kwargs or {}
         if kwargs.get("out") is not None:
             return promotion.written_to(func, args, kwargs)
@@ -179,6 +181,8 @@ class LNSTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func in VIEWS and type(args[0]) is LNSTensor:
+            return HANDLERS[func](func, *args, **(kwargs or {}))
         kwargs = kwargs or {}
         if args and isinstance(args[0], (list, tuple)) and foreach.is_foreach(func):
             return foreach.one_by_one(func, args, kwargs)
@@ -268,9 +272,7 @@ def _encoded_leaves(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
     fmt = _format_of(args, kwargs)
 
     def encoded(leaf: Any) -> Any:
-        if fmt is None or not _wants_gradient(leaf):
-            return leaf
-        if leaf.layout is not torch.strided:
+        if fmt is None or not _wants_gradient(leaf) or leaf.layout is not torch.strided:
             return leaf  # of a sparse matrix the entries meet LNS, see ops.linear.mm
         promotion.count(name)
         return in_format(leaf, fmt.bits, fmt.fraction_bits)
@@ -492,6 +494,7 @@ def operands(name: Any, x: Any, y: Any) -> tuple[Tensor, Tensor, LNSFormat]:
 
 
 promotion.WITHOUT.add(LNSTensor)
+LEAVES.add(LNSTensor)
 # Files name these by where they are public, not by the file that defines them.
 LNSTensor.__module__ = _rebuilt.__module__ = "lns_ops.tensor"
 torch.serialization.add_safe_globals([LNSTensor, LNSFormat, _rebuilt])

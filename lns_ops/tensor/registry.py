@@ -13,6 +13,10 @@ from lns_ops.tensor.dynamo import allow_in_graph
 aten = torch.ops.aten
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
+PAIRS: dict[Any, Callable[[Any, Any], Any]] = {}
+"""The torch functions of two LNSTensors that are one node of the graph, or None: tried first."""
+VIEWS: set[Any] = set()
+"""The handled operators of one tensor, which can meet no float tensor: the most frequent ones."""
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 

@@ -131,7 +131,8 @@ class Kernel:
 
         A call raises ``TypeError`` where an array is not as the signature says.
         """
-        absent = self._choice is not None and args[self._choice] is None
+        choice = self._choice
+        absent = choice is not None and args[choice] is None
         return self._code.get(absent) or self._prepare(absent)
 
     @cached_property

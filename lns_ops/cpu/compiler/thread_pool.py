@@ -153,11 +153,9 @@ def run(kernel: Kernel, units: int, grain: int, *args: Any) -> int:
         grain: fewest units worth handing to another thread.
         args: passed on unchanged.
     """
-    if not units:
-        return 0
+    if units < 2 * grain or _POOL.threads == 1:
+        return kernel.code(args)(*args, 0, units) if units else 0
     code = kernel.code(args)
-    if _POOL.threads == 1 or units < 2 * grain:
-        return code(*args, 0, units)
     ranges = _ranges(units, max(1, grain), _POOL.threads)
     team = torch.get_num_threads()  # one of another size would end and begin threads
     if (

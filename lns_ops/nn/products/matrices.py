@@ -12,13 +12,14 @@ examples, I inputs, O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import is_watched
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.nn.products.stepping import step_in, step_out
 from lns_ops.nn.products.two_forms import in_two_forms
@@ -65,12 +66,37 @@ class _LinearMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad_BO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w = ctx.saved_tensors
         underflow.warn_of_underflow(grad_BO, ctx.options[0])
+        if not (torch.is_grad_enabled() or is_watched()):
+            return *_gradients(grad_BO, x, w, ctx.needs_input_grad[:2], *ctx.options), None, None
         grad_x = _product(grad_BO, w.t(), *ctx.options) if ctx.needs_input_grad[0] else None
         grad_w = _product(grad_BO.t(), x.t(), *ctx.options) if ctx.needs_input_grad[1] else None
         return grad_x, grad_w, None, None
 
 
 _product = product_form(_LinearMatmul)
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, w: Tensor, wanted: Sequence[bool], fmt: LNSFormat, accumulation: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of ``x`` and ``w`` of products ``x w^T``, as two products.
+
+    The incoming gradient is encoded once for both. The graph records nothing.
+    """
+    entered = step_out()
+    try:
+        grad_x = grad_w = None
+        with promotion.named("a product in LNS"):
+            codes = lns.encode(grad, fmt) if wanted[0] else lns.encode(grad.mT, fmt).mT
+            if wanted[0]:
+                product = lns.matmul(codes, lns.encode(w, fmt), fmt, accumulation=accumulation)
+                grad_x = lns.decode(product, fmt)
+            if wanted[1]:
+                product = lns.matmul(codes.mT, lns.encode(x, fmt), fmt, accumulation=accumulation)
+                grad_w = lns.decode(product, fmt)
+        return grad_x, grad_w
+    finally:
+        step_in(entered)
 
 
 def float_input(x: Tensor) -> Tensor:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops._compat import is_forward_mode, is_watched
 from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import gradient_sums
 from lns_ops.tensor.decays import warn_of_average
-from lns_ops.tensor.lns_tensor import LNSTensor, operands, write
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands, write
 from lns_ops.tensor.promotion import refuse_forward_mode
-from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.registry import PAIRS, aten, handles, replaces
 from lns_ops.tensor.underflow import warn_of_lost
 
 _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
@@ -113,6 +114,100 @@ def _by_large_size(name: str, x: Any, y: Any, fmt: LNSFormat) -> LNSTensor | Non
     if isinstance(x, LNSTensor):
         return binary(operator, binary(operator, x, octaves), number / octaves)
     return binary(multiplied, binary(operator, octaves, y), number / octaves)
+
+
+def _reduced(codes: Tensor, shape: torch.Size, fmt: LNSFormat) -> Tensor:
+    """Return a gradient summed over what its operand was repeated along, as the engine sums it."""
+    new = codes.dim() - len(shape)
+    dims = [d for d, n in enumerate(codes.shape) if d < new or shape[d - new] == 1 != n]
+    return lns.sum(codes, dims, fmt).reshape(shape) if dims else codes.reshape(shape)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum ``x + y``, or the difference: the bits of torch's formula, in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, y: LNSTensor, less: bool) -> LNSTensor:
+        x_codes, y_codes, fmt = x.codes, y.codes, x.fmt
+        ctx.options = fmt, x_codes.shape, y_codes.shape, less
+        return LNSTensor((lns.sub if less else lns.add)(x_codes, y_codes, fmt), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        fmt, x, y, less = ctx.options
+        wanted_x, wanted_y, _ = ctx.needs_input_grad
+        grad = gradient(grad, fmt)
+        if torch.is_grad_enabled() or x == y:  # or the engine sums what was repeated
+            negative = -grad if less and wanted_y else grad
+            return grad if wanted_x else None, negative if wanted_y else None, None
+        dx, dy, codes = grad if wanted_x else None, grad if wanted_y else None, grad.codes
+        if wanted_x and codes.shape != x:
+            dx = LNSTensor(_reduced(codes, x, fmt), fmt)
+        if wanted_y and less:
+            codes = lns.neg(codes, fmt)
+        if wanted_y and (less or codes.shape != y):
+            dy = LNSTensor(codes if codes.shape == y else _reduced(codes, y, fmt), fmt)
+        return dx, dy, None
+
+
+class _Product(torch.autograd.Function):
+    """The product ``x y``, with ``dx = dz y`` and ``dy = dz x``: the bits of torch's formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, y: LNSTensor) -> LNSTensor:
+        wanted_x, wanted_y = ctx.needs_input_grad
+        ctx.save_for_backward(x if wanted_y else None, y if wanted_x else None)
+        x_codes, y_codes, fmt = x.codes, y.codes, x.fmt
+        ctx.options = fmt, x_codes.shape, y_codes.shape
+        return LNSTensor(lns.mul(x_codes, y_codes, fmt), fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        fmt, *shapes = ctx.options
+        grad = gradient(grad, fmt)
+        factors = reversed(ctx.saved_tensors)
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            return tuple(None if factor is None else grad * factor for factor in factors)
+        found: list[Tensor | None] = []
+        for factor, shape in zip(factors, shapes, strict=True):
+            if factor is None:
+                found.append(None)
+                continue
+            codes = lns.mul(grad.codes, factor.codes, fmt)
+            codes = codes if codes.shape == shape else _reduced(codes, shape, fmt)
+            found.append(LNSTensor(codes, fmt))
+        return tuple(found)
+
+
+def _in_one_node(
+    function: type[torch.autograd.Function], *options: Any
+) -> Callable[[Any, Any], Any]:
+    """Return how to call a function of two LNSTensors; None for others, or where operators are
+    watched: torch's own way tells what is wrong, and shows the operators."""
+
+    def apply(x: Any, y: Any) -> Any:
+        if (
+            type(x) is not LNSTensor
+            or type(y) is not LNSTensor
+            or x.fmt != y.fmt
+            or is_watched()
+            or is_forward_mode()
+        ):
+            return None
+        shape_x, shape_y = x.codes.shape, y.codes.shape
+        if shape_x != shape_y:
+            try:
+                broadcast_shape(shape_x, shape_y)
+            except ValueError:
+                return None
+        return function.apply(x, y, *options)
+
+    return apply
+
+
+PAIRS.update(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _in_one_node(_Sum, False)))
+PAIRS.update(dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _in_one_node(_Sum, True)))
+PAIRS.update(dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _in_one_node(_Product)))
 
 
 _PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for n in _BINARY}

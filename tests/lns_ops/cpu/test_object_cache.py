@@ -24,7 +24,7 @@ from lns_ops import cpu
 from lns_ops import reference as ref
 from lns_ops.cpu.compiler import object_cache
 from lns_ops.cpu.compiler.object_cache import Kernel
-from lns_ops.cpu.kernels import elementwise, gather_gemm
+from lns_ops.cpu.kernels import elementwise, gather_gemm, small
 from lns_ops.cpu.simd import avx2, avx512
 from lns_ops.format import LNSFormat, lns12, lns16
 
@@ -224,7 +224,7 @@ def test_numbas_dispatcher_takes_over_with_the_same_results(
         raise AttributeError("no such thing in this numba")
 
     monkeypatch.setattr(object_cache, "_compile", refuse)
-    for module in (elementwise, gather_gemm, avx512, avx2):
+    for module in (elementwise, gather_gemm, avx512, avx2, small):
         for kernel in filter(lambda value: isinstance(value, Kernel), vars(module).values()):
             monkeypatch.setattr(kernel, "_code", {})
     rng = np.random.default_rng(0)
