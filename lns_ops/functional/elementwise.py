@@ -218,7 +218,8 @@ def decode(codes: Tensor, fmt: LNSFormat, dtype: torch.dtype = torch.float32) ->
 
     float32 and float64 hold every code exactly enough to encode back to it.
     """
-    return operators_for(codes).decode(codes, fmt.bits, fmt.fraction_bits, dtype)  # type: ignore[no-any-return]
+    result: Tensor = operators_for(codes).decode(codes, fmt.bits, fmt.fraction_bits, dtype)
+    return result
 
 
 def add(x: Tensor, y: Tensor, fmt: LNSFormat) -> Tensor:

@@ -111,4 +111,5 @@ def max_pool2d(
         ValueError: (on a CPU) a dilated window has no value at all, only padding.
     """
     geometry = (kernel, stride, padding, dilation, ceil_mode)
-    return operators_for(x).max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+    result: Tensor = operators_for(x).max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)
+    return result

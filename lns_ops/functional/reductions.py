@@ -279,7 +279,8 @@ def matmul(x: Tensor, y: Tensor, fmt: LNSFormat, *, accumulation: str = "contrac
             " M, K] @ [B, K, N]"
         )
     if check_accumulation(accumulation) != "contract":
-        return operators_for(x).matmul_float32(x, y, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+        result: Tensor = operators_for(x).matmul_float32(x, y, fmt.bits, fmt.fraction_bits)
+        return result
     return product(operators_for(x), x, y, fmt)
 
 
@@ -308,7 +309,8 @@ def linear(
             " need [M, K] @ [K, N] + [N]"
         )
     if check_accumulation(accumulation) == "contract" and x.shape[1] <= LONG_SUM:
-        return operators_for(x).linear(x, y, bias, fmt.bits, fmt.fraction_bits)  # type: ignore[no-any-return]
+        result: Tensor = operators_for(x).linear(x, y, bias, fmt.bits, fmt.fraction_bits)
+        return result
     return add(matmul(x, y, fmt, accumulation=accumulation), bias, fmt)
 
 
