@@ -111,5 +111,6 @@ def max_pool2d(
         ValueError: (on a CPU) a dilated window has no value at all, only padding.
     """
     geometry = (kernel, stride, padding, dilation, ceil_mode)
-    result: Tensor = operators_for(x).max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)
-    return result
+    kernels = operators_for(x)
+    found: tuple[Tensor, Tensor] = kernels.max_pool2d(x, *geometry, fmt.bits, fmt.fraction_bits)
+    return found
