@@ -94,7 +94,7 @@ def values_of(x: Tensor) -> NDArray[Any]:
     """
     if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
         return np.from_dlpack(x.detach())
-    return x.numpy()
+    return x.numpy() if not x.requires_grad else x.detach().numpy()  # as in an exported program
 
 
 def _encode_cpu(x: Tensor, bits: int, fraction_bits: int) -> Tensor:
