@@ -106,6 +106,8 @@ class Hosts:
         """The usable nodes."""
         self.draining: set[str] = set()
         """Nodes that Ray drains."""
+        self._without_cpus: set[str] = set()
+        """Nodes without CPUs, such as the head of many clusters; they get no host."""
 
     def poll(self, waiting: bool, used: Collection[str]) -> None:
         """Update the list of nodes and their hosts; to be called every second.
@@ -118,8 +120,9 @@ class Hosts:
         nodes = {node["NodeID"]: node for node in self._nodes() if node["Alive"]}
         self._drain({n: node for n, node in nodes.items() if node.get("Draining")}, used)
         self._end_idle(waiting, used)
+        self._without_cpus = {n for n, node in nodes.items() if not node["Resources"].get("CPU")}
         for name, node in nodes.items() if not self._gave_back else ():
-            if node["Resources"].get("CPU") and self._may_ask(name):  # a head may have none
+            if name not in self._without_cpus and self._may_ask(name):
                 self._ask(name, str(node["NodeManagerHostname"]))
         for host in list(self._hosts.values()):
             if host.node not in nodes:
@@ -141,7 +144,9 @@ class Hosts:
     def labels(self) -> dict[str, str]:
         """Label selector that excludes unusable nodes, for Ray's placement of a trial."""
         known = {node for node, host in self._hosts.items() if not host.ready}
-        out = sorted(self._refused | self.draining | known | self._waits.keys())
+        out = sorted(
+            self._refused | self.draining | self._without_cpus | known | self._waits.keys()
+        )
         return {NODE_LABEL: f"!in({','.join(out)})"} if out else {}
 
     def call(self, node: str, method: str, *arguments: Any) -> None:

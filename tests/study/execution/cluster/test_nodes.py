@@ -106,6 +106,7 @@ def other_installation(folder: Path) -> Path:
     other = folder / "other"
     for package in ("lns_ops", "trainers", "study", "conf"):
         shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copyfile(ROOT / "lns_study.py", other / "lns_study.py")
     with (other / "trainers" / "files.py").open("a") as file:
         file.write("# another version\n")
     words = ["launch", "tiny.yaml", "--to", "slurm", "--dry-run", f"storage={folder}"]
