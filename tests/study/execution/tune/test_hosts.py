@@ -87,6 +87,15 @@ def test_a_refused_node_is_named_once_not_asked_again_and_no_trials_place(
     assert line.startswith("Refused: the node old has torch 1.0, and this study runs on Python ")
 
 
+def test_a_node_without_cpus_gets_no_host_and_no_trial(actors: Actors, now: list[float]) -> None:
+    """Such as a head: a supervisor that holds no CPU would wait there for a host for ever."""
+    hosts = Hosts((), lambda: [node("head", cpus=0.0), node("worker")])
+    hosts.poll(True, ())
+    assert actors.made == ["worker"]
+    answers(hosts, "worker")
+    assert hosts.labels == {NODE_LABEL: "!in(head)"}
+
+
 def test_a_host_that_is_idle_while_no_trial_waits_ends_and_is_made_once_one_waits(
     actors: Actors, now: list[float]
 ) -> None:
