@@ -247,7 +247,7 @@ class LedgerCallback(tune.Callback):  # type: ignore[misc]
             return
         with refusals():
             planned = planned_trial(self._state.config, trial.config, len(self._state.trials) + 1)
-        known = {known.id: known for known in self._state.trials}.get(planned.id)
+        known = next((each for each in self._state.trials if each.id == planned.id), None)
         if known is not None and known.status in ENDED:
             return
         self._trials[trial.trial_id] = planned.id
