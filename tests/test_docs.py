@@ -82,6 +82,25 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+def test_every_page_of_the_site_is_in_its_contents() -> None:
+    """What Sphinx refuses takes it a minute to find: pages in no toctree, and links to pages that
+    the site does not have."""
+    docs = ROOT / "docs"
+    listed = {docs / "index.md"}
+    outside = []
+    for page in docs.rglob("*.md"):
+        text = page.read_text()
+        for entries in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL):
+            for entry in re.findall(r"^(?:.+<)?([^:<>\n]+)>?$", entries, re.M):
+                listed |= {path.resolve() for path in page.parent.glob(f"{entry}.md")}
+        included = re.findall(r"```{include} (\S+)", text)
+        listed |= {(page.parent / path).resolve() for path in included}
+        links = re.findall(r"\]\(([^)#\s:]+\.md)", text)
+        outside += [link for link in links if docs not in (page.parent / link).resolve().parents]
+    assert set(docs.rglob("*.md")) - listed - GENERATED == set()
+    assert outside == []
+
+
 def test_the_page_of_rules_has_all_of_them_and_pairs_what_is_right_alone() -> None:
     page = rules_page
     text = page.page()
