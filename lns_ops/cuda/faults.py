@@ -15,6 +15,7 @@ turns that off with :func:`raise_only_when_asked` and calls :func:`check_faults`
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +119,11 @@ class Counters:
             if total := int(found[:, kind].sum()):
                 where = [name for name, row in _operations.items() if found[row, kind]]
                 named = ", ".join(where[:_SHOWN]) + ", ..." * (len(where) > _SHOWN)
-                raise error(f"{message} ({total} values on cuda:{self._device}, in {named})")
+                raised: Any = error(
+                    f"{message} ({total} values on cuda:{self._device}, in {named})"
+                )
+                raised.operation = named  # not the operation that meets the error now
+                raise raised
 
 
 def _new_row(operation: str) -> int:

@@ -150,12 +150,12 @@ def test_more_operations_than_rows_are_counted_together(monkeypatch: pytest.Monk
 def test_the_module_is_named(scope: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     convert_(model.cuda(), lns12, scope=scope)
-    model[1](batch(bad=True))
-    with pytest.raises(lns_ops.NonFiniteError, match=r"in encode of module '1\.0'\)"):
+    with pytest.raises(lns_ops.NonFiniteError, match=r"^NaN.* in encode of module '1\.0'\)"):
+        model[1](batch(bad=True))
         lns_ops.check_faults()
-    model(batch(bad=True))
-    with pytest.raises(lns_ops.NonFiniteError, match=r"in encode of module '0'"):
+    with pytest.raises(lns_ops.NonFiniteError, match=r"^NaN.* in encode of module '0'"):
+        model(batch(bad=True))
         lns_ops.check_faults()
-    lns_ops.encode(batch(bad=True), lns12)
-    with pytest.raises(lns_ops.NonFiniteError, match=r"in encode\)"):
+    with pytest.raises(lns_ops.NonFiniteError, match=r"^NaN.* in encode\)"):
+        lns_ops.encode(batch(bad=True), lns12)
         lns_ops.check_faults()
