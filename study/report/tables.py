@@ -21,7 +21,7 @@ from study.config.space import describe, show
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table, markdown_text
-from study.results.answer import answer
+from study.results.answer import answer, sentences
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, summarise
@@ -34,11 +34,12 @@ BEST = "best of {count}, by {metric}"
 
 
 def render_text(state: StudyState) -> str:
-    """Return the table for a terminal, with the remarks about it."""
+    """Return the answer, the table and the remarks about it for a terminal."""
     summary = summarise(state)
+    said = [one_line(sentence) for sentence in sentences(state, summary)]
     table = [headings(state, summary), *(cells(row, summary) for row in summary.rows)]
     lines = _align([list(map(one_line, line)) for line in table])
-    return "\n".join([*lines, "", *map(one_line, remarks(state, summary))])
+    return "\n".join([*said, "", *lines, "", *map(one_line, remarks(state, summary))])
 
 
 def render_markdown(
@@ -242,7 +243,17 @@ def protocol(state: StudyState) -> str:
         f" {state.config.primary_metric.test_words} is that of the last epoch, over every seed"
         f" ({seeds}); spread is the"
         " sample standard deviation. Any choice uses the validation split, the last examples of"
-        f" the training set, which no trial trains on ({sizes})."
+        f" the training set, which no trial trains on ({sizes})." + _differences(state.config)
+    )
+
+
+def _differences(study: StudyConfig) -> str:
+    """Describe how rows are compared; "" without a reference row."""
+    if study.baseline is None:
+        return ""
+    return (
+        f" Rows are compared with {study.baseline} seed by seed; the 95 % intervals of these"
+        " differences are simultaneous (Student's t, Bonferroni's correction)."
     )
 
 
