@@ -15,8 +15,9 @@ is measured is the start of Python processes, not either engine. Trials sleep or
     rate    cores that the driver uses while a trial a slot reports once a second; beside it bare
             Tune
     grid    a grid over formats and seeds that trains on the digits, on the GPU if there is one, by
-            the local engine and by this one, in turns, of which the best counts: trials a second from
-            the first start to the last end; fails if a figure or the SHA-256 of the weights differs
+            the local engine and by this one, in turns, of which the best counts: trials a second
+            from the first start to the last end; fails if a figure or the SHA-256 of the weights
+            differs
 
 Either begins to count when its first trial begins. Ray starts once, for all parts.
 """
