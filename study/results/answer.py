@@ -72,8 +72,15 @@ class Comparison:
             return "decided"
         if self.margin is None:
             return "bounded"
+        return "inside" if self.inside else "open"
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval lies inside the margin, ends included."""
+        if self.contrast is None or self.margin is None:
+            return False
         low, high = map(compared, self.contrast.interval)
-        return "inside" if self.margin[0] <= low and high <= self.margin[1] else "open"
+        return self.margin[0] <= low and high <= self.margin[1]
 
 
 def answer(state: StudyState, summary: Summary) -> str:
@@ -236,17 +243,9 @@ def _decided(found: list[Comparison], word: str, base: Row, metric: Metric) -> s
         is_worse = f" is {word} than {base.label}" if number == 0 else ""
         unit = metric.points if number == 0 else ""
         ends = f"{metric.figure(low)} to {metric.figure(high)}"
-        kept = f", inside the margin of {_margin(each, metric)}" if _is_inside(each) else ""
+        kept = f", inside the margin of {_margin(each, metric)}" if each.inside else ""
         listed.append(f"{each.row.label}{is_worse} by {size}{unit} ({ends}{kept})")
     return f"{_enumerate(listed)}." if listed else ""
-
-
-def _is_inside(found: Comparison) -> bool:
-    """Tell whether a decided difference, with its interval, lies inside the row's margin."""
-    if found.margin is None or found.contrast is None:
-        return False
-    low, high = map(compared, found.contrast.interval)
-    return found.margin[0] <= low and high <= found.margin[1]
 
 
 def _margin(found: Comparison, metric: Metric) -> str:
