@@ -191,29 +191,32 @@ def evict_cached_actors(controller: Any) -> None:
         controller._remove_actor(tracked_actor=actor)
 
 
-def held_by_actors(controller: Any) -> dict[str, float]:
-    """Return the resources of a Tune controller's actors, those that it keeps for a next trial
-    among them; Ray tells resources in use of everybody together (Ray 2.60)."""
-    held: dict[str, float] = controller._actor_manager.get_live_actors_resources()
-    return held
-
-
 def cluster_use() -> tuple[
-    dict[str, tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]
+    dict[str, tuple[float, float]],
+    list[tuple[float, float]],
+    list[tuple[float, float]],
+    tuple[float, float],
 ]:
-    """Return the free CPUs and GPUs of each node by Ray's id, and those of each task or actor that
-    waits, and of each placement group; ``ray status`` prints the same for people (Ray 2.60)."""
+    """Return the free CPUs and GPUs of each node by Ray's id, those of each task or actor that
+    waits, those of each placement group that waits, and those in this job's placement groups;
+    ``ray status`` prints the same for people.
+
+    A node has a resource ``CPU_group_ID`` for its bundles of a placement group, whose id ends with
+    the id of the job that created it. All is of one moment on each node (Ray 2.60).
+    """
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
     state = get_cluster_resource_state(global_worker.gcs_client)
-    free = {
-        node.node_id.hex(): (
-            node.available_resources.get("CPU", 0.0),
-            node.available_resources.get("GPU", 0.0),
-        )
-        for node in state.node_states
-    }
+    job, mine = global_worker.current_job_id.hex(), {"CPU": 0.0, "GPU": 0.0}
+    free = {}
+    for node in state.node_states:
+        left = node.available_resources
+        free[node.node_id.hex()] = left.get("CPU", 0.0), left.get("GPU", 0.0)
+        for name, value in node.total_resources.items():
+            kind, _, group = name.partition("_group_")
+            if kind in mine and "_" not in group and group.endswith(job):
+                mine[kind] += value
     found = [
         (
             each.request.resources_bundle.get("CPU", 0.0),
@@ -230,4 +233,4 @@ def cluster_use() -> tuple[
         )
         for group in state.pending_gang_resource_requests
     ]
-    return free, [each for each in found if any(each)], groups
+    return free, [each for each in found if any(each)], groups, (mine["CPU"], mine["GPU"])

@@ -63,11 +63,13 @@ class Use(NamedTuple):
         free: free CPUs and GPUs by Ray's node id.
         requests: CPUs and GPUs of each pending task or actor.
         groups: CPUs and GPUs of each pending placement group.
+        mine: CPUs and GPUs in the placement groups of this process's job.
     """
 
     free: dict[str, tuple[float, float]]
     requests: list[tuple[float, float]]
     groups: list[tuple[float, float]]
+    mine: tuple[float, float] = (0.0, 0.0)
 
 
 class Session:

@@ -25,7 +25,7 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher
 
-from study._compat import evict_cached_actors, held_by_actors
+from study._compat import evict_cached_actors
 from study.execution.loop import Loop
 from study.execution.ray_session import Use
 from study.execution.tune.hosts import Hosts
@@ -271,13 +271,11 @@ class TuneEngine:
     def _look_at_others(self, use: Use) -> None:
         """Update the resources that other users hold, and reserve room for their largest pending
         request. Nothing is reserved once other users hold half of the cluster."""
-        room, mine = self._trials.room, dict[str, float]()
-        if self._controller is not None:
-            mine = held_by_actors(self._controller)
+        room = self._trials.room
         gangs = [handed.job.shape for handed in self._gangs]  # Ray Train holds their CPUs
         held = (
-            mine.get("CPU", 0.0) + sum(shape.cpus for shape in gangs),
-            mine.get("GPU", 0.0) + sum(shape.gpus_in_all for shape in gangs),
+            use.mine[0] + sum(shape.cpus for shape in gangs),
+            use.mine[1] + sum(shape.gpus_in_all for shape in gangs),
         )
         room.note_others(use.free, held)
         ours = sum(not handed.nodes for handed in self._handed.values()) + len(gangs)

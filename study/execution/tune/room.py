@@ -7,7 +7,7 @@ behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from study.execution.engine import EPSILON
@@ -58,28 +58,24 @@ class Room:
     ) -> None:
         """Estimate the resources that other users hold: all that is neither free nor ours.
 
-        Ray's figures and ours change at slightly different times when a trial starts or ends, so
-        the estimate is the minimum over :data:`LOOKS` polls. On a node that has just joined, all
-        used resources belong to other users.
+        A trial's placement group takes its CPUs a moment before Ray shows it, and a gang of Ray
+        Train's is counted before Ray has placed it, so the estimate is the minimum over
+        :data:`LOOKS` polls. It begins anew when a node joins.
 
         Args:
             free: free CPUs and GPUs of each node.
             ours: CPUs and GPUs that this study holds on all nodes.
         """
-        used = {}
+        cpus, gpus = self.total
+        there = {node.node for node in self.nodes}
         for node in self.nodes:
-            cpus, gpus = free.get(node.node, (node.cpus, node.gpus))
-            used[node.node] = node.cpus - cpus, node.gpus - gpus
-        new = [node for node in used if node not in self._known]
-        self._known = set(used)
-        if new:
-            self._seen.clear()
-            self.others = _sums([self.others, *(used[node] for node in new)])
-            return
-        cpus, gpus = _sums(used.values())
-        self._seen = [*self._seen, (max(0.0, cpus - ours[0]), max(0.0, gpus - ours[1]))][-LOOKS:]
-        if len(self._seen) == LOOKS:
-            self.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
+            left = free.get(node.node, (node.cpus, node.gpus))
+            cpus, gpus = cpus - left[0], gpus - left[1]
+        self._seen.append((max(0.0, cpus - ours[0]), max(0.0, gpus - ours[1])))
+        if not there <= self._known:
+            self._seen = self._seen[-1:]
+        self._known, self._seen = there, self._seen[-LOOKS:]
+        self.others = min(each[0] for each in self._seen), min(each[1] for each in self._seen)
 
     def take(self, trial: str, shape: WorkerResources) -> bool:
         """Allocate a trial's resources if they are free; return whether they were."""
@@ -132,8 +128,3 @@ class Room:
             free[node][1] -= gpus
             found.append((node, cpus, gpus))
         return found
-
-
-def _sums(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    pairs = list(pairs)
-    return sum(each[0] for each in pairs), sum(each[1] for each in pairs)

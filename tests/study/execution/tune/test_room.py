@@ -69,8 +69,7 @@ def test_what_is_held_on_a_node_that_is_gone_is_not_missed_elsewhere(gone: str) 
 
 
 def test_what_others_hold_counts_from_the_first_look_and_is_the_least_of_the_last() -> None:
-    """Of a node that joins all that is not free is theirs; later what is ours is left out, which
-    may be in one figure a look before it is in the other."""
+    """What is ours is left out; it may be in one figure a look before it is in the other."""
     room = Room(nodes=NODES[:1])
     room.note_others({"a": (1.0, 1.0), "elsewhere": (8.0, 0.0)}, (0.0, 0.0))
     assert room.others == (3.0, 0.0)

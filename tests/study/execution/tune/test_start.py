@@ -4,10 +4,13 @@ run."""
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
-from ray.util import list_named_actors
+import ray
+from ray.util import list_named_actors, placement_group, remove_placement_group
 
+from study._compat import cluster_use
 from study.api import run_study
 from study.errors import UserError
 from study.execution.preflight import _beside
@@ -56,6 +59,21 @@ def test_a_new_study_starts_ray_while_its_trials_are_checked(tiny: Tiny, ray_ses
     said.clear()
     run_study(study, SilentView(), said.append)
     assert STARTING not in said  # nothing is left to run
+
+
+@pytest.mark.slow
+def test_what_is_ours_and_what_is_free_is_told_by_ray_at_once(ray_session: None) -> None:
+    """Another user's CPUs are those that are neither; all names are Ray's own."""
+    (free, _, _, before) = cluster_use()
+    group = placement_group([{"CPU": 1}, {"CPU": 0.5}])
+    ray.get(group.ready())
+    try:
+        while (now := cluster_use())[3] == before:
+            time.sleep(0.05)
+        assert now[3] == (before[0] + 1.5, 0.0)
+        assert sum(cpus for cpus, _ in now[0].values()) == sum(c for c, _ in free.values()) - 1.5
+    finally:
+        remove_placement_group(group)
 
 
 @pytest.mark.slow
