@@ -37,7 +37,7 @@ from study.manage.export import export_rows
 from study.manage.extend import extended
 from study.manage.studies import condition, continued, find, placed, read
 from study.program import STORAGE
-from study.report.tables import cells, headings
+from study.report.tables import table_of
 from study.results.answer import answer
 from study.results.configurations import Configuration, best, groups_of_seeds
 from study.results.summary import summarise
@@ -152,8 +152,8 @@ class Study:
         import pandas as pd
 
         table = summarise(self.state)
-        lines = [cells(row, table) for row in table.rows]
-        frame = pd.DataFrame(lines, columns=headings(self.state, table)).set_index("row")
+        names, *lines = table_of(self.state, table)
+        frame = pd.DataFrame(lines, columns=names).set_index("row")
         verdicts = by_row(self.state, table)
         return frame.assign(claims=verdicts) if any(verdicts.values()) else frame
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -460,7 +461,8 @@ def _print_outcome(outcome: Outcome, storage: str) -> None:
     from study.tracking.address import how_to_open, naming
     from study.tracking.sqlite import where_damaged
 
-    print(f"\n{render_text(outcome.state)}")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(f"\n{render_text(outcome.state, width)}")
     if claims := claims_text(read_record(outcome.report).get("claims", [])):
         print(claims)
     print(f"\nReport:  {outcome.report / 'report.html'}")

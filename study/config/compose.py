@@ -149,15 +149,17 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
 
 
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
-    """Return ``study`` if all keys of ``digits`` and ``comparable`` are keys of a trial.
+    """Return ``study`` if all keys of ``digits``, apart from ``seeds``, and of ``comparable`` are
+    keys of a trial.
 
     Unchecked, a wrong key would have no effect, or be found only when the study ends.
 
     Raises:
         ValueError: a key is not one of a trial.
     """
-    if study.digits:
-        override_trial(study.trial.to_dict(), study.digits, "digits")
+    for keys in undotted(study.digits, "digits"):
+        if keys.keys() != {"seeds"}:
+            override_trial(study.trial.to_dict(), keys, "digits")
     known = {name.removeprefix("trial.") for name in known_keys() if name.startswith("trial.")}
     for source, keys in [
         ("", study.comparable),
@@ -194,7 +196,8 @@ def _with_data(
     changes: list[tuple[str, dict[str, Any]]] = []
     if data.name == "digits" and study.digits:
         on_digits = undotted(study.digits, "digits")
-        changes += [*(("digits", {"trial": change}) for change in on_digits), *swapped]
+        layers = (keys if keys.keys() == {"seeds"} else {"trial": keys} for keys in on_digits)
+        changes += [*(("digits", keys) for keys in layers), *swapped]
     if auto:
         changes.append(("data", {"trial": {"data": {"name": data.name, "root": data.root}}}))
     if not changes:

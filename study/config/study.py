@@ -127,8 +127,8 @@ class StudyConfig:
             where the trial's loss counts no errors.
         mode: whether lower (``min``) or higher (``max``) values of the metric are better.
         limits: limits at which the study stops by itself.
-        digits: trial keys to change if the data are digits, a set 40 times smaller than MNIST: by
-            name, or because ``data.name=auto`` found no MNIST.
+        digits: trial keys, and ``seeds``, to change if the data are digits, a set 40 times smaller
+            than MNIST: by name, or because ``data.name=auto`` found no MNIST.
         baseline: label of the row with which the others are compared; None for no comparison.
         comparable: dotted trial keys and the values they must have for figures to be comparable
             with the published ones.

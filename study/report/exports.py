@@ -7,7 +7,7 @@ from pathlib import Path
 
 from study.ledger.state import StudyState
 from study.manage.export import export
-from study.report.tables import cells, headings
+from study.report.tables import table_of
 from study.results.summary import summarise
 from study.text import printable
 from trainers.files import write_whole
@@ -42,15 +42,9 @@ def write_format(state: StudyState, folder: Path, form: str) -> Path:
 def render_latex(state: StudyState) -> str:
     """Return the table for a paper; it needs the package ``booktabs``."""
     summary = summarise(state)
-    names = headings(state, summary)
-    lines = [names, *(cells(row, summary) for row in summary.rows)]
-    kept = [
-        place
-        for place in range(len(names))
-        if place < 3 or any(line[place] != "-" for line in lines[1:])
-    ]
-    body = [" & ".join(escape(line[place]) for place in kept) + r" \\" for line in lines]
-    columns = "l" + "r" * (len(kept) - 1)
+    lines = table_of(state, summary)
+    body = [" & ".join(map(escape, line)) + r" \\" for line in lines]
+    columns = "l" + "r" * (len(lines[0]) - 1)
     title = escape(state.config.question or state.config.name)
     return "\n".join(
         [

@@ -16,7 +16,7 @@ from study.ledger.state import StudyState, TrialState, shown_study
 from study.report.claims import HEADINGS as CLAIM_HEADINGS
 from study.report.claims import claim_cells
 from study.report.pictures import Links, Parts
-from study.report.tables import cells, facts, headings, protocol, remarks, shown_rows
+from study.report.tables import cells, facts, headings, protocol, remarks, shown_columns
 from study.results.answer import answer, capital
 from study.results.configurations import condition, configurations, pareto_front, ranked
 from study.results.objectives import diverged, test_value
@@ -40,7 +40,7 @@ def render_html(
     return environment.get_template("report.html.j2").render(
         metric=metric, title=capital(metric.test_words), study=state.config,
         answer=answer(state, summary), headings=headings(state, summary),
-        shown=shown_rows(summary), objectives=_objective_names(state), front=_front_lines(state),
+        shown=shown_columns(summary), objectives=_objective_names(state), front=_front_lines(state),
         ranked=_ranked_lines(state),
         rows=[(cells(row, summary), row.verdict) for row in summary.rows],
         intervals=interval_lines(summary), remarks=[*remarks(state, summary), *made.failed],

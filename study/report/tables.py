@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from study.config.space import describe, show
 from study.ledger.state import ENDED, FAILED, STOPPED, StudyState, name_of
 from study.manage.export import write_csv
 from study.report.claims import claims_markdown, markdown_table, markdown_text
-from study.results.answer import answer
+from study.results.answer import answer, sentences
 from study.results.configurations import configurations, table
 from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, summarise
@@ -30,15 +31,30 @@ from study.text import counted, duration, one_line, when
 HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
 """Largest number of failures listed one by one above the table; the rest are counted."""
+LEAST_LABEL, LEAST_HEAD = 12, 9
+"""Smallest number of characters that a narrow terminal shows of a row's label, and of the head of
+another column."""
 BEST = "best of {count}, by {metric}"
 
 
-def render_text(state: StudyState) -> str:
-    """Return the table for a terminal, with the remarks about it."""
+def render_text(state: StudyState, width: int | None = None) -> str:
+    """Return the answer, the table and the remarks about it for a terminal.
+
+    Args:
+        state: state of the study.
+        width: columns of the terminal; None for one line a row, as for a pipe or a file.
+    """
     summary = summarise(state)
-    table = [headings(state, summary), *(cells(row, summary) for row in summary.rows)]
-    lines = _align([list(map(one_line, line)) for line in table])
-    return "\n".join([*lines, "", *map(one_line, remarks(state, summary))])
+    said = [one_line(sentence) for sentence in sentences(state, summary)]
+    notes = [one_line(remark) for remark in remarks(state, summary)]
+    lines = [[one_line(cell) for cell in line] for line in table_of(state, summary)]
+    if width is None:
+        return "\n".join([*said, "", *_align(lines), "", *notes])
+    fitted, below = fit_table(lines, width)
+    said, below, notes = (
+        [line for text in texts for line in _wrapped(text, width)] for texts in (said, below, notes)
+    )
+    return "\n".join([*said, "", *_align(fitted), *below, "", *notes])
 
 
 def render_markdown(
@@ -48,8 +64,7 @@ def render_markdown(
 
     ``notes`` say how the slots were used, and which parts could not be made.
     """
-    names = headings(state, summary)
-    rows = [cells(row, summary) for row in summary.rows]
+    names, *rows = table_of(state, summary)
     lines = markdown_table(names, rows)
     notices = (*remarks(state, summary), *facts(state).values(), *notes)
     return "\n".join(
@@ -90,7 +105,14 @@ def render_csv(state: StudyState) -> str:
     return buffer.getvalue()
 
 
-def shown_rows(summary: Summary) -> list[int]:
+def table_of(state: StudyState, summary: Summary) -> list[list[str]]:
+    """Return the table with its heads first, without columns that are empty in every row."""
+    table = [headings(state, summary), *(cells(row, summary) for row in summary.rows)]
+    shown = shown_columns(summary)
+    return [[line[place] for place in shown] for line in table]
+
+
+def shown_columns(summary: Summary) -> list[int]:
     """Return the columns in which any row of the table has something, and the first three."""
     lines = [cells(row, summary) for row in summary.rows]
     return [
@@ -113,16 +135,22 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
 
 
 def cells(row: Row, summary: Summary) -> list[str]:
-    """Return one row of the table: errors in per cent, gaps in percentage points, two decimals."""
+    """Return one row of the table: errors in per cent, gaps in percentage points, two decimals.
+
+    Published figures and requirements are shown only if the study is comparable with what was
+    published.
+    """
     metric = summary.metric
     mean = metric.mean(row.mean, row.sd) if row.mean is not None else "-"
     seeds = f"{row.finished}" if row.finished == row.seeds else f"{row.finished} of {row.seeds}"
     seeds += f", {row.diverged} diverged" if row.diverged else ""
-    published = metric.figure(row.published) if row.published is not None else "-"
+    beside = row.published if summary.comparable else None
+    published = metric.figure(beside) if beside is not None else "-"
     gap = "-" if row.gap is None or math.isnan(row.gap) else metric.difference(row.gap)
+    rule = row.rule if summary.comparable else ""
     several = "one of each seed" if summary.searches > 1 and row.trials else "-"
     found = [describe(row.params) or several] if summary.searched else []
-    return [row.label, mean, seeds, published, gap, row.rule or "-", row.verdict or "-", *found]
+    return [row.label, mean, seeds, published, gap, rule or "-", row.verdict or "-", *found]
 
 
 def remarks(state: StudyState, summary: Summary) -> list[str]:
@@ -242,7 +270,17 @@ def protocol(state: StudyState) -> str:
         f" {state.config.primary_metric.test_words} is that of the last epoch, over every seed"
         f" ({seeds}); spread is the"
         " sample standard deviation. Any choice uses the validation split, the last examples of"
-        f" the training set, which no trial trains on ({sizes})."
+        f" the training set, which no trial trains on ({sizes})." + _differences(state.config)
+    )
+
+
+def _differences(study: StudyConfig) -> str:
+    """Describe how rows are compared; "" without a reference row."""
+    if study.baseline is None:
+        return ""
+    return (
+        f" Rows are compared with {study.baseline} seed by seed; the 95 % intervals of these"
+        " differences are simultaneous (Student's t, Bonferroni's correction)."
     )
 
 
@@ -313,10 +351,60 @@ def amended(study: StudyConfig) -> dict[str, str]:
     return {"Amendments": said} if said else {}
 
 
+def fit_table(table: list[list[str]], width: int) -> tuple[list[list[str]], list[str]]:
+    """Return a table that fits into ``width`` columns, and the texts that moved below it.
+
+    Columns of words move below, the widest first, until the rest fits; if it never does, long heads
+    and labels are cut.
+    """
+    heads, *rows = [list(line) for line in table]
+    below: list[str] = []
+    while _width([heads, *rows]) > width:
+        words = [place for place in range(1, len(heads)) if _is_words(rows, place)]
+        if not words:
+            break
+        widest = max(words, key=lambda place: max(len(line[place]) for line in [heads, *rows]))
+        listed = [f"{line[0]}: {line[widest]}" for line in rows if line[widest] != "-"]
+        below[:0] = ["", f"{heads[widest]}:", *(f"  {text}" for text in listed)]
+        for line in (heads, *rows):
+            del line[widest]
+    for place in range(1, len(heads)):
+        if _width([heads, *rows]) > width:
+            least = max(LEAST_HEAD, *(len(line[place]) for line in rows))
+            heads[place] = _cut(heads[place], least)
+    over = _width([heads, *rows]) - width
+    if over > 0:
+        longest = max(len(line[0]) for line in [heads, *rows])
+        for line in rows:
+            line[0] = _cut(line[0], max(LEAST_LABEL, longest - over))
+    return [heads, *rows], below
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text in at most ``most`` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _width(table: list[list[str]]) -> int:
+    return max(map(len, _align(table)))
+
+
+def _is_words(rows: list[list[str]], place: int) -> bool:
+    """Tell whether a column has texts in place of figures, which the first three never have."""
+    return place > 2 and any(line[place][:1].isalpha() for line in rows)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines of at most ``width`` columns; a line that fits stays as it is."""
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 def _align(table: list[list[str]]) -> list[str]:
     """Return a table's lines with padded columns, words to the left and figures to the right."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    left = {0, 5, 6, 7}
+    left = {0, *(place for place in range(1, len(table[0])) if _is_words(table[1:], place))}
     rows = [
         "  ".join(
             cell.ljust(width) if column in left else cell.rjust(width)

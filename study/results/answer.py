@@ -1,70 +1,108 @@
-"""A study's answer as text: the rows' differences from the baseline, and their confidence.
+"""A study's answer in words: how each row compares with the reference row, the ``baseline``.
 
-Every finished row is compared with the baseline seed by seed, using the paired contrast of
-:mod:`study.results.contrasts`, corrected for the number of comparisons. "Undecided" means that the
-95 % interval of the difference contains 0. Without a baseline the answer names the two best rows
-without a test, because a test would use the same figures that selected them. A row with a diverged
-trial is named but not compared.
+Every finished row is compared with the reference seed by seed, using the paired contrast of
+:mod:`study.results.contrasts`, whose 95 % intervals are corrected for the number of comparisons. A
+row is one of:
+
+- *worse* or *better*: the interval excludes 0.
+- *as good within X*: the interval lies inside the margin. The margin is what the row requires
+  (``within``, ``worse_by``), if the study is comparable with the published one, or the bound of a
+  claim that compares the row with the reference.
+- *open*: the interval contains 0 and is wider than the margin. The answer then names the number of
+  seeds that would show a difference as large as the margin, and the command that adds them.
+- without a margin: the largest loss that the interval allows.
+
+Without a reference row, or with one seed, nothing is compared, and the answer says why. A row with
+a diverged trial is named but not compared.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Callable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from study.config import Metric
+from study.config import ClaimConfig, Metric, StudyConfig
 from study.ledger.state import ENDED, StudyState
 from study.results.configurations import configurations
-from study.results.contrasts import Contrast, paired
+from study.results.contrasts import POWER, Contrast, paired
 from study.results.objectives import diverged, lacking
 from study.results.summary import Row, Summary, figures_by_seed
 from study.results.ties import compared
-from study.text import counted
+from study.text import counted, duration
 
 MOST_ROWS = 6
-"""Rows of one outcome that are named; the table has all."""
+"""Largest number of rows of one outcome that are named; the table has all."""
+MOST_SEEDS = 100
+"""Largest number of seeds that the answer proposes."""
+FEW_SEEDS = 3
+"""Number of seeds that the answer proposes for a study with one."""
+SIZEABLE = 0.25
+"""Smallest ratio of one test example to half an interval from which the answer names the former."""
+WHOLE = 0.01
+"""Largest distance of a number of wrong test examples from a whole number; reported shares have
+seven digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One row beside the baseline.
+    """One row compared with the reference row.
 
     Attributes:
         row: the row.
-        contrast: row minus baseline over the seeds that both have, of errors in percentage points;
+        contrast: row minus reference over the seeds that both have, of errors in percentage points;
             None with a single common seed, or if all seeds have the same difference.
+        margin: lowest and highest difference with which the row counts as good as the reference;
+            None if nothing states them.
     """
 
     row: Row
     contrast: Contrast | None
+    margin: tuple[float, float] | None = None
+
+    @property
+    def outcome(self) -> str:
+        """``decided``, ``inside`` the margin, ``open``, ``bounded`` without a margin, ``none``."""
+        if self.contrast is None:
+            return "none"
+        if self.contrast.decided:
+            return "decided"
+        if self.margin is None:
+            return "bounded"
+        return "inside" if self.inside else "open"
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval lies inside the margin, ends included."""
+        if self.contrast is None or self.margin is None:
+            return False
+        low, high = map(compared, self.contrast.interval)
+        return self.margin[0] <= low and high <= self.margin[1]
 
 
 def answer(state: StudyState, summary: Summary) -> str:
-    """Return what the study found, in one to three sentences."""
-    metric = summary.metric
+    """Return what the study found, in a few sentences."""
+    return " ".join(sentences(state, summary))
+
+
+def sentences(state: StudyState, summary: Summary) -> list[str]:
+    """Return what the study found, one sentence an entry."""
     ended = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
     whole = [row for row in ended if not row.diverged]
-    lost = [f"{row.label} ({row.diverged} of {row.seeds})" for row in ended if row.diverged]
-    aside = f" Diverged: {_enumerate(lost)}." if lost else ""
     if not whole:
-        return " ".join([_none(state), *lacking(state)]) + aside
-    base = next((row for row in whole if row.label == state.config.baseline), None)
-    others = [row for row in whole if row is not base]
-    if base is None or not others:
-        return _best(whole, metric) + aside
-    found = compare(base, others, metric)
-    parts = [
-        _sentence(found, "higher", metric, lambda each: each.decided and each.difference > 0),
-        _sentence(found, "lower", metric, lambda each: each.decided and each.difference < 0),
-        _sentence(found, "undecided", metric, lambda each: not each.decided),
-        _untested([each.row for each in found if each.contrast is None], metric),
-    ]
-    said = "; ".join(part for part in parts if part)
-    return (
-        f"{capital(metric.test_words)} beside {base.label} ({_mean(base, metric)}):"
-        f" {said}.{_resolution(found, metric)}{aside}"
-    )
+        found = [_none(state), *lacking(state)]
+    elif len(summary.rows) == 1:
+        found = [_best(whole, summary.metric)]
+    elif not (reference := state.config.baseline):
+        found = [_best(whole, summary.metric), _no_reference(whole, state)]
+    elif base := next((row for row in whole if row.label == reference), None):
+        found = _beside(base, [row for row in whole if row is not base], state, summary)
+    else:
+        found = [f"Nothing is compared: {reference}, the reference row, has no mean of every seed."]
+    return [*found, *_diverged(ended)]
 
 
 def _none(state: StudyState) -> str:
@@ -89,7 +127,7 @@ def capital(text: str) -> str:
 
 
 def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
-    """Return each row's contrast with the baseline, corrected for how many there are."""
+    """Return each row's contrast with ``base``, corrected for how many there are."""
     reference = figures_by_seed(base.trials, metric)
     found = []
     for row in others:
@@ -102,6 +140,258 @@ def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
         replace(each, contrast=each.contrast and replace(each.contrast, tests=tests))
         for each in found
     ]
+
+
+def compare_rows(state: StudyState, summary: Summary) -> list[Comparison]:
+    """Return the comparison of every finished row with the reference row, with its margin.
+
+    The list is empty without a reference row that has finished. Rows with a diverged trial are left
+    out.
+    """
+    whole = [
+        row
+        for row in summary.rows
+        if row.mean is not None and row.finished == row.seeds and not row.diverged
+    ]
+    base = next((row for row in whole if row.label == state.config.baseline), None)
+    if base is None:
+        return []
+    found = compare(base, [row for row in whole if row is not base], summary.metric)
+    return [
+        replace(each, margin=margin_of(each.row.label, state.config, summary)) for each in found
+    ]
+
+
+def margin_of(label: str, study: StudyConfig, summary: Summary) -> tuple[float, float] | None:
+    """Return the lowest and highest difference with which a row counts as good as the reference.
+
+    Requirements and claims about published figures count only if the study is comparable with what
+    was published. Returns None if nothing limits a loss.
+    """
+    row = next((row for row in study.rows if row.label == label), None)
+    sizes = (row.within, row.worse_by) if row and summary.comparable else ()
+    ranges = [(-size, size) for size in sizes if size is not None and size > 0]
+    for claim in study.claims:
+        if summary.comparable or claim.published is None:
+            ranges += _range_of(claim, label, study.baseline or "", summary.metric)
+    low = max((each[0] for each in ranges), default=-math.inf)
+    high = min((each[1] for each in ranges), default=math.inf)
+    return (low, high) if math.isfinite(high if summary.metric.sign > 0 else low) else None
+
+
+def _range_of(
+    claim: ClaimConfig, label: str, reference: str, metric: Metric
+) -> list[tuple[float, float]]:
+    """Return the differences, row minus reference, that a claim allows; empty if 0 is not inside.
+
+    A claim that the row is worse or better than the reference is no margin.
+    """
+    low, high = claim.bound
+    if claim.kind == "difference" and claim.rows == [label, reference]:
+        found = low, high
+    elif claim.kind == "difference" and claim.rows == [reference, label]:
+        found = -high, -low
+    elif claim.kind == "no_row_beats" and claim.rows == [label] and "by" in claim.arguments:
+        by = float(claim.arguments["by"])
+        found = (-math.inf, by) if metric.sign > 0 else (-by, math.inf)
+    else:
+        return []
+    return [found] if found[0] < 0 < found[1] else []
+
+
+# -------------------------------------------------------------------------------------------------
+# The sentences.
+
+
+def _beside(base: Row, others: list[Row], state: StudyState, summary: Summary) -> list[str]:
+    """Return the sentences about the rows that were compared with the reference row."""
+    metric, found = summary.metric, compare_rows(state, summary)
+    if not others:
+        return [f"{capital(metric.test_words)} of {base.label}: {_mean(base, metric)}."]
+    if len(base.trials) < 2:
+        return [
+            "Nothing is compared: one seed has no interval.",
+            f"To compare the rows, add seeds: {_more_seeds(state, FEW_SEEDS - 1)}.",
+        ]
+    found = sorted(found, key=lambda each: _loss(each, metric), reverse=True)
+    worse = [each for each in found if each.outcome == "decided" and _loss(each, metric) > 0]
+    better = [each for each in found if each.outcome == "decided" and _loss(each, metric) < 0]
+    parts = [
+        _decided(worse, "worse", base, metric),
+        _decided(better, "better", base, metric),
+        _inside([each for each in found if each.outcome == "inside"], base, metric),
+        _bounded([each for each in found if each.outcome == "bounded"], metric),
+        *_open([each for each in found if each.outcome == "open"], state, metric),
+        *_untested([each for each in found if each.outcome == "none"], base, metric),
+    ]
+    tested = [each for each in found if each.contrast is not None]
+    return [*filter(None, parts), *_scope(tested, base, state, summary)]
+
+
+def _loss(found: Comparison, metric: Metric) -> float:
+    """Return by how much a row is worse than the reference."""
+    return metric.sign * (found.contrast.difference if found.contrast else found.row.gap or 0.0)
+
+
+def _decided(found: list[Comparison], word: str, base: Row, metric: Metric) -> str:
+    """Say which rows are worse or better, with the size of the difference and its interval."""
+    listed = []
+    for number, each in enumerate(found):
+        assert each.contrast is not None, "decided by its interval"
+        low, high = sorted(map(abs, each.contrast.interval))
+        size = metric.figure(abs(each.contrast.difference))
+        is_worse = f" is {word} than {base.label}" if number == 0 else ""
+        unit = metric.points if number == 0 else ""
+        ends = f"{metric.figure(low)} to {metric.figure(high)}"
+        kept = f", inside the margin of {_margin(each, metric)}" if each.inside else ""
+        listed.append(f"{each.row.label}{is_worse} by {size}{unit} ({ends}{kept})")
+    return f"{_enumerate(listed)}." if listed else ""
+
+
+def _margin(found: Comparison, metric: Metric) -> str:
+    """Return the largest loss inside a row's margin."""
+    assert found.margin is not None, "asked for rows with a margin"
+    return metric.figure(found.margin[1] if metric.sign > 0 else -found.margin[0])
+
+
+def _inside(found: list[Comparison], base: Row, metric: Metric) -> str:
+    """Say which rows are as good as the reference within their margins."""
+    listed = [
+        f"{each.row.label}{f' is as good as {base.label}' if number == 0 else ''} within"
+        f" {_margin(each, metric)}{metric.points if number == 0 else ''} ({_ends(each, metric)})"
+        for number, each in enumerate(found)
+    ]
+    return f"{_enumerate(listed)}." if listed else ""
+
+
+def _bounded(found: list[Comparison], metric: Metric) -> str:
+    """Say how much the rows can lose at most that show no difference and have no margin."""
+    listed = []
+    for number, each in enumerate(found):
+        assert each.contrast is not None, "bounded by its interval"
+        most = max(metric.sign * end for end in each.contrast.interval)
+        unit = metric.points if number == 0 else ""
+        listed.append(f"{each.row.label} (at most {metric.figure(most)}{unit})")
+    return f"No loss shows for {_enumerate(listed)}." if listed else ""
+
+
+def _open(found: list[Comparison], state: StudyState, metric: Metric) -> list[str]:
+    """Say which rows are open, and which command would decide them."""
+    if not found:
+        return []
+    listed = [
+        f"{each.row.label} ({_ends(each, metric)}{metric.points}, wider than the margin of"
+        f" {_margin(each, metric)})"
+        for each in found
+    ]
+    needed = max(_seeds_for(each, metric) for each in found)
+    said = f"Open: {_enumerate(listed)}."
+    if needed > MOST_SEEDS:
+        return [said, f"More than {MOST_SEEDS} seeds would be needed for these margins."]
+    power = f"with {needed} seeds a difference as large as the margin would show in"
+    chance = f"{100 * POWER:.0f} % of such studies"
+    now = min(round(each.contrast.df) + 1 for each in found if each.contrast)
+    return [said, f"{capital(power)} {chance}: {_more_seeds(state, needed - now)}."]
+
+
+def _seeds_for(found: Comparison, metric: Metric) -> int:
+    """Return the smallest number of seeds with which a loss as large as the margin would show."""
+    contrast, margin = found.contrast, found.margin
+    assert contrast is not None, "open by its interval"
+    assert margin is not None, "open by its margin"
+    most = margin[1] if metric.sign > 0 else -margin[0]
+    counts = range(round(contrast.df) + 2, MOST_SEEDS + 1)
+    return bisect.bisect_left(counts, -most, key=lambda n: -contrast.over_pairs(n).least) + (
+        counts.start
+    )
+
+
+def _more_seeds(state: StudyState, missing: int) -> str:
+    """Return the command that adds ``missing`` seeds to the study, and what it would take.
+
+    A search that confirms its best configurations with more seeds gets more of those.
+    """
+    study, search = state.config, state.config.search
+    key, seeds = "seeds", list(study.seeds)
+    trials = round(missing / len(seeds) * len(state.trials))
+    if search.confirm_seeds:
+        key, seeds = "search.confirm_seeds", list(search.confirm_seeds)
+        trials = missing * search.confirm * len(state.rows())
+    unused = itertools.filterfalse(
+        {*study.seeds, *search.confirm_seeds}.__contains__, itertools.count(max(seeds) + 1)
+    )
+    added = itertools.islice(unused, missing)
+    words = f"{key}=[{','.join(map(str, [*seeds, *added]))}]"
+    # as on every machine: `report --verify` compares pages byte for byte
+    command = shlex.join(["lns-study", "extend", study.slug, words])
+    seconds = trials * sum(trial.spent for trial in state.trials) / len(state.trials)
+    cost = f"{counted(trials, 'more trial')}, about {duration(seconds)} of trial time"
+    return f"`{command}` ({cost})"
+
+
+def _untested(found: list[Comparison], base: Row, metric: Metric) -> list[str]:
+    """Name the rows that differ by the same amount at every seed, so that there is no spread."""
+    equal = [each.row.label for each in found if each.row.gap == 0]
+    shifted = [
+        f"{each.row.label} by {metric.difference(each.row.gap)}{metric.points}"
+        for each in found
+        if each.row.gap and math.isfinite(each.row.gap)
+    ]
+    parts = []
+    if equal:
+        parts.append(f"Equal to {base.label} at every seed: {_enumerate(equal)}.")
+    if shifted:
+        parts.append(f"Not tested, because the seeds show no spread: {_enumerate(shifted)}.")
+    return parts
+
+
+def _scope(
+    found: Sequence[Comparison], base: Row, state: StudyState, summary: Summary
+) -> list[str]:
+    """Say what the differences are of: metric, level, seeds, test examples and their grain."""
+    metric = summary.metric
+    counts = sorted({round(each.contrast.df) + 1 for each in found if each.contrast})
+    if not counts:
+        return []
+    seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    facts = [f"95 %, {seeds} seeds"]
+    best = ", each row at its best configuration" if summary.searched else ""
+    higher = ", higher is better" if metric.sign < 0 else ""
+    size = _test_size(state)
+    if size:
+        facts.append(f"{size:,} test examples")
+    grain = _grain(size, found, base, metric)
+    one = f"; one example is {metric.figure(grain)}{metric.points}" if grain else ""
+    return [f"({capital(metric.test_words)}{higher}{best}; {', '.join(facts)}{one}.)"]
+
+
+def _test_size(state: StudyState) -> int:
+    """Return the number of test examples; 0 if it is unknown, or if rows differ in it."""
+    sizes = {int(entry.get("test") or 0) for entry in state.plan.get("data", [])}
+    measured = state.config.primary_metric.test_name.startswith("test/")
+    return sizes.pop() if len(sizes) == 1 and measured else 0
+
+
+def _grain(size: int, found: Iterable[Comparison], base: Row, metric: Metric) -> float:
+    """Return what one test example adds to the error, in points, if that is sizeable; else 0.
+
+    It is sizeable from :data:`SIZEABLE` of half the narrowest interval. An example with several
+    answers, like a text, has no such grain: its errors are no whole numbers of examples.
+    """
+    halves = [each.contrast.half for each in found if each.contrast]
+    if not (metric.percent and size and halves):
+        return 0.0
+    grain = 100 / size
+    wrong = [value / grain for value in figures_by_seed(base.trials, metric).values()]
+    if any(abs(count - round(count)) > WHOLE for count in wrong):
+        return 0.0
+    return grain if grain >= SIZEABLE * min(halves) else 0.0
+
+
+def _ends(found: Comparison, metric: Metric) -> str:
+    """Return the ends of a difference's interval with their signs."""
+    assert found.contrast is not None, "asked for rows with an interval"
+    return " to ".join(map(metric.difference, found.contrast.interval))
 
 
 def _best(rows: list[Row], metric: Metric) -> str:
@@ -118,48 +408,23 @@ def _best(rows: list[Row], metric: Metric) -> str:
     return f"{best}; next {rest[0].label}, {beside} (chosen by these {metric.plural})."
 
 
-def _sentence(
-    found: list[Comparison], outcome: str, metric: Metric, belongs: Callable[[Contrast], bool]
-) -> str:
-    """List the rows with one outcome, each with its difference and 95 % interval."""
-    listed = [
-        f"{each.row.label} {_difference(each.contrast, metric)}"
-        for each in found
-        if each.contrast is not None and belongs(each.contrast)
-    ]
-    return f"{outcome}: {_enumerate(listed)}" if listed else ""
+def _no_reference(rows: list[Row], state: StudyState) -> str:
+    """Say why no rows are compared."""
+    why = "Nothing is compared, because no row is the reference"
+    return f"{why}; `baseline={rows[0].label}` makes one." if len(rows) > 1 else f"{why}."
 
 
-def _difference(contrast: Contrast, metric: Metric) -> str:
-    centre, low, high = (
-        metric.difference(contrast.difference + sign * contrast.half) for sign in (0, -1, 1)
-    )
-    return f"by {centre}{metric.points} (95 % {low} to {high})"
-
-
-def _untested(rows: list[Row], metric: Metric) -> str:
-    """List the rows that have one seed, or the same difference at every seed."""
-    listed = [
-        f"{row.label} by {metric.difference(row.gap)}{metric.points}"
-        for row in rows
-        if row.gap is not None
-    ]
-    return f"not tested: {_enumerate(listed)}" if listed else ""
-
-
-def _resolution(found: list[Comparison], metric: Metric) -> str:
-    """Say which difference the seeds could have shown, where any row is undecided."""
-    undecided = [each.contrast for each in found if each.contrast and not each.contrast.decided]
-    if not undecided:
-        return ""
-    worst = max(undecided, key=lambda contrast: contrast.least)
-    shown = f"{worst.least:.2g}{metric.points}"
-    return f" With {worst.over}, a difference of {shown} would have shown."
+def _diverged(ended: list[Row]) -> list[str]:
+    """Name the rows with diverged trials."""
+    listed = [f"{row.label} ({row.diverged} of {row.seeds})" for row in ended if row.diverged]
+    return [f"Not compared, because trials diverged: {_enumerate(listed)}."] if listed else []
 
 
 def _enumerate(listed: list[str]) -> str:
+    """Join texts as a sentence does: ``a, b and c``; beyond :data:`MOST_ROWS` they are counted."""
     more = len(listed) - MOST_ROWS
-    return ", ".join(listed[:MOST_ROWS]) + (f" and {more} more" if more > 0 else "")
+    *first, last = [*listed[:MOST_ROWS], f"{more} more"] if more > 0 else listed
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _mean(row: Row, metric: Metric) -> str:

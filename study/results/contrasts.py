@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,6 +76,11 @@ class Contrast:
         return self._critical * self.error
 
     @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the simultaneous 95 % interval of the difference."""
+        return self.difference - self.half, self.difference + self.half
+
+    @property
     def decided(self) -> bool:
         """Whether the interval excludes 0."""
         return abs(self.difference) > self.half
@@ -96,6 +101,14 @@ class Contrast:
             return float(np.mean(ndtr(ncp - limit) + ndtr(-ncp - limit))) - POWER
 
         return float(brentq(lacking, 0.0, 10.0 * (1.0 + self._critical))) * self.error
+
+    def over_pairs(self, number: int) -> Contrast:
+        """Return the paired contrast over ``number`` pairs with the same mean and spread.
+
+        It predicts what more pairs would show.
+        """
+        error = self.error * math.sqrt((self.df + 1) / number)
+        return replace(self, error=error, df=number - 1, over=f"{number} pairs")
 
     @property
     def _critical(self) -> float:

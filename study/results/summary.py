@@ -8,8 +8,8 @@ the sample standard deviation over seeds (n - 1).
 A searched row shows its best configuration, chosen by the first objective on the validation split,
 never by the test set. With ``search.per_seed`` it shows the best configuration of each seed.
 
-Published figures are always shown. Verdicts are only given if the study and the row use the
-published recipe (``comparable`` in the config); other studies list their differences from it.
+Published figures are shown, and verdicts given, only if the study and the row use the published
+recipe (``comparable`` in the config); other studies list their differences from it.
 """
 
 from __future__ import annotations

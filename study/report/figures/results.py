@@ -91,12 +91,14 @@ def _draw_faint(axes: Any, trials: list[TrialState], metric: Metric, theme: Them
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
     """Draw a figure of each row's final test figure beside the published one (hatched).
 
-    The bar is the mean, the whisker the standard deviation, the dots are seeds.
+    The bar is the mean, the whisker the standard deviation, the dots are seeds. Published figures
+    are drawn only if the study is comparable with them.
     """
     if len(summary.rows) > MOST_BARS:
         return _draw_lying_bars(summary, theme)
     figure, axes = canvas(theme)
-    published, metric = any(row.published is not None for row in summary.rows), summary.metric
+    metric = summary.metric
+    published = summary.comparable and any(row.published is not None for row in summary.rows)
     width = 0.38 if published else 0.6
     for number, row in enumerate(summary.rows):
         x = number - (0.2 if published else 0)
@@ -114,7 +116,7 @@ def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | Non
                 alpha=0.7,
                 linewidths=0,
             )
-        if row.published is not None:
+        if published and row.published is not None:
             hatched: dict[str, Any] = {
                 "facecolor": "none",
                 "edgecolor": COLOURS[number % len(COLOURS)],
@@ -337,6 +339,4 @@ def _bars_title(summary: Summary, published: bool) -> str:
     figure = f"{plain(capital(summary.metric.test_words))} after the last epoch:"
     if not published:
         return f"{figure} mean, sd, seeds (dots)"
-    return f"{figure} this study (solid), published (hatched)" + (
-        "" if summary.comparable else "\nSmall budget: not comparable with the published figures"
-    )
+    return f"{figure} this study (solid), published (hatched)"

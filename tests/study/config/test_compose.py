@@ -64,6 +64,21 @@ def test_digits_by_name_have_their_own_recipe_too(chosen: str) -> None:
     assert recipe(load("table", [chosen])) == recipe(load("table"))
 
 
+def test_digits_take_five_seeds_and_mnist_three(tmp_path: Path) -> None:
+    assert load("quickstart", ["data=mnist"]).seeds == [0, 1, 2]
+    assert load("quickstart", ["data=digits"]).seeds == [0, 1, 2, 3, 4]
+    assert load("quickstart", ["data=digits", "seeds=[7]"]).seeds == [7]
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + "digits: {epochs: 2, seeds: [4, 5]}\n")
+    study = load(str(path), ["trial.data.name=digits"])
+    assert (study.seeds, study.trial.epochs) == ([4, 5], 2)
+    assert change(study, ["seeds=[4]"]).seeds == [4]
+    with pytest.raises(ValueError, match=r"seeds"):
+        load(str(path), ["trial.data.name=digits", "digits={seeds: [1, 1]}"])
+    with pytest.raises(ValueError, match=r"rows"):
+        load(str(path), ["digits={rows: []}"])
+
+
 def test_the_command_line_wins_over_the_recipe_of_digits() -> None:
     changed = recipe(load("quickstart", ["data=digits", "precision=lns16", "trial.epochs=2"]))
     assert changed == (PrecisionConfig(format="lns16"), [128], 2, 128)

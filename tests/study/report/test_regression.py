@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def check_report(outcome: Outcome, shown_first: str) -> None:
     assert ">test r2</th>" in shown
     assert "best of 3, by validation/r2" in shown
     summary = summarise(outcome.state)
-    assert answer(outcome.state, summary).startswith("Test r2 beside float32 (")
-    assert answer(outcome.state, summary) in page
+    assert "(Test r2, higher is better, each row at its best" in answer(outcome.state, summary)
+    assert answer(outcome.state, summary) in html.unescape(page)
     assert shown_first in shown
     assert 'alt="Lines: validation r2 per epoch' in shown
     assert "test error" not in page

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import hashlib
 import html
 import io
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -23,10 +25,13 @@ from study.config import StudyConfig
 from study.config.metric import Metric
 from study.ledger.state import fold
 from study.report import pictures
+from study.report.exports import render_latex
 from study.report.figures.results import draw_bars
 from study.report.figures.slots import draw_slots
 from study.report.figures.style import COLOURS, DARK, LIGHT, Theme, canvas, png, value_axis
-from study.report.tables import render_text
+from study.report.html import render_html
+from study.report.pictures import Links, Parts
+from study.report.tables import render_markdown, render_text
 from study.report.write import write_report
 from study.results.idle_time import sentences
 from study.results.summary import summarise
@@ -164,6 +169,97 @@ def test_the_text_has_two_decimals_and_the_published_figures(tiny: Tiny) -> None
     assert "2.35 ± 0.01" in text
     assert "2.14" in text
     assert "2.12" in text
+
+
+def test_figures_that_were_published_for_another_recipe_are_not_shown(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """MNIST's published 2.14 % stood beside the 14.81 % of scikit-learn's digits."""
+    events = made_up_events(tiny("report", "seeds=[0,1]", "comparable={epochs: 20}"))
+    folder = write_report(fold(events), tmp_path)
+    summary = summarise(fold(events))
+    assert summary.rows[0].published == 2.14
+    page = (folder / "report.html").read_text().partition("<details>")[0]
+    for text in (render_text(fold(events)), (folder / "report.md").read_text(), page):
+        assert "SMALL BUDGET" in text
+        assert "2.14" not in text
+        assert "within 0.15" not in text
+    figure = draw_bars(fold(events), summary, LIGHT)
+    assert figure is not None
+    assert len(figure.axes[0].patches) == 2
+
+
+@pytest.mark.parametrize("form", ["text", "markdown", "html", "latex"])
+def test_columns_that_are_empty_in_every_row_are_left_out(tiny: Tiny, form: str) -> None:
+    def heads(*overrides: str) -> str:
+        state = fold(made_up_events(tiny("report", "seeds=[0,1]", *overrides)))
+        summary = summarise(state)
+        made = Parts(pictures=[], tables=[], explore=None, failed=[])
+        pages = {
+            "text": lambda: render_text(state),
+            "markdown": lambda: render_markdown(state, summary, []),
+            "html": lambda: render_html(state, summary, made, Links()),
+            "latex": lambda: render_latex(state),
+        }
+        lines = pages[form]().partition("<details>")[0].splitlines()
+        return next(line for line in lines if "seeds" in line and "row" in line)
+
+    columns = ("published", "minus float32", "required", "verdict")
+    assert all(column in heads() for column in columns)
+    bare = heads("rows=[{label: float32}, {label: b, overrides: {precision.format: lns12}}]")
+    assert [column in bare for column in columns] == [False, True, False, False]
+    alone = heads("rows=[{label: float32}]", "baseline=null")
+    assert not any(column in alone for column in ("published", "minus", "required", "verdict"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_table_is_as_wide_as_the_terminal(tiny: Tiny, width: int) -> None:
+    rows = (
+        "rows=[{label: float32, overrides: {precision.format: float32}, published: 2.14}, {label:"
+        " lns everywhere + kahan, overrides: {precision.format: lns12}, published: 3.62, worse_by:"
+        " 0.8}]"
+    )
+    state = fold(made_up_events(tiny("report", "seeds=[0,1,2]", rows)))
+    text = render_text(state, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "worse than float32 by at least 0.80" in " ".join(text.split())
+    lines = text.splitlines()
+    (rule,) = [number for number, line in enumerate(lines) if line and not line.strip("-")]
+    table = lines[rule - 1 : rule + 3]
+    assert [line.split()[0] for line in table] == ["row", table[1], "float32", "lns"]
+    assert all("2.0" in line for line in table[2:])
+    if width >= 80:
+        assert "lns everywhere + kahan" in table[3]
+        assert "published" in table[0]
+
+
+def test_a_piped_table_has_one_line_a_row(tiny: Tiny) -> None:
+    label = "a row with a label that is long enough to fill a line of a terminal by itself"
+    rows = f"rows=[{{label: float32}}, {{label: {label}, overrides: {{epochs: 2}}, within: 0.2}}]"
+    text = render_text(fold(made_up_events(tiny("report", "seeds=[0,1]", rows))))
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{label} ")]
+    assert "within 0.20 of float32" in line
+
+
+def test_the_program_prints_a_table_for_the_terminal_it_is_in(tiny: Tiny) -> None:
+    study = tiny("report-in-terminal", "seeds=[0,1]")
+    write_ledger(study, made_up_events(study))
+    words = [sys.executable, "-m", "study", "report", study.slug, "--storage", study.storage]
+    there = {"PYTHONPATH": str(Path(__file__).parents[3]), "COLUMNS": "60"}
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([*words, "--tracking-uri", "none"], env=os.environ | there, check=True,
+                       timeout=60, stdout=theirs)  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while part := os.read(ours, 65536):
+                shown += part
+    finally:
+        os.close(ours)
+    lines = shown.decode().replace("\r", "").partition("Report:")[0].splitlines()
+    assert any(line.startswith("float32  ") for line in lines)
+    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize("drop", ["finished", "report"])

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from scipy.stats import binom, ttest_ind, ttest_rel
 
 from study.config import StudyConfig
@@ -224,6 +226,20 @@ def test_what_a_search_chose_by_results_is_not_tested(tiny: Tiny) -> None:
         "By optimizer.name (exploratory)",
     ]
     assert all("chose by results" in table.note for table in shown)
+
+
+@given(st.lists(st.floats(-50, 50), min_size=2, max_size=8, unique=True), st.integers(2, 5))
+def test_more_pairs_alike_narrow_the_interval_by_the_same_spread(
+    differences: list[float], times: int
+) -> None:
+    one = paired(differences, "seeds")
+    assume(one is not None and one.error > 1e-6)
+    assert one is not None
+    assert one.over_pairs(len(differences)).half == pytest.approx(one.half)
+    more = one.over_pairs(times * len(differences))
+    assert more.error == pytest.approx(one.error / times**0.5)
+    assert one.interval[0] < more.interval[0] <= one.difference <= more.interval[1]
+    assert more.least < one.least
 
 
 def test_the_reference_is_not_chosen_by_results_and_the_table_says_what_is_undecided(
