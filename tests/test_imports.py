@@ -51,6 +51,7 @@ LAZY = {
     ("lns_ops.formats.base", "lns_ops"): "1.8 s, of torch and numba, which no name needs",
     ("lns_ops.formats.base", "lns_ops._compat"): "1.8 s, of torch, which no name needs",
     ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, likewise",
+    ("lns_ops.formats.blocks.nvfp4", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.fixed_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
     ("lns_ops.formats.fixed_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, likewise",

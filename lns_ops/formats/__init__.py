@@ -1,7 +1,7 @@
 """Number formats behind one interface, :class:`NumberFormat`.
 
-There are floating point of any widths, fixed point, scaled integers, MX blocks, block floating
-point, posits, takums, lists of values, and LNS.
+There are floating point of any widths, fixed point, scaled integers, MX and NVFP4 blocks, block
+floating point, posits, takums, lists of values, and LNS.
 
 >>> import torch
 >>> from lns_ops import formats
@@ -16,7 +16,9 @@ their names too.
 """
 
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
-from lns_ops.formats.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.microscaling import Microscaling
+from lns_ops.formats.blocks.nvfp4 import NVFP4
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import (
     FloatFormat,
@@ -28,7 +30,6 @@ from lns_ops.formats.floating_point import (
     tf32,
 )
 from lns_ops.formats.logarithmic import Logarithmic
-from lns_ops.formats.microscaling import Microscaling
 from lns_ops.formats.registry import HELP, parse
 from lns_ops.formats.scaling import Scaled
 from lns_ops.formats.sized_float import SizedFloat
@@ -38,6 +39,7 @@ from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 
 __all__ = [
     "HELP",
+    "NVFP4",
     "BlockFloatingPoint",
     "Encoded",
     "ErrorModel",

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lns_ops import LNSTensor
-from lns_ops.formats import microscaling
 from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from tests.trainers.training.test_trainer import without_speed
@@ -43,7 +42,9 @@ PRECISIONS = [
     PrecisionConfig(format="takum_log(12)"),
     PrecisionConfig(format="bfp(8,32)", kahan_sum=True),
     PrecisionConfig(format=f"table({LEVELS})/channel", master_format="bfloat16"),
-    *([PrecisionConfig(format="mxfp8")] if microscaling.unavailable() is None else []),
+    PrecisionConfig(format="mxfp8"),
+    PrecisionConfig(format="mxint8", kahan_sum=True),
+    PrecisionConfig(format="nvfp4", master_format="bfloat16", stochastic_rounding=True),
 ]
 
 
