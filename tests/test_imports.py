@@ -57,6 +57,7 @@ LAZY = {
     ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.floating_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
+    ("lns_ops.formats.p3109", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",
     ("lns_ops.formats.scaling", "lns_ops.formats.bit_views"): "1.8 s, likewise",
     ("lns_ops.formats.sized_float", "lns_ops.formats.bit_views"): "1.8 s, likewise",

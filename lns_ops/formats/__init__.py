@@ -30,6 +30,7 @@ from lns_ops.formats.floating_point import (
     tf32,
 )
 from lns_ops.formats.logarithmic import Logarithmic
+from lns_ops.formats.p3109 import P3109
 from lns_ops.formats.registry import HELP, parse
 from lns_ops.formats.scaling import Scaled
 from lns_ops.formats.sized_float import SizedFloat
@@ -40,6 +41,7 @@ from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 __all__ = [
     "HELP",
     "NVFP4",
+    "P3109",
     "BlockFloatingPoint",
     "Encoded",
     "ErrorModel",

@@ -13,6 +13,7 @@ from lns_ops.formats.blocks.nvfp4 import NVFP4
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.logarithmic import Logarithmic
+from lns_ops.formats.p3109 import P3109
 from lns_ops.formats.scaling import GRANULARITIES, TENSOR, Scaled
 from lns_ops.formats.sized_float import FINITE, INFINITE, SATURATE, SizedFloat
 from lns_ops.formats.tabulated import Table
@@ -24,6 +25,7 @@ _WRITTEN = (
     "float(e,m)",
     f"float(e,m,{INFINITE})",
     f"float(e,m,{FINITE})",
+    "binary8p3 (binaryKpP, binaryKpPsf)",
     "posit(bits)",
     "posit(bits,es)",
     "takum(bits)",
@@ -107,6 +109,8 @@ def _unscaled(name: str) -> NumberFormat:
         return Microscaling.of(ALIASES.get(name, name))
     if name == "nvfp4":
         return NVFP4()
+    if (binary := P3109.named(name)) is not None:
+        return binary
     match = re.fullmatch(r"(\w+)" + _INTEGERS, name)
     if match and match[1] in _MADE and (found := _made(*match.groups())) is not None:
         return found

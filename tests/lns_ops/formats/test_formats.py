@@ -29,7 +29,8 @@ NAMES = [
     "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel",
     "lns8/block", "float8_e4m3fn/block", *MX, "nvfp4",
     "float(4,3)", "float(2,1,finite)", "float(5,10,inf)", "float(6,9)", "float(8,3)",
-    "float(3,4)/channel", "posit(8)", "posit(16)", "posit(6,1)", "posit(8)/channel", "takum(8)",
+    "float(3,4)/channel", "binary8p3", "binary8p4sf", "binary8p1", "binary6p3/channel",
+    "posit(8)", "posit(16)", "posit(6,1)", "posit(8)/channel", "takum(8)",
     "takum(16)", "takum(8)/tensor", "takum_log(8)", "takum_log(14)", "takum_log(8)/block",
     "bfp(8,32)", "bfp(5,16)", f"table({LEVELS})", f"table({LEVELS})/channel",
 ]  # fmt: skip
@@ -323,7 +324,7 @@ def test_what_is_not_finite_is_rounded_without_the_kernel(name: str, value: floa
 
 @pytest.mark.parametrize(
     "name", ["lns8/channel", "float8_e4m3fn/channel", "float8_e5m2", "float(3,4)", "posit(7)",
-             "takum(9)/channel", "bfp(6,8)", "mxfp4", "nvfp4"],
+             "takum(9)/channel", "bfp(6,8)", "mxfp4", "nvfp4", "binary8p3", "binary8p1"],
 )  # fmt: skip
 def test_formats_are_traced_in_torchs_operations(name: str) -> None:
     fmt, x = parse(name), sample().view(4, 6, 50)
@@ -336,7 +337,8 @@ def test_formats_are_traced_in_torchs_operations(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name", ["lns8/channel", "float8_e4m3fn/block", "float8_e5m2", "int8", "float(8,3)",
-             "posit(9)", "takum_log(9)/channel", "bfp(6,8)", "mxint8", "nvfp4"],
+             "posit(9)", "takum_log(9)/channel", "bfp(6,8)", "mxint8", "nvfp4",
+             "binary8p3", "binary8p1"],
 )  # fmt: skip
 def test_formats_are_vectorized_by_vmap(name: str) -> None:
     fmt, x = parse(name), sample().view(4, 6, 50)

@@ -24,7 +24,7 @@ NAMES = [
     "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor",
     "fixed(16,10)", "int8", "int8/channel", "lns8/channel", "float(3,6)", "posit(8)",
     "takum(10)/channel", "bfp(8,16)",
-    "mxfp8", "mxint8", "nvfp4",
+    "mxfp8", "mxint8", "nvfp4", "binary8p4",
 ]  # fmt: skip
 UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},

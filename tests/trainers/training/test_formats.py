@@ -43,6 +43,7 @@ PRECISIONS = [
     PrecisionConfig(format="bfp(8,32)", kahan_sum=True),
     PrecisionConfig(format=f"table({LEVELS})/channel", master_format="bfloat16"),
     PrecisionConfig(format="mxfp8"),
+    PrecisionConfig(format="binary8p4", gradient_format="binary8p3", kahan_sum=True),
     PrecisionConfig(format="mxint8", kahan_sum=True),
     PrecisionConfig(format="nvfp4", master_format="bfloat16", stochastic_rounding=True),
 ]
