@@ -17,8 +17,8 @@ plan, ledger (fsynced), processes, MLflow.
                 those after it; beside it by Ray Train
     memory      of the driver: MB that 1,000 no-op trials add
     house       (by name only) utilisation of 300 slots by 900 trials that sleep 20 s
-    raylets     (by name only) utilisation of three Ray nodes of 16 declared CPUs each by 2,000
-                trials that sleep 5 s, from the first start to the last end
+    raylets     (by name only) utilisation of three Ray nodes of 8 declared CPUs each by 300 trials
+                that sleep 20 s, from the first start to the last end
     rate        cores that the driver uses while 300 and 1,000 trials report once a second
     driver      CPU time of the driver's process for a trial that does nothing (its start, its one
                 report, its end), and for a second in which 2 and 100 trials run and none reports
@@ -248,17 +248,17 @@ def three_nodes(cpus: int) -> Iterator[dict[str, Any]]:
 
 
 def raylets(trials: int) -> None:
-    with three_nodes(16) as keys:
-        _, view = run(2000, "FiveSeconds", tracked=False, **keys)
+    with three_nodes(8) as keys:
+        _, view = run(300, "TwentySeconds", tracked=False, **keys)
     times = {
         name: [event["time"] for event in view.events if event["event"] == name]
         for name in ("started", "finished")
     }
+    assert len(times["finished"]) == 300
     span = max(times["finished"]) - min(times["started"])
     report(
-        "3 nodes of 16 CPUs, 2,000 trials of 5 s: utilisation, from the first start to the"
-        " last end",
-        2000 * 5 / 48 / span,
+        "3 nodes of 8 CPUs, 300 trials of 20 s: utilisation, from the first start to the last end",
+        300 * 20 / 24 / span,
         "",
     )
     steps = sorted(

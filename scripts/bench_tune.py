@@ -14,6 +14,10 @@ is measured is the start of Python processes, not either engine. Trials sleep or
             with the ledger; beside it bare Tune
     rate    cores that the driver uses while a trial a slot reports once a second; beside it bare
             Tune
+    grid    a grid over formats and seeds that trains on the digits, on the GPU if there is one, by
+            the local engine and by this one, in turns, of which the best counts: trials a second
+            from the first start to the last end; fails if a figure or the SHA-256 of the weights
+            differs
 
 Either begins to count when its first trial begins. Ray starts once, for all parts.
 """
@@ -21,6 +25,7 @@ Either begins to count when its first trial begins. Ray starts once, for all par
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -33,14 +38,16 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from bench.view import View
 from ray import tune
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
-from study.api import run_study
+from study.api import Outcome, run_study
 from study.config import RowConfig, StudyConfig
 from study.execution.ray_session import ENVIRONMENT
 from study.execution.tune.engine import ENVIRONMENT as TUNE
+from study.ledger.log import read_ledger
 from study.ledger.state import FINISHED
 from trainers.config import DataConfig, ModelConfig, OptimizerConfig, TrialConfig
 from trainers.workers import resources
@@ -227,7 +234,52 @@ def rate(options: argparse.Namespace) -> None:
     compare(name, {"driver": "cores"}, options.turns, lambda run: run(options.slots, 1.0, 20))
 
 
-PARTS = {"use": use, "noop": noop, "rate": rate}
+def grid(options: argparse.Namespace) -> None:
+    """Report trainings a second by both engines, and compare what they trained."""
+    rates, trained = dict[str, float](), []
+    for name in ("local", "ray") * options.turns:  # kernels compile in the first turn
+        with tempfile.TemporaryDirectory() as storage:
+            outcome = _train_grid(name, storage)
+            trials = outcome.state.trials
+            assert all(trial.status == FINISHED for trial in trials)
+            events = [event for event in read_ledger(Path(storage, "grid")) if "trial" in event]
+            began = min(event["time"] for event in events if event["event"] == "started")
+            ended = max(event["time"] for event in events if event["event"] == "finished")
+            rates[name] = max(rates.get(name, 0.0), len(trials) / (ended - began))
+            trained.append({trial.id: (trial.test, _weights(trial)) for trial in trials})
+    assert all(found == trained[0] for found in trained), "the engines' figures or weights differ"
+    for name, found in rates.items():
+        report(f"{len(trained[0])} trials on the digits, {name} engine", found, "1/s")
+    report("the same: ratio", rates["ray"] / rates["local"])
+
+
+def _train_grid(engine: str, storage: str) -> Outcome:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    formats = ("float32", "lns16", "lns12", "lns(10,4)")
+    rows = [
+        RowConfig(label=name, overrides={"precision.format": name, "precision.scope": "everywhere"})
+        for name in formats
+    ]
+    trial = TrialConfig(
+        data=DataConfig(name="digits", validation_size=300),
+        model=ModelConfig(hidden=[512]),
+        optimizer=OptimizerConfig(lr=0.1),
+        epochs=20,
+        device=device,
+    )
+    study = StudyConfig(
+        name="grid", trial=trial, rows=rows, seeds=list(range(12)), storage=storage,
+        tracking_uri="none", engine=engine,
+    )  # fmt: skip
+    return run_study(study, View(), lambda line: None)
+
+
+def _weights(trial: Any) -> str:
+    (file,) = Path(trial.checkpoints_left()[0]).glob("*.safetensors")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+PARTS = {"use": use, "noop": noop, "rate": rate, "grid": grid}
 
 
 def main() -> None:

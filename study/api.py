@@ -8,6 +8,7 @@ A run goes from the config to the report: plan, preflight, ledger, runner, track
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from study.execution.launched import continued, launch_of_job
 from study.execution.preflight import check_same_data, check_same_name, preflight, say_changed_code
 from study.execution.runner import run_plan
 from study.execution.tune.options import TuneOptions
+from study.execution.tune.start import RayStart
 from study.ledger.lines import Event
 from study.ledger.lock import is_locked
 from study.ledger.log import FILE, Ledger, LedgerError, LedgerGoneError
@@ -35,6 +37,7 @@ from study.manage.checkpoints import check_same_ledger
 from study.manage.extend import continuations
 from study.manage.studies import placed, read
 from study.plan.candidates import by_rule
+from study.plan.engines import by_ray
 from study.plan.plan import Plan, make_plan
 from study.program import lns_study
 from study.results.idle_time import remark
@@ -124,7 +127,10 @@ def run_study(
     """
     began = time.monotonic() if began is None else began
     name_address(study.tracking)
-    with _opened(study, say, node, job) as (plan, data, ledger, before, node, spent):
+    with (
+        RayStart(say, options) as ray,
+        _opened(study, say, node, job, ray) as (plan, data, ledger, before, node, spent),
+    ):
         for uri in stored(ledger.history):
             say(f"The ledger holds the password of {uri}: {REMEDY}.")
         say_changed_code(plan, before, say)
@@ -137,7 +143,7 @@ def run_study(
                 f"Left out: {len(plan.excluded)} configurations in all;"
                 f" `{lns_study('plan', 'CONFIG')}` lists them"
             )
-        return _run(plan, data, ledger, before, view, say, only, node, began, spent, options)
+        return _run(plan, data, ledger, before, view, say, only, node, began, spent, ray)
 
 
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
@@ -160,16 +166,25 @@ def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _opened(
-    study: StudyConfig, say: Callable[[str], None], node: Node | None = None, job: bool = False
+    study: StudyConfig,
+    say: Callable[[str], None],
+    node: Node | None = None,
+    job: bool = False,
+    ray: RayStart | None = None,
 ) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node, float]]:
     """Check a study; provide its plan, data, ledger, state before this run, the node that checked
-    its trials, and the seconds of the runs that a job continues."""
+    its trials, and the seconds of the runs that a job continues.
+
+    A new study of the ray engine begins to start ``ray`` meanwhile: all its trials will run.
+    """
     with refusals():
         check_storage(study.storage)
         plan = make_plan(study)
     with Node() if node is None else nullcontext(node) as own:
         with refusals():
-            plan, data = preflight(plan, own, say)
+            early = ray is not None and by_ray(study) and not (study.folder / FILE).exists()
+            begin = functools.partial(ray.begin, plan) if ray is not None and early else None
+            plan, data = preflight(plan, own, say, begin)
         if data:
             say(f"Data: {'; '.join(entry['source'] for entry in data)}")
         with refusals():
@@ -239,7 +254,7 @@ def _run(
     node: Node,
     began: float,
     spent: float,
-    options: TuneOptions | None = None,
+    ray: RayStart,
 ) -> Outcome:
     ids = None if only != ONLY_FAILED else _failed(plan, state)
     broken_off = ids is not None and state.outcome not in (FINISHED, FAILED)
@@ -256,7 +271,7 @@ def _run(
     edited = lambda limits: ledger.append("edited", limits=limits)  # noqa: E731
     control, outcome = Control(folder, state, plan.study.limits, edited, spent), "interrupted"
     try:
-        run_plan(plan, ledger, state, control, node, ids, say, options)
+        run_plan(plan, ledger, state, control, node, ids, say, ray=ray)
         decision = control.decide(fresh=True)
         outcome = _describe_end(plan, state, decision, broken_off)
         if decision.reason and not control.storage_error:

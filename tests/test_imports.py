@@ -68,8 +68,9 @@ LAZY = {
         "study.execution.preflight",
         "trainers.workers.worker_process",
     ): "2.5 s, of torch, and a node mostly checks",
-    ("study.execution.runner", "study.execution.tune.run"): "2.4 s, of Ray Tune; and Ray reads its"
-    " token's variables when it is loaded",
+    ("study.execution.tune.start", "study.execution.tune.hosts"): "2.4 s, of Ray Tune; and Ray"
+    " reads its token's variables when it is loaded",
+    ("study.execution.tune.start", "study.execution.tune.run"): "2.4 s, likewise",
     ("study.execution.tune.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
     ("study.handle", "study.execution.tune.tuner"): "2.4 s, of Ray Tune",
     ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",

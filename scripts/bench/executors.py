@@ -60,12 +60,6 @@ class TwoSeconds(Noop):
     seconds = 2.0
 
 
-class FiveSeconds(Noop):
-    """One epoch of five seconds."""
-
-    seconds = 5.0
-
-
 class TwentySeconds(Noop):
     """One epoch of twenty seconds."""
 

@@ -8,11 +8,13 @@ and exits with code 2.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from study.config import StudyConfig
 from study.execution.control import grace_seconds
@@ -35,6 +37,7 @@ from trainers.workers.messages import DIED
 from trainers.workers.node import Node
 from trainers.workers.resources import MOST_TRIALS, cpus_of
 
+_T = TypeVar("_T")
 CONNECT_SECONDS = 5.0
 CHANGES_SHOWN = 5
 """Maximum number of names in the note on global changes by the user's code."""
@@ -43,7 +46,10 @@ SLOW_SECONDS = 10.0
 
 
 def preflight(
-    plan: Plan, node: Node | None = None, say: Callable[[str], None] = lambda line: None
+    plan: Plan,
+    node: Node | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[Plan, list[dict[str, Any]]]:
     """Run all checks; return the plan of the trials that can run, and their data sets.
 
@@ -67,7 +73,8 @@ def preflight(
     check_engine(plan.study)
     check_user_files(plan.study)
     check_sinks(plan.study)
-    data, reasons = _examine(plan, node, say, _device(plan))
+    examined = functools.partial(_examine, plan, node, say, _device(plan))
+    data, reasons = examined() if meanwhile is None else _beside(examined, meanwhile)
     plan = _without_forbidden(plan, reasons)
     if plan.study.tracking != OFF:
         check_loggable(plan)
@@ -202,6 +209,22 @@ def _device(plan: Plan) -> str:
     here = plan.study.address is None
     on_gpu = any(trial.config.device == "cuda" for trial in plan.trials or plan.first)
     return "cuda" if here and on_gpu else "cpu"
+
+
+def _beside(work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
+    """Run ``work`` in a thread while this one runs ``meanwhile``; return its result."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # a daemon: where `meanwhile` raises, nobody waits for it
+    threading.Thread(target=run, daemon=True, name="check").start()
+    meanwhile()
+    return future.result()
 
 
 def _examine(

@@ -16,24 +16,21 @@ Ctrl-C cancels the study like ``lns-study cancel``.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from study.config import StudyConfig
 from study.execution.control import Control
+from study.execution.engine import Engine
 from study.execution.local.machine import Machine
 from study.execution.local.pool import Pool
 from study.execution.loop import ROUND_SECONDS, Loop
-from study.execution.ray_session import ray_session
-from study.execution.tune.options import TuneOptions
-from study.execution.user_files import user_modules
+from study.execution.ray_session import Session
+from study.execution.tune.start import RayStart, data_of, has_gangs, uses_gpus
 from study.ledger.lock import OUTPUT
 from study.ledger.log import Ledger
 from study.ledger.state import StudyState
@@ -44,11 +41,8 @@ from study.plan.plan import Plan
 from study.plan.resources import local_cpus, visible_gpus
 from study.plan.trials import PlannedTrial
 from study.search.agenda import Agenda
-from trainers.config import TrialConfig
-from trainers.workers.node import Node, is_compared
+from trainers.workers.node import Node
 
-DATA_SETS = 4
-"""Largest number of data sets kept in memory."""
 DOUBLED_SECONDS = 1.0
 """Seconds within which a second signal is the first one's."""
 
@@ -61,7 +55,8 @@ def run_plan(
     node: Node,
     only: Collection[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
-    options: TuneOptions | None = None,
+    *,
+    ray: RayStart,
 ) -> None:
     """Run the unfinished trials of a plan, until all have ended or ``control`` ends the study.
 
@@ -73,7 +68,7 @@ def run_plan(
         node: process manager of this machine; closed here.
         only: ids of the trials to run; None for all.
         say: prints a line for the user.
-        options: what the caller adds to the Tuner of the ray engine.
+        ray: starts the ray engine, if that runs the study and has not begun to start.
 
     Raises:
         UserError: ``address`` names no Ray cluster.
@@ -90,7 +85,7 @@ def run_plan(
         with _interrupts(control), control.watch_storage():
             if by_ray(plan.study):
                 node.close()  # trials run in processes of the cluster's nodes
-                _run_on_ray(plan, agenda, ledger, state, control, say, options or TuneOptions())
+                _run_on_ray(plan, agenda, ledger, state, control, say, ray)
             else:
                 _run_here(plan.study, agenda, ledger, state, control, node, say)
     if control.interrupted:
@@ -107,10 +102,12 @@ def _run_here(
     say: Callable[[str], None],
 ) -> None:
     """Run a study in processes of this machine."""
-    pool = Pool(Machine(local_cpus(study), _local_gpus(agenda, study)), node)
+    configs = [trial.config for trial in agenda.trials] or [study.trial]
+    gpus = visible_gpus() if uses_gpus(study, configs) else []
+    pool = Pool(Machine(local_cpus(study), gpus), node)
     try:
         node.log(study.folder / OUTPUT)
-        node.load(_data_of(agenda, study))
+        node.load(data_of(configs))
         loop = Loop(study, agenda, ledger, state, control, pool, say)
         while loop.begin_round():
             loop.take_in(pool.wait(ROUND_SECONDS))
@@ -125,63 +122,18 @@ def _run_on_ray(
     state: StudyState,
     control: Control,
     say: Callable[[str], None],
-    options: TuneOptions,
+    ray: RayStart,
 ) -> None:
     """Run a study with Ray Tune, on its cluster or on a Ray that is started here."""
     study = plan.study
-    gangs = "workers" in study.space or any(
-        trial.config.workers > 1 for trial in plan.trials or plan.first
-    )
-    if gangs:
+    if has_gangs(plan):
         agenda.earlier = of_storage(study.storage)  # short gangs are forked
-    gpus = len(_local_gpus(agenda, study)) if study.address is None else 0
-    say(
-        f"Joining the Ray cluster at {study.address} ..."
-        if study.address
-        else "Starting Ray on this machine ..."
-    )
-    with ray_session(study, gpus=gpus, dashboard=gangs and study.gang != "forked") as session:
-        # loads Ray, which reads then whether it asks for a token
-        from study.execution.tune.run import Needs, run_on_ray
 
-        needs = Needs(
-            make=(study.folder / OUTPUT, _data_of(agenda, study)),
-            modules=user_modules(study),
-            data=_data_of_nodes(plan, state),
-        )
-        run_on_ray(
-            session,
-            needs,
-            lambda trials: Loop(
-                study, agenda, ledger, state, control, trials, say, lambda: session.address
-            ),
-            say,
-            options,
-        )
+    def make_loop(trials: Engine, session: Session) -> Loop:
+        address = lambda: session.address  # noqa: E731
+        return Loop(study, agenda, ledger, state, control, trials, say, address)
 
-
-def _data_of(agenda: Agenda, study: StudyConfig) -> list[dict[str, Any]]:
-    """Return the data sets of the first trials, which every machine loads once."""
-    configs = [trial.config for trial in agenda.trials] or [study.trial]
-    used = [config.data for config in configs if not config.own_loop]
-    return [dataclasses.asdict(config) for config in list(dict.fromkeys(used))[:DATA_SETS]]
-
-
-def _data_of_nodes(plan: Plan, state: StudyState) -> tuple[list[TrialConfig], set[str]]:
-    """Return one trial per data set that every node must have, and the SHA-256 digests of the
-    data sets."""
-    configs = [trial.config for trial in plan.trials or plan.first]
-    ours = {config.data: config for config in filter(is_compared, configs)}
-    return list(ours.values()), {info["files"] for info in state.plan.get("data", [])}
-
-
-def _local_gpus(agenda: Agenda, study: StudyConfig) -> list[str]:
-    """Return the names of this machine's GPUs if a trial may use them, else none."""
-    if '"cuda"' not in json.dumps(study.to_dict()) and not any(
-        trial.config.device == "cuda" for trial in agenda.trials
-    ):
-        return []
-    return visible_gpus()
+    ray.run(plan, {info["files"] for info in state.plan.get("data", [])}, make_loop)
 
 
 @contextmanager

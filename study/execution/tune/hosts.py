@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from study.execution.tune.process_host import NodeCheck, ProcessHost
@@ -80,7 +81,9 @@ class Hosts:
         say: prints a line for the user.
         modules: code of the user's that a node must have, as ``package.module:name``.
         data: one trial for each data set that a node must have, and the SHA-256 digests of their
-            examples (:attr:`trainers.data.DatasetInfo.files`).
+            examples (:attr:`trainers.data.DatasetInfo.files`), which must be there at the first
+            :meth:`poll`.
+        log: file for the output of trials' processes; None discards it.
     """
 
     def __init__(
@@ -90,10 +93,12 @@ class Hosts:
         say: Callable[[str], None] = lambda line: None,
         modules: Sequence[str] = (),
         data: tuple[Sequence[TrialConfig], Collection[str]] = ((), ()),
+        log: Path | None = None,
     ) -> None:
         self.engine = uuid.uuid4().hex[:12]
         self._make, self._nodes, self._say = make, nodes, say
         self._modules, self._versions, self._data = modules, versions(modules), data
+        self._log = log
         self._hosts: dict[str, _Host] = {}
         self._refused: set[str] = set()
         self._told: set[str] = set()
@@ -108,6 +113,12 @@ class Hosts:
         """Nodes that Ray drains."""
         self._without_cpus: set[str] = set()
         """Nodes without CPUs, such as the head of many clusters; they get no host."""
+
+    def start(self) -> None:
+        """Start the hosts of the nodes that there are, and their checks, before the first poll."""
+        for node in self._nodes():
+            if node["Alive"] and not node.get("Draining") and node["Resources"].get("CPU"):
+                self._ask(node["NodeID"], str(node["NodeManagerHostname"]))
 
     def poll(self, waiting: bool, used: Collection[str]) -> None:
         """Update the list of nodes and their hosts; to be called every second.
@@ -236,7 +247,7 @@ class Hosts:
         elif problem := self._lacks(found):
             self._put_off(host, problem)
         else:
-            host.actor.admit.remote()
+            host.actor.admit.remote(self._log)
             host.ready, host.lives = True, host.actor.live.remote()
             self._waits.pop(host.node, None)
 

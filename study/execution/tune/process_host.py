@@ -72,12 +72,11 @@ class ProcessHost:
     """The processes of this node, as an asynchronous Ray actor: every call may wait.
 
     Args:
-        log: file for the processes' output; None discards it.
         data: data sets to load once, each as the keys of a ``DataConfig``.
     """
 
-    def __init__(self, log: Path | None, data: Sequence[dict[str, Any]]) -> None:
-        self._node = Node(log, data)
+    def __init__(self, data: Sequence[dict[str, Any]]) -> None:
+        self._node = Node(data=data)
         self._keys = itertools.count(1)
         self._processes: dict[int, _Process] = {}
         self._runs: dict[str, _Run] = {}
@@ -104,8 +103,10 @@ class ProcessHost:
             data=found,
         )
 
-    async def admit(self) -> None:
-        """Allow runs on this node."""
+    async def admit(self, log: Path | None) -> None:
+        """Allow runs on this node; their processes' output goes to ``log``, None discards it."""
+        if log is not None:
+            self._node.log(log)
         self._admitted.set()
 
     async def name(self) -> str:

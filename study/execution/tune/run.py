@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 from study.errors import UserError
 from study.execution.loop import Loop
@@ -14,7 +12,6 @@ from study.execution.tune.engine import TuneEngine
 from study.execution.tune.hosts import Hosts
 from study.execution.tune.options import TuneOptions
 from study.execution.tune.trials import TuneTrials
-from trainers.config import TrialConfig
 from trainers.workers.messages import DIED, Message
 
 
@@ -22,23 +19,10 @@ class RayLostError(Exception):
     """The Ray node that this process uses is gone; the process can reconnect."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Requirements of every node.
-
-    Attributes:
-        make: arguments of :class:`~study.execution.tune.process_host.ProcessHost`.
-        modules, data: see :class:`~study.execution.tune.hosts.Hosts`.
-    """
-
-    make: tuple[Any, ...]
-    modules: Sequence[str]
-    data: tuple[Sequence[TrialConfig], Collection[str]]
-
-
 def run_on_ray(
     session: Session,
-    needs: Needs,
+    hosts: Hosts,
+    make_hosts: Callable[[], Hosts],
     make_loop: Callable[[TuneTrials], Loop],
     say: Callable[[str], None],
     options: TuneOptions,
@@ -49,7 +33,8 @@ def run_on_ray(
 
     Args:
         session: the connection to Ray.
-        needs: requirements of every node.
+        hosts: the process hosts of its nodes, already started.
+        make_hosts: creates them again, after this process has reconnected.
         make_loop: creates the study's loop.
         say: prints a line for the user.
         options: the caller's additions to the Tuner.
@@ -60,7 +45,6 @@ def run_on_ray(
     loop: Loop | None = None
     said = set[str]()
     while True:
-        hosts = Hosts(needs.make, session.nodes, say, needs.modules, needs.data)
         trials = TuneTrials(hosts, session.ask)
         if loop is None:
             loop = make_loop(trials)
@@ -77,6 +61,7 @@ def run_on_ray(
                     " command goes on once the cluster is back"
                 ) from None
             say("Ray is back.")
+            hosts = make_hosts()
         else:
             return
         finally:

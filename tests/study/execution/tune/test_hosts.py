@@ -205,7 +205,7 @@ only.Data.__module__, sys.modules["only_here"] = "only_here", only
 ray.init("local", num_cpus=2, include_dashboard=False)
 said = []
 nodes = lambda: [node | {"Draining": False} for node in ray.nodes()]
-hosts = Hosts((None, only.Data()), nodes, said.append)
+hosts = Hosts((only.Data(),), nodes, said.append)
 waits = []
 while len(waits) < 3:
     hosts.poll(True, ())

@@ -51,7 +51,7 @@ async def a_supervisor_waits_until_its_node_is_used(host: ProcessHost, folder: P
     await host.check([], [])
     await asyncio.sleep(0.1)
     assert not name.done()
-    await host.admit()
+    await host.admit(None)
     assert await name == os.uname().nodename
 
 
@@ -90,7 +90,7 @@ def test_runs_share_processes_in_turns_in_any_order_of_calls_and_end_with_a_reas
     tmp_path: Path,
 ) -> None:
     async def all_of_it() -> None:
-        host = ProcessHost(None, [])
+        host = ProcessHost([])
         try:
             await a_supervisor_waits_until_its_node_is_used(host, tmp_path)
             await runs_take_turns_but_the_users_code_has_its_own(host, tmp_path)
