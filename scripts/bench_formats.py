@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 
 import lns_ops.cpu
-from lns_ops.formats import microscaling
 from trainers.config import ModelConfig, OptimizerConfig, PrecisionConfig
 from trainers.data import Split
 from trainers.models import build
@@ -107,9 +106,6 @@ def main() -> None:
     )
     print("|---" * (1 + len(MODELS) * len(UPDATES)) + "|")
     for name in FORMATS:
-        if name.startswith("mx") and (reason := microscaling.unavailable()) is not None:
-            print(f"| {name} | {reason} |")
-            continue
         cells = []
         for label, model in MODELS.items():
             for update, how in UPDATES.items():

@@ -43,7 +43,8 @@ SKIPS = (
     "needs fork", "simd is this kernel here", "no C\\+\\+ compiler", "torch has no OpenMP of GNU's",
     # programs and permissions that the machine need not have
     "Chromium is not installed", "playwright is not installed", "PostgreSQL is not installed",
-    "pip install 'lns-study\\[team\\]'", "torchao", "torch.s operation database needs it",
+    "pip install 'lns-study\\[team\\]'", "torchao", "gfloat is not installed",
+    "torch.s operation database needs it",
     "tensorboard is not installed", "pip-audit is not installed",
     "pip-audit cannot reach its database",
     "transformers is not installed", "CIFAR-10.s binary files are not here",

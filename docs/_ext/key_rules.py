@@ -63,6 +63,7 @@ MARKED = {
     "trial.precision.format": _FORMAT,
     "trial.precision.gradient_format": _FORMAT,
     "trial.precision.master_format": _FORMAT,
+    "trial.precision.sum_format": "the name of a binary float with a mantissa",
     "trial.precision.loss_scale": "a power of two from 1 on, whose inverse the format has",
     "trial.changes": "an epoch, later in each, before the last, and options of the optimizer",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from lns_ops.formats import (
+    NVFP4,
     BlockFloatingPoint,
     Integer,
     Logarithmic,
@@ -13,8 +14,8 @@ from lns_ops.formats import (
     Scaled,
     parse,
 )
+from lns_ops.formats.blocks.microscaling import ELEMENTS
 from lns_ops.formats.floating_point import FLOATS
-from lns_ops.formats.microscaling import ELEMENTS
 from lns_ops.formats.tabulated import Listed
 from lns_ops.spec.format import PRESETS
 
@@ -23,6 +24,9 @@ NAMES = (
     "float(4,3)",
     "float(2,1,finite)",
     "float(5,10,inf)",
+    "binary8p3",
+    "binary8p3sf",
+    "binary6p3",
     "posit(8)",
     "posit(16)",
     "posit(8,1)",
@@ -35,6 +39,7 @@ NAMES = (
     "int8",
     "int8/channel",
     *ELEMENTS,
+    "nvfp4",
     *PRESETS,
     "lns(14,7)",
     "float8_e4m3fn/channel",
@@ -53,6 +58,8 @@ def scale_of(fmt: NumberFormat) -> str:
     """Return what values share a scale."""
     if isinstance(fmt, Microscaling):
         return "a power of two for 32 values"
+    if isinstance(fmt, NVFP4):
+        return "an e4m3 number for 16 values, a float32 number for each tensor"
     if isinstance(fmt, BlockFloatingPoint):
         return f"a power of two for {fmt.block} values"
     if isinstance(fmt, Scaled | Integer):

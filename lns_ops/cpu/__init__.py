@@ -20,6 +20,7 @@ from lns_ops.cpu.elementwise import add, div, mul, repeat, sqrt, sub
 from lns_ops.cpu.encoding import decode, encode, encode_stochastic, quantize_float, quantize_scaled
 from lns_ops.cpu.gemm import matmul, matmul_batched
 from lns_ops.cpu.kernel_choice import kernel_info
+from lns_ops.cpu.rounded_sums import rounded_product
 from lns_ops.cpu.sums import sum
 from lns_ops.cpu.updates import (
     adam_update,
@@ -32,6 +33,6 @@ from lns_ops.cpu.updates import (
 __all__ = [
     "adam_update", "adam_update_float32", "add", "decode", "div", "encode", "encode_stochastic",
     "get_num_threads", "kernel_info", "matmul", "matmul_batched", "mul", "quantize_float",
-    "quantize_scaled", "random_bits", "repeat", "set_num_threads", "sgd_update",
+    "quantize_scaled", "random_bits", "repeat", "rounded_product", "set_num_threads", "sgd_update",
     "sgd_update_float32", "sqrt", "sub", "sum",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Number formats behind one interface, :class:`NumberFormat`.
 
-There are floating point of any widths, fixed point, scaled integers, MX blocks, block floating
-point, posits, takums, lists of values, and LNS.
+There are floating point of any widths, fixed point, scaled integers, MX and NVFP4 blocks, block
+floating point, posits, takums, lists of values, and LNS.
 
 >>> import torch
 >>> from lns_ops import formats
@@ -15,8 +15,11 @@ tensor([3.1250e-01, 4.4800e+02])
 their names too.
 """
 
+from lns_ops.formats.accumulator import Accumulation
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
-from lns_ops.formats.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.microscaling import Microscaling
+from lns_ops.formats.blocks.nvfp4 import NVFP4
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import (
     FloatFormat,
@@ -28,7 +31,7 @@ from lns_ops.formats.floating_point import (
     tf32,
 )
 from lns_ops.formats.logarithmic import Logarithmic
-from lns_ops.formats.microscaling import Microscaling
+from lns_ops.formats.p3109 import P3109
 from lns_ops.formats.registry import HELP, parse
 from lns_ops.formats.scaling import Scaled
 from lns_ops.formats.sized_float import SizedFloat
@@ -38,6 +41,9 @@ from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 
 __all__ = [
     "HELP",
+    "NVFP4",
+    "P3109",
+    "Accumulation",
     "BlockFloatingPoint",
     "Encoded",
     "ErrorModel",

@@ -66,13 +66,16 @@ class Encoded:
     Attributes:
         codes: in the format's :attr:`NumberFormat.storage`.
         scale: float32, broadcasts over the codes: a value is the code's times it; None for formats
-            without one. Of MX, one exponent a block.
+            without one. Of MX and NVFP4, one number a block.
+        tensor_scale: float32 without dimensions, the factor of the whole tensor in formats with two
+            scales (NVFP4); None for others.
         shape: shape of the values, where codes are padded or packed (MX).
     """
 
     codes: Tensor
     scale: Tensor | None = None
     shape: tuple[int, ...] | None = None
+    tensor_scale: Tensor | None = None
 
 
 class NumberFormat(ABC):

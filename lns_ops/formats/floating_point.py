@@ -129,10 +129,10 @@ class FloatFormat(NumberFormat):
         out = super().quantize(x, random)
         return out.clone() if self.dtype == torch.float32 else out
 
-    def _by_kernel(self, x: Tensor) -> Tensor | None:
-        """Return ``x`` rounded by a kernel; None where there is none, torch traces, or, on a CPU, a
-        value is not finite."""
-        if (kind := self.kernel) is None:
+    def _by_kernel(self, x: Tensor, kind: tuple[int, int] | None = None) -> Tensor | None:
+        """Return ``x`` rounded by a kernel, that of :attr:`kernel` if ``kind`` is None; None where
+        there is none, torch traces, or, on a CPU, a value is not finite."""
+        if (kind := kind or self.kernel) is None:
             return None
         if on_gpu(x):
             from lns_ops import cuda

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from lns_ops.formats.base import NumberFormat
-from lns_ops.formats.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.block_floating_point import BlockFloatingPoint
+from lns_ops.formats.blocks.microscaling import ALIASES, ELEMENTS, Microscaling
+from lns_ops.formats.blocks.nvfp4 import NVFP4
 from lns_ops.formats.fixed_point import FixedPoint, Integer
 from lns_ops.formats.floating_point import FLOATS
 from lns_ops.formats.logarithmic import Logarithmic
-from lns_ops.formats.microscaling import ALIASES, ELEMENTS, Microscaling
+from lns_ops.formats.p3109 import P3109
 from lns_ops.formats.scaling import GRANULARITIES, TENSOR, Scaled
 from lns_ops.formats.sized_float import FINITE, INFINITE, SATURATE, SizedFloat
 from lns_ops.formats.tabulated import Table
@@ -23,6 +25,7 @@ _WRITTEN = (
     "float(e,m)",
     f"float(e,m,{INFINITE})",
     f"float(e,m,{FINITE})",
+    "binary8p3 (binaryKpP, binaryKpPsf)",
     "posit(bits)",
     "posit(bits,es)",
     "takum(bits)",
@@ -32,6 +35,7 @@ _WRITTEN = (
     "fixed(bits,fraction_bits)",
     "int8",
     *ALIASES,
+    "nvfp4",
     *PRESETS,
     "lns(bits,fraction_bits)",
 )
@@ -64,8 +68,8 @@ def parse(name: str) -> NumberFormat:
     (16777216.0, 240.0)
 
     Raises:
-        ValueError: no such name, no such format, a scale where there can be none, MX formats
-            without torchao, or a file without a list of values.
+        ValueError: no such name, no such format, a scale where there can be none, or a file without
+            a list of values.
     """
     if not isinstance(name, str):
         raise ValueError(f"format {name!r}: must be a name such as 'bfloat16'; there are {HELP}")
@@ -102,7 +106,11 @@ def _unscaled(name: str) -> NumberFormat:
     if name in FLOATS:
         return FLOATS[name]
     if ALIASES.get(name, name) in ELEMENTS:
-        return Microscaling(ALIASES.get(name, name))
+        return Microscaling.of(ALIASES.get(name, name))
+    if name == "nvfp4":
+        return NVFP4()
+    if (binary := P3109.named(name)) is not None:
+        return binary
     match = re.fullmatch(r"(\w+)" + _INTEGERS, name)
     if match and match[1] in _MADE and (found := _made(*match.groups())) is not None:
         return found

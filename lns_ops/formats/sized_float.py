@@ -118,19 +118,26 @@ class SizedFloat(FloatFormat):
                 f"NaN to encode in {self.name}, which has no code for it; clean the input first"
             )
         m, top = self.mantissa_bits, (1 << self.exponent_bits) - 1
-        word = bit_view(values, torch.int32)
-        magnitude = word & 0x7FFFFFFF
-        if self.exponent_bits < 8:
-            steps = (values.abs() * 2.0 ** (m - self.min_exponent)).nan_to_num(0.0, 0.0)
-            normal = (magnitude >> _MANTISSA - m) - (_BIAS - 1 + self.min_exponent << m)
-            small = magnitude < self.min_exponent + _BIAS << _MANTISSA
-            fields = torch.where(small, steps.clamp(max=1 << m).to(torch.int32), normal)
-        else:
-            fields = magnitude >> _MANTISSA - m
+        fields = self._fields(values)
         fields = torch.where(values.isinf(), top << m, fields)
         fields = torch.where(values.isnan(), top << m | 1 << m - 1, fields)
-        sign = (word >> 31 & 1) << self.exponent_bits + m
+        sign = (bit_view(values, torch.int32) >> 31 & 1) << self.exponent_bits + m
         return Encoded((fields | sign).to(self.storage))
+
+    def _fields(self, values: Tensor) -> Tensor:
+        """Return exponent and mantissa fields of finite values on the grid, int32."""
+        import torch
+
+        from lns_ops.formats.bit_views import bit_view
+
+        m = self.mantissa_bits
+        magnitude = bit_view(values, torch.int32) & 0x7FFFFFFF
+        if self.exponent_bits == 8:
+            return magnitude >> _MANTISSA - m
+        steps = (values.abs() * 2.0 ** (m - self.min_exponent)).nan_to_num(0.0, 0.0)
+        normal = (magnitude >> _MANTISSA - m) - (_BIAS - 1 + self.min_exponent << m)
+        small = magnitude < self.min_exponent + _BIAS << _MANTISSA
+        return torch.where(small, steps.clamp(max=1 << m).to(torch.int32), normal)
 
     def decode(self, encoded: Encoded) -> Tensor:
         """Return the values of fields, float32."""
@@ -142,18 +149,25 @@ class SizedFloat(FloatFormat):
         codes = encoded.codes.to(torch.int32)
         field, mantissa = codes >> m & (1 << e) - 1, codes & (1 << m) - 1
         sign = (codes >> e + m & 1) << 31
-        word = codes & (1 << e + m) - 1
-        if e < 8:
-            exponent = field + (self.min_exponent + _BIAS - 1)
-            word = exponent << _MANTISSA | mantissa << _MANTISSA - m
-            subnormal = mantissa.float() * 2.0 ** (self.min_exponent - m)
-            word = torch.where(field == 0, bit_view(subnormal, torch.int32), word)
-        else:
-            word = word << _MANTISSA - m
+        word = bit_view(self._numbers(codes & (1 << e + m) - 1), torch.int32)
         if self.overflow != FINITE:
             special = 0x7F800000 | mantissa << _MANTISSA - m
             word = torch.where(field == (1 << e) - 1, special, word)
         return bit_view(word | sign, torch.float32)
+
+    def _numbers(self, fields: Tensor) -> Tensor:
+        """Return the magnitudes of exponent and mantissa fields, float32."""
+        import torch
+
+        from lns_ops.formats.bit_views import bit_view
+
+        m = self.mantissa_bits
+        if self.exponent_bits == 8:
+            return bit_view(fields << _MANTISSA - m, torch.float32)
+        field, mantissa = fields >> m, fields & (1 << m) - 1
+        exponent = field + (self.min_exponent + _BIAS - 1)
+        normal = bit_view(exponent << _MANTISSA | mantissa << _MANTISSA - m, torch.float32)
+        return torch.where(field == 0, mantissa.float() * 2.0 ** (self.min_exponent - m), normal)
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
         """Return ``x`` on the grid, always as a new tensor; a NaN stays one.

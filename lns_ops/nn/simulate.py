@@ -11,7 +11,8 @@ module computes between its submodules (a residual addition, a functional call) 
 it enters or leaves a layer; layers that call no ``forward`` of their children
 (``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are
 float32. Linear layers in ``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8
-bits, see :mod:`lns_ops.nn.float8_linear`.
+bits, see :mod:`lns_ops.nn.float8_linear`. With an :class:`~lns_ops.formats.Accumulation` the sums
+of linear layers are rounded as they grow (:mod:`lns_ops.nn.products.rounded_sums`).
 
 *Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every
 gradient, moves them into range; here gradients are rounded as ``q(S g) / S``, the same values. S is
@@ -29,9 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from lns_ops._compat import remove_forward_hooks, tree_map
-from lns_ops.formats import NumberFormat, parse
+from lns_ops.formats import Accumulation, NumberFormat, parse
 from lns_ops.functional.library import refuse_distributed
+from lns_ops.nn import own_products
 from lns_ops.nn.float8_linear import Float8Linear, real_format
+from lns_ops.nn.layer_kinds import multiplies
+from lns_ops.nn.products.rounded_sums import RoundedSumsLinear
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.tensor import LNSTensor
 
@@ -48,6 +52,7 @@ class Simulation:
     Attributes:
         format: format of parameters and activations.
         gradient_format: format of the gradients of both.
+        accumulation: how products of linear layers are summed; None for float32.
         root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale``
             and ``growth_tracker`` if gradients are scaled.
     """
@@ -55,6 +60,7 @@ class Simulation:
     format: NumberFormat
     gradient_format: NumberFormat
     root: nn.Module
+    accumulation: Accumulation | None = None
 
     @property
     def scaled(self) -> bool:
@@ -161,34 +167,10 @@ def layer_names(names: list[str]) -> str:
     )
 
 
-@torch.no_grad()
-def simulate_(
-    module: nn.Module,
-    fmt: NumberFormat | str,
-    *,
-    gradient_format: NumberFormat | str | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-) -> nn.Module:
-    """Put ``module`` into a number format: parameters now, activations and gradients when computed.
-
-    Args:
-        module: any torch module of float32 parameters.
-        fmt: the format, or its name (:func:`lns_ops.formats.parse`).
-        gradient_format: format of gradients that need another (``float8_e5m2`` for its range);
-            None for ``fmt``.
-        filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
-
-    Returns:
-        ``module``, which takes and returns float tensors. Its optimizer needs
-            :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
-
-    Raises:
-        ValueError: no such format, a filter that matches no layer, or a layer that is in one
-            already; nothing has changed then.
-    """
-    chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
-    chosen_gradient = chosen_format if gradient_format is None else gradient_format
-    gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
+def _chosen(
+    module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None
+) -> list[tuple[str, nn.Module]]:
+    """Return the layers that a filter chooses; refuse none, and those in a format already."""
     owners = _owners(module)
     layers = [
         (name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)
@@ -203,7 +185,46 @@ def simulate_(
                 f"layer {name or '(root)'!r}: is in a number format already; convert a module once"
                 " (or lns_ops.revert_ it), or leave the layer out with filter_fn"
             )
-    simulation = Simulation(format=chosen_format, gradient_format=gradients, root=module)
+    return layers
+
+
+@torch.no_grad()
+def simulate_(
+    module: nn.Module,
+    fmt: NumberFormat | str,
+    *,
+    gradient_format: NumberFormat | str | None = None,
+    accumulation: Accumulation | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> nn.Module:
+    """Put ``module`` into a number format: parameters now, activations and gradients when computed.
+
+    Args:
+        module: any torch module of float32 parameters.
+        fmt: the format, or its name (:func:`lns_ops.formats.parse`).
+        gradient_format: format of gradients that need another (``float8_e5m2`` for its range);
+            None for ``fmt``.
+        accumulation: how products of linear layers, forward and backward, are summed; None for
+            float32. Other layers with products are refused then.
+        filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
+
+    Returns:
+        ``module``, which takes and returns float tensors. Its optimizer needs
+            :func:`lns_ops.optim.quantized_updates.quantize_updates_`.
+
+    Raises:
+        ValueError: no such format, a filter that matches no layer, a layer that is in one already,
+            or one whose sums ``accumulation`` cannot round; nothing has changed then.
+    """
+    chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
+    chosen_gradient = chosen_format if gradient_format is None else gradient_format
+    gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
+    layers = _chosen(module, filter_fn)
+    if accumulation is not None:
+        _refuse_other_products(layers)
+    simulation = Simulation(
+        format=chosen_format, gradient_format=gradients, root=module, accumulation=accumulation
+    )
     if simulation.scaled:
         device = next((p.device for p in module.parameters()), None)
         module.register_buffer("loss_scale", torch.tensor(INITIAL_LOSS_SCALE, device=device))
@@ -211,6 +232,18 @@ def simulate_(
     for _, layer in layers:
         _attach(layer, simulation)
     return module
+
+
+def _refuse_other_products(layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuse layers that compute products and are not nn.Linear."""
+    for name, layer in layers:
+        others = multiplies(layer) or own_products.found_in(layer)
+        if type(layer) is not nn.Linear and others:
+            raise ValueError(
+                f"accumulation with layer {name or '(root)'!r}, a {type(layer).__name__}: only the"
+                " sums of nn.Linear are rounded so far; leave accumulation out, or this layer in"
+                " float32 with filter_fn"
+            )
 
 
 def _attach(layer: nn.Module, simulation: Simulation) -> None:
@@ -221,7 +254,9 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
         layer.register_forward_pre_hook(_Inputs(simulation), with_kwargs=True)
     if not isinstance(layer, _EXACT):
         layer.register_forward_hook(_Outputs(simulation))
-    if type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
+    if type(layer) is nn.Linear and simulation.accumulation is not None:
+        layer.__class__ = RoundedSumsLinear
+    elif type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
         layer.__class__ = Float8Linear
     layer.simulation = simulation  # type: ignore[assignment]
 
@@ -232,8 +267,8 @@ def stop_(module: nn.Module) -> nn.Module:
         if not hasattr(layer, "simulation"):
             continue
         remove_forward_hooks(layer, (_Inputs, _Outputs))
-        if type(layer) is Float8Linear:
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        if type(layer) in (Float8Linear, RoundedSumsLinear):
+            layer.__class__ = nn.Linear
         simulation: Any = layer.simulation
         if simulation.scaled and hasattr(simulation.root, "loss_scale"):
             del simulation.root.loss_scale, simulation.root.growth_tracker

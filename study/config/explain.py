@@ -41,6 +41,8 @@ EXAMPLES = {
     "trial.loss.args": "{label_smoothing: 0.1}",
     "trial.precision.gradient_format": "null",
     "trial.precision.master_format": "null",
+    "trial.precision.sum_format": "null",
+    "trial.precision.sum_block": "null",
     "trial.precision.loss_scale": "null",
     "trial.layout.dp": "1",
     "trial.memory.segments": "null",

@@ -66,7 +66,7 @@ def test_formats_and_the_specification_need_no_torch() -> None:
         "import sys, pickle; from lns_ops import formats, spec, format, reference;"
         " made = [formats.parse(name) for name in ('lns12', 'int8/channel', 'float8_e4m3fn/tensor',"
         " 'fixed(16,8)', 'bfloat16', 'tf32', 'float(4,3)', 'posit(8)', 'takum(16)/tensor',"
-        " 'bfp(8,32)')];"
+        " 'bfp(8,32)', 'mxint8', 'nvfp4', 'binary8p3')];"
         " said = [(fmt.bits, fmt.error, fmt.overflows, fmt.compensation) for fmt in made];"
         " assert pickle.loads(pickle.dumps([*made, format.lns12])) == [*made, format.lns12];"
         " print({'torch', 'numba'} & set(sys.modules))"

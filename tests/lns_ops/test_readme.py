@@ -32,7 +32,7 @@ def test_the_readmes_code_runs(
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     printed = capsys.readouterr().out
     assert "lns12, 2^-16.0 .. 2^16.0; ranges in octaves" in printed
     assert "Conv2d     everywhere  lns16" in re.sub(r"(?<=Conv2d) +", "     ", printed)

@@ -38,6 +38,8 @@ def _plain(config: TrialKeys) -> bool:
 
 
 LOOP = "trainable.name"
+NOT_LINEAR = ("cnn", "resnet", "lstm")
+"""The models with products of other layers than linear ones."""
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -198,6 +200,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.precision.gradient_scale != 1 and _scales_loss(c),
         "float16 gradients find their own scale",
         "precision.loss_scale=1",
+    ),
+    Rule(
+        ("precision.sum_format", "model.name"),
+        lambda c: c.precision.sum_format is not None and c.model.name in NOT_LINEAR,
+        "only the sums of linear layers are rounded so far",
+        "model.name=mlp, or leave out precision.sum_format",
     ),
     Rule(
         ("layout.schedule", "precision.loss_scale"),

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass
 
 from lns_ops.format import LNSFormat
-from lns_ops.formats import Logarithmic, NumberFormat, parse
+from lns_ops.formats import Accumulation, Logarithmic, NumberFormat, parse
 from lns_ops.spec.reference import ACCUMULATIONS
 from lns_ops.spec.reference_updates import ARITHMETICS
-from trainers.config.validation import one_of, plain_values, require
+from trainers.config.validation import at_least, one_of, plain_values, require
 
 SCOPES = ("matmul", "everywhere")
 FLOAT_FORMATS = ("float32",)
+SUM_BLOCK_FORMATS = ("float32", "format")
 MOST_OCTAVES = 24
 """The largest loss scale, as a power of two: the loss and its gradient are float32."""
 
@@ -38,10 +39,17 @@ class PrecisionConfig:
             between loads and stores of codes.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
             or ``float32``; see :mod:`lns_ops.functional.accumulation`. Ignored for other formats,
-            whose sums are float32.
+            whose sums are float32 or as ``sum_format`` says.
         gradient_format: format of the gradients of a simulated format; None for ``format``.
         master_format: format of the finer copies of the weights to which a simulated format adds
             updates; None for no copies.
+        sum_format: binary float to which the running sums of linear layers are rounded after every
+            addition, in simulated formats (:class:`lns_ops.formats.Accumulation`); None for sums in
+            float32.
+        sum_block: number of terms that are summed in ``sum_format`` before the next sum starts;
+            None for all.
+        sum_of_blocks: format in which sums of blocks are added: ``float32``, or ``format`` for
+            ``sum_format``.
         loss_scale: power of two by which gradients are larger on their way back, so that fewer
             underflow in a narrow format; those of parameters are divided by it as they arrive
             (:class:`lns_ops.LossScale`). Ignored for float32; None for 1.
@@ -55,12 +63,19 @@ class PrecisionConfig:
     accumulation: str = "contract"
     gradient_format: str | None = None
     master_format: str | None = None
+    sum_format: str | None = None
+    sum_block: int | None = None
+    sum_of_blocks: str = "float32"
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         one_of("precision.scope", self.scope, SCOPES)
         one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
         one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
+        one_of("precision.sum_of_blocks", self.sum_of_blocks, SUM_BLOCK_FORMATS)
+        at_least(
+            "precision.sum_block", self.sum_block, 1, "use for example precision.sum_block=128"
+        )
         if self.stochastic_rounding and self.kahan_sum:
             raise ValueError(
                 "precision.kahan_sum=true, precision.stochastic_rounding=true: both save the"
@@ -77,6 +92,7 @@ class PrecisionConfig:
                 " precision.kahan_sum=true"
             )
         self._check_simulated()
+        self._check_sums()
         self._check_loss_scale()
 
     def _check_format(self, key: str) -> None:
@@ -94,7 +110,7 @@ class PrecisionConfig:
     def _check_simulated(self) -> None:
         """Refuse simulated formats' options for other formats, and scopes for simulated formats."""
         if not self.simulated:
-            for key in ("gradient_format", "master_format"):
+            for key in ("gradient_format", "master_format", "sum_format"):
                 if (value := getattr(self, key)) is not None:
                     raise ValueError(
                         f"precision.{key}={value} with precision.format={self.format}: the trial"
@@ -114,6 +130,25 @@ class PrecisionConfig:
                 " copies of the weights in their own format keep nothing; leave it out, or use a"
                 " finer one such as bfloat16 or float32"
             )
+
+    def _check_sums(self) -> None:
+        """Refuse a format of sums that is no binary float, and what asks for one."""
+        if self.sum_format is None:
+            for key, default in (("sum_block", None), ("sum_of_blocks", SUM_BLOCK_FORMATS[0])):
+                if (value := getattr(self, key)) != default:
+                    raise ValueError(
+                        f"precision.{key}={value} with precision.sum_format=null: sums are float32,"
+                        " which has no blocks; leave it out, or use for example"
+                        " precision.sum_format=float(8,13)"
+                    )
+            return
+        try:
+            Accumulation(format=self.sum_format)
+        except ValueError as error:
+            raise ValueError(
+                f"precision.sum_format={self.sum_format!r}: {str(error).rpartition('; ')[0]};"
+                " use for example precision.sum_format=float(8,13)"
+            ) from None
 
     def _check_loss_scale(self) -> None:
         """Refuse a scale that is no power of two, or whose inverse underflows in the format."""
@@ -138,6 +173,14 @@ class PrecisionConfig:
         """The LNS format whose arithmetic is used, or None for another format."""
         fmt = self.number_format
         return fmt.lns if isinstance(fmt, Logarithmic) else None
+
+    @property
+    def sums(self) -> Accumulation | None:
+        """How the sums of linear layers are rounded, or None for sums in float32."""
+        if self.sum_format is None:
+            return None
+        promote = "float32" if self.sum_of_blocks == "float32" else None
+        return Accumulation(format=self.sum_format, block=self.sum_block, promote=promote)
 
     @property
     def gradient_scale(self) -> float:

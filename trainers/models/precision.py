@@ -15,7 +15,12 @@ def apply_precision(model: nn.Module, precision: PrecisionConfig) -> nn.Module:
     """
     fmt = precision.lns_format
     if precision.simulated:
-        simulate_(model, precision.format, gradient_format=precision.gradient_format)
+        simulate_(
+            model,
+            precision.format,
+            gradient_format=precision.gradient_format,
+            accumulation=precision.sums,
+        )
     elif fmt is not None:
         convert_(model, fmt, scope=precision.scope)
     return LossScale(precision.gradient_scale).unscale_(model)

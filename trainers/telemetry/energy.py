@@ -66,7 +66,7 @@ def operator_picojoules(config: TrialConfig, operator: str) -> float:
     """Return the energy of a multiply-accumulate of a torch operator in a trial, in picojoules.
 
     It is infinite where it is not known: in formats that :func:`mac_picojoules` does not know, in
-    LNS with sums in linear arithmetic, and where gradients have a format of their own.
+    LNS with sums in linear arithmetic, and where gradients or sums have a format of their own.
 
     Args:
         config: the trial.
@@ -80,5 +80,9 @@ def operator_picojoules(config: TrialConfig, operator: str) -> float:
         return math.inf if linear else mac_picojoules(precision.format)
     if precision.simulated:
         mixed = precision.gradient_format not in (None, precision.format)
-        return math.inf if mixed else mac_picojoules(precision.format)
+        return (
+            math.inf
+            if mixed or precision.sum_format is not None
+            else mac_picojoules(precision.format)
+        )
     return mac_picojoules("float32" if config.autocast == "none" else config.autocast)

@@ -146,6 +146,26 @@ def pattern_of(typing_context: Any, value: Any) -> Any:
     return types.int32(types.float32), generate
 
 
+@intrinsic
+def double_of(typing_context: Any, pattern: Any) -> Any:
+    """Return the float64 of an int64's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.int64), generate
+
+
+@intrinsic
+def pattern_of_double(typing_context: Any, value: Any) -> Any:
+    """Return the bits of a float64 as an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return types.int64(types.float64), generate
+
+
 def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
     """Make a contiguous array of ``size`` elements at ``address``, memory that it does not own."""
     array = context.make_array(array_type)(context, builder)

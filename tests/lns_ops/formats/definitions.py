@@ -6,6 +6,7 @@ nothing shared with :mod:`lns_ops.formats`.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from fractions import Fraction
@@ -125,3 +126,26 @@ class Rounding:
         if x == v:
             return lower if lower % 2 == 0 else upper
         return lower if x < v else upper
+
+
+def p3109(code: int, k: int, p: int, extended: bool) -> Fraction | float:
+    """IEEE P3109 Interim Report 3.1: a code of K bits, of precision P, in a signed format.
+
+    The code of the negative zero of IEEE 754 is NaN, and the largest code of either sign is an
+    infinity if the format is extended. The bias is ``2^(K - P - 1)``.
+    """
+    text = string(code, k)
+    magnitude = number(text[1:])
+    if text == "1" + "0" * (k - 1):
+        return math.nan
+    sign = -1 if text[0] == "1" else 1
+    if extended and magnitude == 2 ** (k - 1) - 1:
+        return sign * math.inf
+    exponent, fraction = (
+        number(text[1 : 1 + k - p]),
+        Fraction(number(text[1 + k - p :]), 1 << p - 1),
+    )
+    bias = 2 ** (k - p - 1)
+    if exponent == 0:
+        return sign * fraction * power(1 - bias)
+    return sign * (1 + fraction) * power(exponent - bias)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lns_ops import NonFiniteError, cpu, formats, reference
-from lns_ops.formats import FloatFormat, NumberFormat, microscaling, parse, random_bits
+from lns_ops.formats import FloatFormat, NumberFormat, parse, random_bits
 from lns_ops.formats.scaling import BLOCK_SIZE
 
-MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]
+MX = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8"]
 LEVELS = Path(__file__).with_name("levels.npy")
 """Sixteen values from -4 to 4, unevenly spaced."""
 NAMES = [
@@ -27,23 +27,14 @@ NAMES = [
     "fixed(8,4)", "fixed(24,12)", "fixed(8,14)", "int8", "int8/channel", "int4/channel", "int12",
     "int2", "lns16", "lns12", "lns8", "lns8/tensor", "lns8/channel", "lns(5,1)/channel",
     "float8_e4m3fn/channel", "float8_e5m2/tensor", "float16/tensor", "fixed(8,7)/channel",
-    "lns8/block", "float8_e4m3fn/block", *MX,
+    "lns8/block", "float8_e4m3fn/block", *MX, "nvfp4",
     "float(4,3)", "float(2,1,finite)", "float(5,10,inf)", "float(6,9)", "float(8,3)",
-    "float(3,4)/channel", "posit(8)", "posit(16)", "posit(6,1)", "posit(8)/channel", "takum(8)",
+    "float(3,4)/channel", "binary8p3", "binary8p4sf", "binary8p1", "binary6p3/channel",
+    "posit(8)", "posit(16)", "posit(6,1)", "posit(8)/channel", "takum(8)",
     "takum(16)", "takum(8)/tensor", "takum_log(8)", "takum_log(14)", "takum_log(8)/block",
     "bfp(8,32)", "bfp(5,16)", f"table({LEVELS})", f"table({LEVELS})/channel",
 ]  # fmt: skip
 
-needs_torchao = pytest.mark.skipif(
-    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
-)
-
-
-def named(names: list[str]) -> list[object]:
-    return [pytest.param(name, marks=needs_torchao) if name in MX else name for name in names]
-
-
-ALL = named(NAMES)
 BINARY = ["tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
@@ -82,7 +73,7 @@ def in_range(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_rounding_keeps_to_the_contract(name: str) -> None:
     fmt, x = parse(name), sample()
     before, q = x.clone(), parse(name).quantize(x)
@@ -107,13 +98,13 @@ def test_rounding_keeps_to_the_contract(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_order_is_kept_within_a_group(name: str) -> None:
-    x = sample(columns=BLOCK_SIZE).sort(1)[0]
+    x = sample(columns=16 if name == "nvfp4" else BLOCK_SIZE).sort(1)[0]
     assert bool((parse(name).quantize(x).diff(dim=1) >= 0).all())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_rounding_at_random_takes_the_neighbours_without_bias(name: str) -> None:
     fmt, x = parse(name), sample(8)
     draws = torch.stack(
@@ -140,23 +131,9 @@ def test_rounding_at_random_takes_the_neighbours_without_bias(name: str) -> None
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *named(
-            [
-                "float32",
-                "bfloat16",
-                "fixed(16,8)",
-                "int8/channel",
-                "lns12",
-                "lns8/channel",
-                "mxfp8_e4m3",
-                "float(3,2)",
-                "posit(8)",
-                "bfp(8,16)",
-            ]
-        )
-    ],
-)
+    ["float32", "bfloat16", "fixed(16,8)", "int8/channel", "lns12", "lns8/channel", "mxfp8_e4m3",
+     "mxfp4", "mxint8", "nvfp4", "float(3,2)", "posit(8)", "bfp(8,16)"],
+)  # fmt: skip
 def test_shapes_without_dimensions_or_elements(name: str) -> None:
     fmt = parse(name)
     for shape in ((), (1,), (0,), (3, 0), (2, 3, 4, 5), (33,)):
@@ -169,7 +146,7 @@ def test_shapes_without_dimensions_or_elements(name: str) -> None:
     assert torch.equal(fmt.quantize(sample().double()), fmt.quantize(sample()))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_nan_stays_one_and_has_a_code_only_in_floats(name: str) -> None:
     fmt, x = parse(name), torch.tensor([[1.0, math.nan, 2.0]])
     assert bool(fmt.quantize(x)[0, 1].isnan())
@@ -347,7 +324,7 @@ def test_what_is_not_finite_is_rounded_without_the_kernel(name: str, value: floa
 
 @pytest.mark.parametrize(
     "name", ["lns8/channel", "float8_e4m3fn/channel", "float8_e5m2", "float(3,4)", "posit(7)",
-             "takum(9)/channel", "bfp(6,8)"],
+             "takum(9)/channel", "bfp(6,8)", "mxfp4", "nvfp4", "binary8p3", "binary8p1"],
 )  # fmt: skip
 def test_formats_are_traced_in_torchs_operations(name: str) -> None:
     fmt, x = parse(name), sample().view(4, 6, 50)
@@ -360,7 +337,8 @@ def test_formats_are_traced_in_torchs_operations(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name", ["lns8/channel", "float8_e4m3fn/block", "float8_e5m2", "int8", "float(8,3)",
-             "posit(9)", "takum_log(9)/channel", "bfp(6,8)"],
+             "posit(9)", "takum_log(9)/channel", "bfp(6,8)", "mxint8", "nvfp4",
+             "binary8p3", "binary8p1"],
 )  # fmt: skip
 def test_formats_are_vectorized_by_vmap(name: str) -> None:
     fmt, x = parse(name), sample().view(4, 6, 50)
@@ -372,8 +350,7 @@ def test_formats_are_vectorized_by_vmap(name: str) -> None:
     assert torch.equal(fmt.quantize(negated), fmt.quantize(negated.clone()))
 
 
-@needs_torchao
-def test_mx_is_torchao_with_one_scale_a_block() -> None:
+def test_mx_has_one_scale_a_block() -> None:
     x = sample(4, 70)
     fmt = parse("mxfp8")
     encoded = fmt.encode(x)
@@ -398,15 +375,7 @@ def test_a_block_is_32_values_along_the_last_dimension(shape: tuple[int, ...]) -
     assert fmt.bits == 8.25
 
 
-def test_mx_without_torchao_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microscaling.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ValueError, match=r"mxfp8_e4m3: torchao is not installed.*pip install 'torchao>=0.18'"
-    ):
-        microscaling.Microscaling("mxfp8_e4m3")
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_names_read_back(name: str) -> None:
     fmt = parse(name)
     assert parse(fmt.name) == fmt
@@ -451,7 +420,9 @@ def test_published_limits() -> None:
         ("fixed(8,200)", "fraction_bits=200"),
         ("fixed(8)", "there is none of that name"),
         ("bfloat16/tensor", "has float32's range, a scale would change nothing; use bfloat16"),
-        pytest.param("mxfp8/tensor", "has a scale of its own", marks=needs_torchao),
+        ("mxfp8/tensor", "has a scale of its own"),
+        ("mxint4", "there is none of that name"),
+        ("nvfp4/channel", "nvfp4 has a scale of its own; use nvfp4 as it is"),
         (7, "format 7: must be a name"),
     ],
 )
@@ -469,7 +440,7 @@ def test_integers_are_refused_as_values() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_has_the_same_codes(name: str) -> None:
     fmt, x = parse(name), sample()
     random = random_bits(x, 9, torch.tensor(2))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lns_ops.formats import microscaling, parse
+from lns_ops.formats import parse
 from study.api import run_study
 from study.config.compose import load
 from study.ledger.state import FINISHED
@@ -17,13 +17,9 @@ from study.report.write import write_report
 from study.results.objectives import bits_of
 from tests.study.conftest import SilentView
 
-needs_torchao = pytest.mark.skipif(
-    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
-)
 FORMATS = 16
 
 
-@needs_torchao
 def test_all_formats_and_updates_are_planned() -> None:
     plan = make_plan(load("formats", []), download=False)
     found = {
@@ -51,7 +47,9 @@ def test_bits_of_a_trial_are_those_of_its_format(name: str, bits: int) -> None:
     assert bits_of({"precision": {"format": name}}) == bits == parse(name).bits
 
 
-@pytest.mark.parametrize("name", ["posit(8)", "float(4,3)", "takum_log(8)", "bfp(8,32)"])
+@pytest.mark.parametrize(
+    "name", ["posit(8)", "float(4,3)", "takum_log(8)", "bfp(8,32)", "nvfp4", "mxint8"]
+)
 def test_formats_with_parameters_are_config_values_and_choices(name: str) -> None:
     plan = make_plan(
         load(

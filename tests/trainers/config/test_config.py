@@ -184,6 +184,27 @@ def test_refusals_name_value_rule_and_remedy(make: type, values: dict[str, Any],
             r"precision.master_format='int99': int99: scaled integers have",
         ),
         ({"format": "bfloat16", "kahan_sum": True, "stochastic_rounding": True}, "choose one"),
+        (
+            {"format": "lns12", "sum_format": "bfloat16"},
+            r"precision.sum_format=bfloat16 with precision.format=lns12: the trial computes in",
+        ),
+        (
+            {"format": "int8", "sum_format": "posit(8)"},
+            r"precision.sum_format='posit\(8\)': .* must be a binary float with a mantissa, to"
+            r" which sums are rounded; use for example precision.sum_format=float\(8,13\)",
+        ),
+        (
+            {"format": "int8", "sum_block": 128},
+            r"precision.sum_block=128 with precision.sum_format=null: sums are float32, which has",
+        ),
+        (
+            {"format": "int8", "sum_format": "bfloat16", "sum_block": 0},
+            r"precision.sum_block=0: must be a whole number of at least 1; use for example",
+        ),
+        (
+            {"format": "int8", "sum_format": "bfloat16", "sum_of_blocks": "float64"},
+            r"precision.sum_of_blocks='float64': must be one of float32, format",
+        ),
     ],
 )
 def test_wrong_precisions_are_refused(changes: dict[str, Any], said: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lns_ops import LNSTensor
-from lns_ops.formats import microscaling
 from lns_ops.tensor import storage_of
 from tests.trainers.processes import spawned
 from tests.trainers.training.test_trainer import without_speed
@@ -43,12 +42,51 @@ PRECISIONS = [
     PrecisionConfig(format="takum_log(12)"),
     PrecisionConfig(format="bfp(8,32)", kahan_sum=True),
     PrecisionConfig(format=f"table({LEVELS})/channel", master_format="bfloat16"),
-    *([PrecisionConfig(format="mxfp8")] if microscaling.unavailable() is None else []),
+    PrecisionConfig(format="mxfp8"),
+    PrecisionConfig(format="binary8p4", gradient_format="binary8p3", kahan_sum=True),
+    PrecisionConfig(format="mxint8", kahan_sum=True),
+    PrecisionConfig(format="nvfp4", master_format="bfloat16", stochastic_rounding=True),
 ]
 
 
 def weights(training: Training) -> list[torch.Tensor]:
     return [storage_of(p.detach()) for p in training.model.parameters()]
+
+
+SUMS = [
+    PrecisionConfig(
+        format="float8_e4m3fn", sum_format="float(8,13)", sum_block=128, kahan_sum=True
+    ),
+    PrecisionConfig(format="bfloat16", sum_format="bfloat16", sum_block=16, sum_of_blocks="format"),
+]
+
+
+@pytest.mark.parametrize("precision", SUMS, ids=lambda p: p.sum_format)
+def test_trials_learn_with_rounded_sums_and_resume_bit_for_bit(
+    precision: PrecisionConfig, tmp_path: Path
+) -> None:
+    trial = replace(BASE, precision=precision)
+    undisturbed = Training(trial)
+    undisturbed.train_epoch()
+    undisturbed.save(tmp_path)
+    rest = [undisturbed.train_epoch() for _ in range(2)]
+    assert rest[-1]["validation/error"] < 0.45
+    resumed = Training(trial)
+    resumed.restore(tmp_path)
+    for metrics in rest:
+        assert without_speed(resumed.train_epoch()) == without_speed(metrics)
+    plain = Training(replace(trial, precision=PrecisionConfig(format=precision.format)))
+    plain.train_epoch()
+    assert any(
+        not torch.equal(a, b) for a, b in zip(weights(plain), weights(undisturbed), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet"])
+def test_rounded_sums_of_other_layers_are_refused(name: str) -> None:
+    said = f"precision.sum_format=bfloat16 with model.name={name}: only the sums of linear layers"
+    with pytest.raises(ValueError, match=said):
+        replace(BASE, precision=SUMS[1], model=CNN if name == "cnn" else ModelConfig(name=name))
 
 
 @pytest.mark.parametrize("model", [BASE.model, CNN], ids=["mlp", "cnn"])

@@ -5,7 +5,7 @@
 ``bits - 1`` bits. (Two's complement would have one more code, -2^(bits-1), which nothing rounds to
 here: the range is symmetric.) The exponent is the smallest with which nothing saturates, rounding
 is to nearest, ties to even. Where a row's length is no multiple of the block, its last block has
-fewer values, as in microscaling formats (:mod:`lns_ops.formats.microscaling`).
+fewer values, as in microscaling formats (:mod:`lns_ops.formats.blocks.microscaling`).
 
 Sources: J. H. Wilkinson, "Rounding Errors in Algebraic Processes", 1963; for training, M. Drumond
 et al., "Training DNNs with Hybrid Block Floating Point", NeurIPS 2018 (arXiv:1804.01526).

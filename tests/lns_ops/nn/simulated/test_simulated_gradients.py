@@ -10,7 +10,7 @@ from torch import nn
 from lns_ops import quantize_updates_, simulate_
 from lns_ops.formats import parse
 from lns_ops.optim import SGD
-from tests.lns_ops.nn.test_simulate import batch, gpu, network
+from tests.lns_ops.nn.simulated.test_simulate import batch, gpu, network
 
 
 def in_range(model: nn.Module) -> nn.Module:

@@ -15,19 +15,16 @@ from torch import nn
 
 import lns_ops
 from lns_ops import formats, quantize_updates_, simulate_
-from lns_ops.formats import NumberFormat, microscaling, parse
+from lns_ops.formats import NumberFormat, parse
 from lns_ops.nn.float8_linear import Float8Linear, product_kind, scaled_product
 from lns_ops.nn.simulate import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from lns_ops.optim import SGD, Adam, AdamW
 
-needs_torchao = pytest.mark.skipif(
-    microscaling.unavailable() is not None, reason=microscaling.unavailable() or ""
-)
 NAMES = [
     "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fn/tensor",
     "fixed(16,10)", "int8", "int8/channel", "lns8/channel", "float(3,6)", "posit(8)",
     "takum(10)/channel", "bfp(8,16)",
-    pytest.param("mxfp8", marks=needs_torchao),
+    "mxfp8", "mxint8", "nvfp4", "binary8p4",
 ]  # fmt: skip
 UPDATES: dict[str, dict[str, Any]] = {
     "plain": {},

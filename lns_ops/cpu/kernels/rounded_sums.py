@@ -1,0 +1,72 @@
+"""Compiled kernel of matrix products whose running sums are rounded to a binary float.
+
+What it computes is :func:`lns_ops.nn.products.rounded_sums.reference`, with the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, float64, int64
+from numpy.typing import NDArray
+
+from lns_ops.cpu.compiler.intrinsics import double_of, get, helper, pattern_of_double, put, scratch
+from lns_ops.cpu.compiler.object_cache import kernel
+
+STRIP = 64
+"""Columns of the result that a unit of work computes."""
+_F32 = NDArray[np.float32]
+
+
+@helper
+def rounded(v: Any, shift: Any, lowest: Any, limit: Any, beyond: Any) -> Any:
+    """Return the nearest value of a binary float, ties to even; above ``limit`` it is ``beyond``.
+
+    ``shift`` is 52 less the bits of the mantissa, and ``lowest`` float64's exponent field of the
+    smallest normal number.
+    """
+    field = int64((pattern_of_double(v) >> int64(52)) & int64(0x7FF))
+    scale = int64(max(field, lowest) + shift)
+    # 1.5 * 2^52 steps: what is added to it is rounded to whole steps.
+    rounder = double_of(int64((scale << int64(52)) | int64(1 << 51)))
+    near = v + rounder - rounder
+    found = v if field == int64(0x7FF) else near
+    found = beyond if found > limit else found
+    return -beyond if found < -limit else found
+
+
+@kernel
+def matmul(
+    x: _F32, y: _F32, out: _F32, M: int, K: int, N: int, shift: int, lowest: int, limit: int,
+    beyond: int, block: int, promote: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    """Multiply (M, K) by (K, N) into (M, N).
+
+    ``limit`` and ``beyond`` are bits of float64. A unit is a row of a strip of columns.
+    """
+    shift_, lowest_ = int64(shift), int64(lowest)
+    limit_, beyond_ = double_of(int64(limit)), double_of(int64(beyond))
+    total, part = scratch(STRIP, float64), scratch(STRIP, float64)
+    for unit in range(start, stop):
+        i, first = unit % M, unit // M * STRIP
+        width = min(STRIP, N - first)
+        for j in range(width):
+            put(total, j, float64(0.0))
+        for k0 in range(0, K, block):
+            for j in range(width):
+                put(part, j, float64(0.0))
+            for k in range(k0, min(K, k0 + block)):
+                factor = float64(get(x, i * K + k))
+                for j in range(width):
+                    v = get(part, j) + factor * float64(get(y, k * N + first + j))
+                    put(part, j, rounded(v, shift_, lowest_, limit_, beyond_))
+            for j in range(width):
+                v = get(total, j) + get(part, j)
+                if promote == 1:
+                    put(total, j, float64(float32(v)))
+                else:
+                    put(total, j, rounded(v, shift_, lowest_, limit_, beyond_))
+        for j in range(width):
+            put(out, i * N + first + j, float32(get(total, j)))
+    return 0

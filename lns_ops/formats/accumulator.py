@@ -1,0 +1,83 @@
+"""How the products of a simulated network are summed: :class:`Accumulation`.
+
+The products of ``K`` terms are cut into blocks of ``block`` terms, the last of which may be
+shorter. Within a block the running sum starts at 0 and is rounded to ``format`` after every
+addition, in ascending order. The sums of blocks are added in ascending order too, and rounded to
+float32 (``promote="float32"``) or to ``format`` (``promote=None``)::
+
+    s_0 = 0,  s_k = q(s_(k-1) + x_k y_k)          within a block
+    t_0 = 0,  t_b = fl(t_(b-1) + s of block b)    over the blocks
+
+A product of two float32 numbers is exact, and the sum before the rounding is one in float64. ``q``
+rounds to nearest, ties to even, and saturates or overflows as the format does.
+
+It is a model of accumulators: Hopper's tensor cores keep about 14 bits of a sum of FP8 products,
+and DeepSeek-V3 adds the sums of 128 terms in float32 for that reason (DeepSeek-AI, "DeepSeek-V3
+Technical Report", 2024, arXiv:2412.19437, section 3.3.2). Tensor cores add several terms at once
+and truncate; this is the plain order, with rounding to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lns_ops.formats.floating_point import FloatFormat
+from lns_ops.formats.registry import parse
+
+PROMOTIONS = (None, "float32")
+ORDERS = ("sequential",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """How sums of products are rounded; see the head of this file.
+
+    >>> Accumulation(format="float(8,13)", block=128)
+    Accumulation(format='float(8,13)', block=128, order='sequential', promote='float32')
+
+    Attributes:
+        format: format of the running sum, a binary float: ``float(8,13)``, ``bfloat16``.
+        block: number of terms of a block; None for all of a sum.
+        order: order of the additions within a block: ``sequential``.
+        promote: ``float32`` if sums of blocks are added in float32, None if in ``format``.
+
+    Raises:
+        ValueError: a format that is no binary float with a mantissa, or an unknown block, order or
+            promotion.
+    """
+
+    format: str
+    block: int | None = None
+    order: str = ORDERS[0]
+    promote: str | None = "float32"
+
+    def __post_init__(self) -> None:
+        fmt = parse(self.format)
+        if not isinstance(fmt, FloatFormat) or not fmt.mantissa_bits:
+            raise ValueError(
+                f"accumulation: format={self.format!r} must be a binary float with a mantissa,"
+                " to which sums are rounded; use for example float(8,13) or bfloat16"
+            )
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise ValueError(
+                f"accumulation: block={self.block!r} must be a whole number of at least 1; use for"
+                " example 128, or None for all terms"
+            )
+        if self.order not in ORDERS:
+            raise ValueError(
+                f"accumulation: order={self.order!r} must be {ORDERS[0]!r}, the only order there"
+                " is; leave it out"
+            )
+        if self.promote not in PROMOTIONS:
+            raise ValueError(
+                f"accumulation: promote={self.promote!r} must be 'float32', or None to add the sums"
+                f" of blocks in {self.format}; use for example 'float32'"
+            )
+
+    @cached_property
+    def number_format(self) -> FloatFormat:
+        """The format of the running sum."""
+        fmt = parse(self.format)
+        assert isinstance(fmt, FloatFormat)
+        return fmt

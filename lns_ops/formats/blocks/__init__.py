@@ -1,0 +1,1 @@
+"""Formats whose values share a scale in blocks along the last dimension."""
