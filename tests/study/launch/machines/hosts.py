@@ -89,10 +89,12 @@ def undisturbed(work: Path, config: str, *overrides: str) -> Path:
 
 def weights(study: Path) -> dict[str, list[int | str]]:
     """Return the last epoch, and the SHA-256 of the tensors after it, of each trial."""
-    found = {}
-    for manifest in sorted(study.glob(f"checkpoints/*/*/{STATE}")):
-        state = read_state(manifest.parent)
-        found[manifest.parts[-3]] = [state["epoch"], state["sha256"]]
+    found: dict[str, list[int | str]] = {}
+    for places in ("checkpoints", "train"):  # Ray Train's workers write into the second
+        for manifest in study.glob(f"{places}/*/*/{STATE}"):
+            state = read_state(manifest.parent)
+            last = [state["epoch"], state["sha256"]]
+            found[manifest.parts[-3]] = max(last, found.get(manifest.parts[-3], last))
     return found
 
 
