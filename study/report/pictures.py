@@ -31,6 +31,7 @@ from study.report.figures.analysis import (
     draw_parallel,
 )
 from study.report.figures.claims import draw_bits, draw_memory, draw_ranks
+from study.report.figures.differences import draw_differences
 from study.report.figures.population import draw_population
 from study.report.figures.results import draw_bars, draw_epochs, draw_slices
 from study.report.figures.slots import draw_slots
@@ -89,6 +90,13 @@ class Picture:
 
 
 TITLES = {
+    "differences": (
+        "",
+        (
+            "Dots and lines: difference of each row's {test} from the reference row's, with 95 %"
+            " intervals; the answer above has the numbers"
+        ),
+    ),
     "law_of_bits": (
         "Bits",
         "Lines: {test} of each rule against the bits of its format's fraction, 95 % intervals",
@@ -274,6 +282,7 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
         return importance(state)
 
     return {
+        "differences": lambda theme: draw_differences(state, summary, theme),
         "law_of_bits": lambda theme: draw_bits(summary, theme),
         "memory": lambda theme: draw_memory(state, theme),
         "ranks": lambda theme: draw_ranks(claimed_ranks(state), theme),

@@ -3,6 +3,7 @@
 report.html            everything, pictures inside; light and dark; nothing fetched
 report.md              the table, the claims and the protocol
 figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
+differences.png        the answer: how far each row is from the reference row
 error_per_epoch.png    the study's metric per epoch, validation error or another
 test_error.png         its final figures on the test set beside the published ones
 pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to

@@ -19,6 +19,7 @@ from study.config.compose import load
 from study.execution.ray_session import ENVIRONMENT
 from study.ledger.lines import Event
 from study.ledger.log import FILE
+from study.ledger.state import fold
 from study.plan.plan import make_plan
 from study.tracking.writer import ENVIRONMENT as TRACKING_ENVIRONMENT
 from study.tracking.writer import connect
@@ -171,3 +172,14 @@ def made_up_events(
         finished = {"trial": trial.id, "metrics": {"test/loss": 0.1, "test/error": error}}
         events.append({"event": "finished", "time": start + 9} | finished)
     return [*events, {"event": "ended", "time": began + 500, "outcome": outcome}]
+
+
+def with_errors(study: StudyConfig, errors: dict[str, list[float]]) -> list[Event]:
+    """A finished study, its test errors in per cent by row and seed."""
+    events = made_up_events(study)
+    trials = {trial.id: trial for trial in fold(events).trials}
+    for event in events:
+        if event["event"] == "finished":
+            trial = trials[event["trial"]]
+            event["metrics"]["test/error"] = errors[trial.row][trial.seed] / 100
+    return events

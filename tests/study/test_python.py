@@ -181,7 +181,7 @@ def test_a_study_runs_and_is_read(
     figure = found.figure("error_per_epoch")
     assert isinstance(figure, Figure)
     assert [len(line.get_xdata()) for line in figure.axes[0].get_lines()][:2] == [2, 2]
-    with pytest.raises(UserError, match="has no data for it; use one of test_error"):
+    with pytest.raises(UserError, match="has no data for it; use one of differences"):
         found.figure("importance")
     with pytest.raises(UserError, match=r"no such picture; use one of .*test_error"):
         found.figure("error")

@@ -19,7 +19,7 @@ from study.report.pictures import Links, Parts
 from study.report.tables import render_markdown
 from study.results.answer import answer, compare_rows
 from study.results.summary import summarise
-from tests.study.conftest import made_up_events
+from tests.study.conftest import made_up_events, with_errors
 
 Tiny = Callable[..., StudyConfig]
 
@@ -33,17 +33,6 @@ def within(margin: str) -> str:
     """The override that requires a margin of the second row, or none with ``null``."""
     row = f"{{label: lns matmul, overrides: {{precision.format: lns12}}, within: {margin}}}"
     return f"rows=[{{label: float32}}, {row}]"
-
-
-def with_errors(study: StudyConfig, errors: dict[str, list[float]]) -> list[Event]:
-    """A finished study, its test errors in per cent by row and seed."""
-    events = made_up_events(study)
-    trials = {trial.id: trial for trial in fold(events).trials}
-    for event in events:
-        if event["event"] == "finished":
-            trial = trials[event["trial"]]
-            event["metrics"]["test/error"] = errors[trial.row][trial.seed] / 100
-    return events
 
 
 def test_a_row_whose_interval_excludes_0_is_worse_or_better(tiny: Tiny) -> None:
