@@ -33,7 +33,7 @@ def test_all_examples_are_here_and_on_the_page() -> None:
     assert files == TINY.keys()
     page = PAGE.read_text()
     for folder in {path.partition("/")[0] for path in files}:
-        assert f"(../examples/{folder}/README.md)" in page
+        assert f"(examples/{folder}.md)" in page
         readme = (FOLDER / folder / "README.md").read_text()
         assert f"lns-study run examples/{folder}/" in readme
         assert "**Question.**" in readme

@@ -386,7 +386,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_what_cannot_work_fails_at_once_with_its_message(
     both: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("study.api.preflight", lambda plan, node, say: (plan, []))
+    monkeypatch.setattr("study.api.preflight", lambda plan, *_: (plan, []))
     rows = "[{label: bad, overrides: {data.train_size: 99999}}, {label: good}]"
     outcome, view = run(both("refused", f"rows={rows}", "baseline=null"))
     bad, good = outcome.state.trials

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -79,6 +80,11 @@ def damage(line: bytes) -> bytes:
     return line[:middle] + bytes([line[middle] ^ 1]) + line[middle + 1 :]
 
 
+def table(state: StudyState) -> str:
+    """The study's table and answer, but for the time that its trials took."""
+    return re.sub(r"about \S+ \S+ of trial time", "", render_text(state))
+
+
 def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
     """Every trial has finished once, its figures and the table are those of the undamaged study."""
     events = read_ledger(study.folder)
@@ -92,7 +98,7 @@ def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
     assert set(
         Counter(event["trial"] for event in events if event["event"] == "finished").values()
     ) == {1}
-    assert render_text(state) == render_text(done.state)
+    assert table(state) == table(done.state)
 
 
 DAMAGED = [
