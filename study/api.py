@@ -182,9 +182,10 @@ def _opened(
         plan = make_plan(study)
     with Node() if node is None else nullcontext(node) as own:
         with refusals():
-            early = ray is not None and by_ray(study) and not (study.folder / FILE).exists()
-            begin = functools.partial(ray.begin, plan) if ray is not None and early else None
-            plan, data = preflight(plan, own, say, begin)
+            meanwhile = None
+            if ray is not None and by_ray(study) and not (study.folder / FILE).exists():
+                meanwhile = functools.partial(ray.begin, plan)
+            plan, data = preflight(plan, own, say, meanwhile)
         if data:
             say(f"Data: {'; '.join(entry['source'] for entry in data)}")
         with refusals():

@@ -69,7 +69,7 @@ class Use(NamedTuple):
     free: dict[str, tuple[float, float]]
     requests: list[tuple[float, float]]
     groups: list[tuple[float, float]]
-    mine: tuple[float, float] = (0.0, 0.0)
+    mine: tuple[float, float]
 
 
 class Session:

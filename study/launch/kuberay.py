@@ -37,6 +37,9 @@ from trainers.object_store import is_url, local_folder
 ARCHIVE = "package.tar.xz"
 TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
 """Compression of text, which is 1 % smaller than by the preset alone."""
+LEFT_OUT = ("site/*.dist-info/RECORD", "site/study/conf/cluster/*")
+"""Files of the wheel that no job needs, a thirtieth of its archive: the list of hashes by which pip
+removes it, and the templates of clusters, which are copied where a study is launched."""
 VOLUME = "package"
 """Name of the template's volumes that hold the package."""
 CODE = "lns-study/code"
@@ -317,13 +320,14 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
 
 
 def _archive(package: Package) -> bytes:
-    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time,
-    without the bytecode of a job that ran there and the wheel's list of hashes, which are a
-    thirtieth of it: nobody installs or removes what ``start.sh`` puts on the path."""
+    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time.
+
+    It lacks the bytecode of a job that ran there, and what :data:`LEFT_OUT` names.
+    """
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
         path = PurePosixPath(info.name)
-        if "__pycache__" in path.parts or path.match("site/*.dist-info/RECORD"):
+        if "__pycache__" in path.parts or any(map(path.match, LEFT_OUT)):
             return None
         info.uid = info.gid = info.mtime = 0
         info.uname = info.gname = ""

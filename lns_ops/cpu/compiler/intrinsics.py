@@ -126,44 +126,37 @@ def look_up(typing_context: Any, table: Any, index: Any) -> Any:
     return table.dtype(table, types.int32), generate
 
 
+def _bits_as(kind: Any) -> Any:
+    """Return the code that takes the bits of its argument as another type."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], kind)
+
+    return generate
+
+
 @intrinsic
 def float_of(typing_context: Any, pattern: Any) -> Any:
     """Return the float32 of an int32's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
+    return types.float32(types.int32), _bits_as(ir.FloatType())
 
 
 @intrinsic
 def pattern_of(typing_context: Any, value: Any) -> Any:
     """Return the bits of a float32 as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
+    return types.int32(types.float32), _bits_as(ir.IntType(32))
 
 
 @intrinsic
 def double_of(typing_context: Any, pattern: Any) -> Any:
     """Return the float64 of an int64's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
+    return types.float64(types.int64), _bits_as(ir.DoubleType())
 
 
 @intrinsic
 def pattern_of_double(typing_context: Any, value: Any) -> Any:
     """Return the bits of a float64 as an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
+    return types.int64(types.float64), _bits_as(ir.IntType(64))
 
 
 def _flat_array(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
