@@ -268,11 +268,20 @@ class JoinedOwn(Joined):
 
     Args:
         own: the processes of that Ray.
+
+    Raises:
+        UserError: it died while it started, or does not answer.
     """
 
     def __init__(self, own: OwnRay) -> None:
         self._own = own
-        super().__init__(own.address, insecure=False)
+        try:
+            super().__init__(own.address, insecure=False)
+        except UserError:
+            own.look()  # `ray start` names an address before all parts of Ray have started
+            if own.lost:
+                raise own.failure() from None
+            raise
 
     def look(self) -> None:
         """Check the processes of Ray, then the connection (:meth:`Joined.look`)."""

@@ -68,8 +68,6 @@ class OwnRay:
             f"--include-dashboard={dashboard}",
             "--dashboard-host=127.0.0.1",
             "--no-monitor",  # the autoscaler, which serves metrics to everybody
-            # `ray start` fails where another Ray of this machine has the usual one
-            f"--dashboard-port={_free_port()}",
         ]
         self.renew()
 
@@ -104,10 +102,16 @@ class OwnRay:
             "--port=0",
             "--disable-usage-stats",
         ]
-        printed, self._parts = folder.with_name("start.log"), {}
-        with printed.open("wb") as log:
+        # by default every Ray takes the same three, and `ray start` fails if another Ray has them
+        names = ("dashboard", "ray-client-server", "dashboard-agent-listen")
+        ports = [
+            f"--{name}-port={port}"
+            for name, port in zip(names, _free_ports(len(names)), strict=True)
+        ]
+        self._printed, self._parts = folder.with_name("start.log"), {}
+        with self._printed.open("wb") as log:
             self._process = subprocess.Popen(
-                [*start, *self._options, f"--temp-dir={folder}"],
+                [*start, *self._options, *ports, f"--temp-dir={folder}"],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -118,14 +122,18 @@ class OwnRay:
         until = time.monotonic() + START_SECONDS
         while not (address := _text(folder / RAY_CURRENT)):
             if self._process.poll() is not None or time.monotonic() > until:
-                output = _text(printed)[-500:]
+                failure = self.failure()
                 self.close()
-                raise UserError(
-                    f"Ray does not start on this machine: {output}; `ray start --head --block`"
-                    " shows why"
-                )
+                raise failure
             time.sleep(0.05)
         self.address, self.lost = address, ""
+
+    def failure(self) -> UserError:
+        """Return the error that says what `ray start` printed before it failed."""
+        printed = _text(self._printed)[-500:]
+        return UserError(
+            f"Ray does not start on this machine: {printed}; `ray start --head --block` shows why"
+        )
 
     def close(self) -> None:
         """End its processes."""
@@ -148,11 +156,13 @@ class OwnRay:
             self._folder.cleanup()
 
 
-def _free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _free_ports(number: int) -> list[int]:
+    """Return different free ports of this machine."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _child(process: int, name: str) -> psutil.Process | None:

@@ -21,7 +21,7 @@ import pytest
 
 from study.errors import UserError
 from study.execution import ray_token
-from study.execution.ray_session import Joined
+from study.execution.ray_session import Joined, JoinedOwn
 from study.execution.ray_token import asks_nobody, check_token, keep_token, users_of
 from study.execution.tune import own_ray
 from study.execution.tune.own_ray import OwnRay
@@ -31,8 +31,6 @@ from tests.study.conftest import TINY
 from tests.study.ray_head import ADDRESS, TOKEN, head  # noqa: F401
 from tests.study.raylets import started
 
-DASHBOARD_PORT = 8265
-"""The usual one."""
 GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "gang=train"]
 
 
@@ -165,16 +163,37 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_ray_of_our_own_starts_beside_another_one() -> None:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with contextlib.suppress(OSError):  # another Ray has it already
-            taken.bind(("127.0.0.1", DASHBOARD_PORT))
-            taken.listen()
-        ray = OwnRay(1, 0, dashboard=True)
+def test_rays_of_our_own_start_beside_each_other() -> None:
+    """By default every Ray has its dashboard, its client server and its agent at the same ports."""
+    first = OwnRay(1, 0, dashboard=True)
+    try:
+        second = OwnRay(1, 0, dashboard=True)
         try:
-            ray.look()
-            assert not ray.lost
+            for ray in (first, second):
+                # printed once all parts of Ray have started
+                until(lambda ray=ray: "Ray runtime started" in ray._printed.read_text())  # type: ignore[misc]
+                ray.look()
+                assert not ray.lost
+        finally:
+            second.close()
+    finally:
+        first.close()
+
+
+@pytest.mark.slow
+def test_a_ray_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start` names its address before its client server finds that its port is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        dashboard, _, agent = own_ray._free_ports(3)
+        monkeypatch.setattr(own_ray, "_free_ports", lambda number: [dashboard, port, agent])
+        ray = OwnRay(1, 0, dashboard=False)
+        try:
+            until(lambda: ray._process.poll() is not None)
+            with pytest.raises(UserError, match=rf"Ray does not start(.|\n)*{port}"):
+                JoinedOwn(ray)
         finally:
             ray.close()
 
