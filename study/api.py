@@ -431,7 +431,9 @@ def report_study(
             unnamed = str(refused)
         study = dataclasses.replace(study, tracking_uri=uri or study.tracking_uri)
         check_writable(
-            folder / "report", "report", "mend its permissions, or move what is in its place"
+            folder / "report",
+            "report",
+            "mend its permissions, move what is in its place, or report a copy of the folder",
         )
         if tracking_uri:
             check_tracking(study.tracking)

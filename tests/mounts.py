@@ -26,6 +26,14 @@ def unmount(target: Path) -> None:
 
 
 @contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Make a folder one that nobody can write, root neither, as another user's is for others."""
+    with mounted(folder, folder):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        yield
+
+
+@contextmanager
 def mounted(target: Path, source: Path | None = None, size: str = "64m") -> Iterator[None]:
     """The same, unmounted at the end if it is still there."""
     mount(target, source, size)

@@ -34,7 +34,7 @@ from study.errors import UserError, refusals
 from study.ledger.lock import ALTERED
 from study.ledger.log import LedgerError
 from study.ledger.state import ENDED, FAILED, StudyState
-from study.ledger.storage import ANSWER_SECONDS, answered
+from study.ledger.storage import ANSWER_SECONDS, answered, check_writable
 from study.results.objectives import gpu_seconds, joules
 from trainers.files import MOST_JSON, read_own, read_own_json, write_whole
 from trainers.object_store import is_url, open_store, place_of
@@ -276,9 +276,12 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
     An omitted argument keeps its earlier value.
 
     Raises:
-        UserError: the object store does not answer or refuses, as with credentials that only read.
+        UserError: the folder cannot be written, or the object store does not answer or refuses, as
+            with credentials that only read.
     """
     path, store = folder / FILE, open_store(place_of(folder), ANSWER_SECONDS)
+    with refusals():
+        check_writable(folder, "study", "only a user who may write there can steer the study")
 
     def before() -> dict[str, Any]:
         try:

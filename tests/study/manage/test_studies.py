@@ -32,6 +32,7 @@ from study.plan.plan import make_plan
 from study.report.tables import render_csv
 from study.report.verify import verify
 from study.results.statistics import costs
+from tests.mounts import read_only
 from tests.study.conftest import TINY, made_up_events, write_ledger
 from tests.study.made_up_slots import with_slots
 from tests.study.manage.conftest import Tiny, write
@@ -280,6 +281,21 @@ def test_a_running_study_is_told_not_touched(
         assert main(["edit", "busy", *storage, "seeds=[1]"]) == 2
         assert "only limits can be changed" in capsys.readouterr().err
     assert (folder / CONTROL).exists()
+
+
+def test_a_running_study_of_a_folder_that_cannot_be_written_is_not_steered(
+    local: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a study of another user of the machine."""
+    study = local("others")
+    folder = write(study, made_up_events(study)[:3])
+    with Ledger(folder), read_only(folder):
+        for words in (["pause"], ["stop"], ["cancel"], ["resume"], ["edit", "limits.trials=7"]):
+            verb, *changes = words
+            assert main([verb, "others", "--storage", study.storage, *changes]) == 2
+            assert f"study={str(folder)!r}: must be a folder that can be written" in (
+                capsys.readouterr().err
+            )
 
 
 def test_a_study_of_a_cluster_goes_on_without_it(
