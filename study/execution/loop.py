@@ -56,6 +56,9 @@ from trainers.workers.resources import (
 
 ROUND_SECONDS = 0.5
 """Longest interval between two checks of requests, limits and heartbeats (seconds)."""
+AWAY_SECONDS = 2.0
+"""Seconds without a check after which the driver itself was stopped (Ctrl-Z) or blocked: it could
+not hear its trials meanwhile, so that time does not count as their silence."""
 
 
 class Loop:
@@ -86,7 +89,7 @@ class Loop:
         self._address = address
         self._place = place_of(study.folder)
         self._scheduler = make_scheduler(study.search, state)
-        self._watch, self._looked, self._use = Watch(), 0.0, UseWatch()
+        self._watch, self._looked, self._use = Watch(), time.monotonic(), UseWatch()
         self._reports = Reports(state)
         self._failures: Counter[str] = Counter()
         """Deaths of each trial since its last new epoch. Deaths of its machine count too, because
@@ -326,10 +329,12 @@ class Loop:
 
     def _look_after_silent(self) -> None:
         """Kill trials that were silent for longer than the heartbeat; without one, name them."""
-        limit = self._study.heartbeat
-        if time.monotonic() - self._looked < ROUND_SECONDS:
+        limit, since = self._study.heartbeat, time.monotonic() - self._looked
+        if since < ROUND_SECONDS:
             return
         self._looked = time.monotonic()
+        if since > AWAY_SECONDS:
+            self._watch.forgive(since)
         if limit is not None:
             for trial in self._watch.hung(limit):
                 self._pool.kill(

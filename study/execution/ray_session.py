@@ -170,6 +170,7 @@ class Joined(Session):
         )
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler aborts the process
+            signal.signal(signal.SIGCONT, self._go_on)
         context = ray.get_runtime_context()
         self.address, self._node = str(context.gcs_address), context.get_node_id()
         self._nodes, self._use = _nodes(), _use()
@@ -186,6 +187,10 @@ class Joined(Session):
                 nodes, use = _nodes(), _use()
                 if not left.is_set():
                     self._nodes, self._use, self._answered = nodes, use, time.monotonic()
+
+    def _go_on(self, *_: object) -> None:
+        """Do not count the time for which this process was stopped (Ctrl-Z, SIGSTOP) as silence."""
+        self._answered = time.monotonic()
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the nodes of the last answer."""
@@ -254,6 +259,8 @@ class Joined(Session):
         import ray
 
         self._left.set()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCONT, signal.SIG_DFL)
         if not self.silent:
             with contextlib.suppress(Exception):  # the cluster may be ending
                 self._request()

@@ -98,8 +98,9 @@ class Watch:
         self._silent.discard(trial)
 
     def forgive(self, seconds: float) -> None:
-        """Do not count seconds in which the driver was blocked."""
-        self._heard = {trial: heard + seconds for trial, heard in self._heard.items()}
+        """Do not count seconds in which the driver was blocked or stopped."""
+        now = time.monotonic()
+        self._heard = {trial: min(now, heard + seconds) for trial, heard in self._heard.items()}
 
     def hung(self, limit: float) -> list[str]:
         """Return the trials that were silent for longer than a heartbeat, and reset their time."""

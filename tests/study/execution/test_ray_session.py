@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -419,6 +421,29 @@ def test_joining_again_is_tried_as_long_as_the_control_store_answers(
     with pytest.raises(UserError, match=r"its control store at .* does not answer"):
         cluster.look()
     assert cluster.resources() == {"CPU": 0.0, "GPU": 0.0}
+
+
+def test_a_driver_that_was_stopped_does_not_take_its_cluster_for_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-Z, and ``fg`` after an hour."""
+    context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "n")
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr("study.execution.ray_session.check_token", lambda *_: None)
+    monkeypatch.setattr(
+        "study.execution.ray_session._nodes", lambda: [{"NodeID": "n", "Alive": True}]
+    )
+    monkeypatch.setattr("study.execution.ray_session._use", lambda: None)
+    before = signal.getsignal(signal.SIGCONT)
+    with contextlib.closing(Joined("127.0.0.1:1", insecure=True)) as cluster:
+        now = time.monotonic()
+        monkeypatch.setattr("time.monotonic", lambda: now + 3600.0)
+        signal.raise_signal(signal.SIGCONT)
+        cluster.look()
+        assert not cluster.silent
+    assert signal.getsignal(signal.SIGCONT) == before
 
 
 def test_a_cluster_of_other_versions_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

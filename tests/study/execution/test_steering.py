@@ -445,6 +445,26 @@ def test_a_frozen_trial_is_named_and_goes_on_with_the_same_bits(
     assert outcome.state.trials[0].restarts == 0
 
 
+@pytest.mark.slow
+def test_a_driver_that_was_stopped_does_not_take_its_trials_for_hung(tmp_path: Path) -> None:
+    """Ctrl-Z for longer than the heartbeat, then ``fg``: the trials have gone on meanwhile."""
+    words = ["heartbeat=3", "trial.epochs=300", "rows=[{label: float32}]", "baseline=null"]
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    command = [sys.executable, "-m", "study", "run", "tiny.yaml", "tracking_uri=none", *words]
+    driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if "epoch 2/" in line:
+            break
+    driver.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    driver.send_signal(signal.SIGCONT)
+    driver.communicate()
+    assert driver.returncode == 0
+    (trial,) = fold(read_ledger(tmp_path / "studies" / "tiny")).trials
+    assert (trial.status, trial.epoch, trial.restarts) == (FINISHED, 300, 0)
+
+
 def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
     """Kernels compile before the first report of a process, and epochs may be long; a trial
     without a process, as one that waits for a place after it died, is none either."""
