@@ -12,24 +12,41 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from trainers.object_store import is_url
+from trainers.object_store import is_url, local_folder
 
 
-def check_there(checkpoints: str) -> None:
-    """Check that the study's folder, in which a trial has its checkpoints, is there.
+def make_there(place: str) -> None:
+    """Make a trial's folder, as that of its checkpoints, in the folder of its study.
 
-    Making it anew, where it was removed, moved or unmounted, would leave a study without a ledger.
-    A folder at which a storage was mounted stays, and is empty; one of a study never is.
+    The study's folder is not made: where it was removed, moved or unmounted, that would leave a
+    study without a ledger. A folder at which a storage was mounted stays, and is empty; one of a
+    study never is. The folder is opened first, so that it does not go away in between.
 
     Args:
-        checkpoints: where the trial has them; at a URL the folder is a cache, and made if missing.
+        place: ``study/checkpoints/TRIAL``; at a URL the folder is a cache, and made as a whole.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: the study's folder is not there.
     """
-    study = Path(checkpoints).parents[1]
-    if not is_url(checkpoints) and not (study.is_dir() and any(study.iterdir())):
-        raise FileNotFoundError(f"{study}: was removed, moved or unmounted while the study ran")
+    folder = local_folder(place)
+    if is_url(place):
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    kind, study = folder.parent, folder.parents[1]
+    try:
+        at = os.open(study, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if not os.listdir(at):
+                raise FileNotFoundError
+            for path in (kind, folder):
+                with suppress(FileExistsError):
+                    os.mkdir(path.relative_to(study), dir_fd=at)
+        finally:
+            os.close(at)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{study}: was removed, moved or unmounted while the study ran"
+        ) from None
 
 
 def has_links(folder: Path) -> bool:

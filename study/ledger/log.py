@@ -317,6 +317,8 @@ class Ledger:
             LedgerError: the ledger was cut or written by another process.
         """
         now = self._found()
+        if now[0] == self._here[0] and now != self._here:
+            now = self._found()  # the folder may have moved between the two files
         if now == self._here:
             if altered := altered_since(self.folder / FILE, self._size, self._last):
                 raise LedgerError(f"{altered}; `{how_to_repair(self.folder)}` mends it")

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from lns_ops.formats import Logarithmic, parse
+from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.spec.gaussian_log import FINE_BITS
 from study.config import Metric
 from study.config.search import broken
@@ -58,9 +59,9 @@ def objective(trial: TrialState, metric: str) -> float | None:
     epoch's report.
     """
     if metric == "bits":
-        return float(bits_of(trial.config))
+        return bits_of(trial.config)
     if metric == "weight_bits":
-        return float(weight_bits_of(trial.config))
+        return weight_bits_of(trial.config)
     if metric == "seconds":
         return trial.seconds if trial.took.keys() == trial.reports.keys() else None
     values = trial.metric(metric)
@@ -129,21 +130,32 @@ def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
     )
 
 
-def bits_of(config: dict[str, Any]) -> float:
-    """Return the bits of a value in a trial's number format."""
-    return parse(config["precision"]["format"]).bits
+def format_of(name: str) -> NumberFormat | None:
+    """Return a trial's number format; None if it cannot be had here, as a table whose file has
+    gone."""
+    with suppress(ValueError):
+        return parse(name)
+    return None
 
 
-def weight_bits_of(config: dict[str, Any]) -> float:
+def bits_of(config: dict[str, Any]) -> float | None:
+    """Return the bits of a value in a trial's number format; None if they are not known here."""
+    found = format_of(config["precision"]["format"])
+    return None if found is None else found.bits
+
+
+def weight_bits_of(config: dict[str, Any]) -> float | None:
     """Return the number of bits stored per weight during training: the weight's number format
-    (float32 with scope ``matmul``), its master copy, and the update's Kahan compensation."""
+    (float32 with scope ``matmul``), its master copy, and the update's Kahan compensation; None if
+    they are not known here."""
     precision = config["precision"]
     of_float32 = precision["scope"] == "matmul"
-    weight = updated = parse("float32" if of_float32 else precision["format"])
-    bits = weight.bits
-    if master := precision.get("master_format"):
-        updated = parse(master)
-        bits += updated.bits
+    weight = format_of("float32" if of_float32 else precision["format"])
+    master = precision.get("master_format")
+    updated = format_of(master) if master else weight
+    if weight is None or updated is None:
+        return None
+    bits = weight.bits + (updated.bits if master else 0)
     if precision["kahan_sum"]:
         moved = isinstance(weight, Logarithmic) and config["optimizer"]["name"] in MULTIPLICATIVE
         bits += FINE_BITS if moved else updated.compensation.bits

@@ -140,7 +140,7 @@ def spread_measures(found: Sequence[Entry]) -> list[str]:
 
     Not every entry need have all: one worker sends no bytes.
     """
-    alike = all(entry.values["weight_bits"] == entry.values["bits"] for entry in found)
+    alike = all(entry.values.get("weight_bits") == entry.values.get("bits") for entry in found)
     return [
         name
         for name in (METRIC, *COSTS)

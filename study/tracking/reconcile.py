@@ -37,6 +37,7 @@ from study._compat import tracking_store
 from study.ledger.log import Follower
 from study.ledger.state import ENDED, StudyState, TrialState, fold
 from study.program import lns_study
+from study.results.objectives import bits_of
 from study.tracking.artifacts import Artifacts
 from study.tracking.names import SETTING, sanitise
 from study.tracking.payload import (
@@ -218,8 +219,10 @@ def _compare(
         run.info.run_id: (
             {name for name, *_ in wanted[run.info.run_id]}
             | {name for name in run.data.metrics if _is_ours(name, ours)}
+            # the format may be known only where the study has run (``table(path.npy)``)
+            - ({BITS} if bits_of(trial.config) is None else set())
         )
-        for _, run in pairs
+        for trial, run in pairs
     }
     have = _histories(client, names)
     entries = []

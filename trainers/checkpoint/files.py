@@ -25,11 +25,11 @@ def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, A
     """Write a checkpoint into ``folder``; an earlier one is replaced only once this one is whole.
 
     Args:
-        folder: made if need be.
+        folder: made if it is missing; its parent is not.
         tensors: plain tensors; LNS ones as codes.
         state: JSON values.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     content = save({name: tensor.detach().contiguous() for name, tensor in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"

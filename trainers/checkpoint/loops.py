@@ -35,7 +35,7 @@ class Folder(type(Path())):  # type: ignore[misc]
 
 
 def stage(checkpoint: object, folder: Path) -> None:
-    """Copy what a loop reported into ``folder``, in place of what was there.
+    """Copy what a loop reported into ``folder``, in place of what was there; its parent exists.
 
     Raises:
         ValueError: it is neither a folder, a ``Checkpoint`` of Ray's nor a dict, or the dict has
@@ -43,7 +43,7 @@ def stage(checkpoint: object, folder: Path) -> None:
         OSError: it cannot be written.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     if isinstance(checkpoint, dict):
         torch.save(checkpoint, folder / DICT)
         if unsafe := get_unsafe_globals_in_checkpoint(folder / DICT):

@@ -97,9 +97,6 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files, by name, into ``folder``; make the folder only if there are any."""
-    if not files:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write files, by name, into ``folder``, which exists."""
     for name, content in files.items():
         write_whole(folder / name, content)

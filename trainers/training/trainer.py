@@ -139,11 +139,17 @@ class Training:
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, parents: bool = True) -> None:
         """Write the state into ``folder``; it is whole or absent, whenever the process dies.
 
         Every worker must call it: rank 0 writes, after it has gathered the state of the others.
+
+        Args:
+            folder: made if it is missing.
+            parents: whether the folders above it are made, too; without, they must exist.
         """
+        if parents:
+            folder.parent.mkdir(parents=True, exist_ok=True)
         progress = persistence.Progress(self.epoch, self.diverged, self.history, self.tested)
         persistence.save(self._components, self.sync, progress, self.origin, folder)
 

@@ -44,7 +44,7 @@ class InProcess(Executor):
 
     def save(self, folder: Path) -> bool:
         with self._on_device():
-            self._training.save(folder)
+            self._training.save(folder, parents=False)
         return True
 
     def profile(self) -> dict[str, bytes]:

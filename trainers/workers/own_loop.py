@@ -31,7 +31,7 @@ from trainers.checkpoint.manifest import STATE, digest_file
 from trainers.checkpoint.remote import fetched
 from trainers.comm.process_group import is_of_peers
 from trainers.config import TrialConfig
-from trainers.files import check_there
+from trainers.files import make_there
 from trainers.object_store import local_folder
 from trainers.text import describe_error
 from trainers.training.build import set_threads
@@ -214,7 +214,7 @@ class OwnLoop(Executor):
         if self._context.rank == 0:
             shutil.rmtree(self._staged, ignore_errors=True)
             if checkpoint is not None:
-                check_there(self._context.plan["checkpoints"])
+                make_there(self._context.plan["checkpoints"])
                 stage(checkpoint, self._staged)
         self._history.append(found)
         self._said.put(found)

@@ -46,7 +46,7 @@ from trainers.checkpoint.remote import remote_checkpoints, remove, upload
 from trainers.comm import process_group
 from trainers.config import DataConfig, TrialConfig
 from trainers.data import DatasetInfo, prepare
-from trainers.files import check_no_links, check_there
+from trainers.files import check_no_links, make_there
 from trainers.object_store import is_url, local_folder
 from trainers.training.device import check_device
 from trainers.training.trainer import check
@@ -240,8 +240,9 @@ class Worker:
         self._say(BEGAN, trial, beginning)
         while True:
             metrics = executor.step()
-            check_there(place)
+            make_there(place)
             if config.profile.steps:
+                make_there(plan["profile"])
                 write_files(local_folder(plan["profile"]), executor.profile())
             leaves = self._leaves(trial, int(metrics["epoch"]))
             every = 1 if leaves else int(plan["checkpoint_every"])

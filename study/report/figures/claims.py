@@ -11,7 +11,6 @@ from operator import itemgetter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lns_ops.formats import parse
 from lns_ops.formats.logarithmic import Logarithmic
 from study.claims.analyses import Ranks
 from study.config.keys import lookup
@@ -27,6 +26,7 @@ from study.report.figures.style import (
     value_axis,
 )
 from study.results.answer import capital
+from study.results.objectives import format_of
 from study.results.statistics import interval
 from study.results.summary import Row, Summary, test_figures
 
@@ -81,7 +81,7 @@ def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
 
 def _fraction_bits(row: Row) -> int | None:
     """Return the fraction bits of a row's LNS format without a scale; None for other formats."""
-    found = parse(row.trials[0].config["precision"]["format"])
+    found = format_of(row.trials[0].config["precision"]["format"])
     return found.lns.fraction_bits if isinstance(found, Logarithmic) else None
 
 

@@ -33,6 +33,8 @@ from tests.study.conftest import TINY
 from tests.study.ray_head import ADDRESS, TOKEN, head  # noqa: F401
 from tests.study.raylets import started
 
+ALL_STARTED = "Ray runtime started"
+"""`ray start` prints it last."""
 GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=40", "gang=train"]
 
 
@@ -172,8 +174,8 @@ def test_rays_of_our_own_start_beside_each_other() -> None:
         second = OwnRay(1, 0, dashboard=True)
         try:
             for ray in (first, second):
-                # printed once all parts of Ray have started
-                until(lambda ray=ray: "Ray runtime started" in ray._printed.read_text())  # type: ignore[misc]
+                log = ray._printed
+                until(lambda log=log: ALL_STARTED in log.read_text())  # type: ignore[misc]
                 ray.look()
                 assert not ray.lost
         finally:

@@ -278,6 +278,7 @@ def test_an_upload_that_broke_off_leaves_no_checkpoint(
 ) -> None:
     trial = f"{url}/{NAME}/checkpoints/t"
     tensors = {"w": torch.arange(100_000, dtype=torch.float32)}
+    local_folder(trial).mkdir(parents=True)
     for epoch in (1, 2):
         save_checkpoint(local_folder(f"{trial}/{epoch:06d}"), tensors, {"epoch": epoch})
     upload(local_folder(f"{trial}/000001"), f"{trial}/000001")
@@ -318,6 +319,7 @@ def test_the_stores_report_is_fetched_unless_the_own_one_is_newer(folder: Path, 
 
 def test_the_checkpoints_of_the_store_are_checked(folder: Path, url: str) -> None:
     store = Store(f"{url}/{NAME}/checkpoints")
+    local_folder(f"{store.url}/t").mkdir(parents=True)
     for epoch in (1, 2, 3):
         place = f"{store.url}/t/{epoch:06d}"
         save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": epoch})

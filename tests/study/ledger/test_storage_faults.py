@@ -311,6 +311,7 @@ def test_content_damaged_on_its_way_and_a_role_that_is_renewed_late_are_asked_fo
 
 def test_a_fetched_checkpoint_is_as_its_manifest_says(url: str) -> None:
     place = f"{url}/{NAME}/checkpoints/t/000001"
+    local_folder(place).parent.mkdir(parents=True)
     save_checkpoint(local_folder(place), {"w": torch.ones(9)}, {"epoch": 1})
     upload(local_folder(place), place)
     store = Store(place)

@@ -267,6 +267,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(
     events = made_up_events(study)
     first = events[0]["trials"][0]["id"]
     folder = study.folder / "checkpoints" / first / "epoch-3"
+    folder.parent.mkdir(parents=True)
     save_checkpoint(folder, {"w": torch.zeros(2)}, {"epoch": 3})
     place = {"event": "checkpoint", "trial": first, "epoch": 3, "path": str(folder), "time": 1.0}
     write_ledger(study, [*events[:-1], place | {"checkpoint": str(folder)}, events[-1]])

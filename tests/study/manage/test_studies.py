@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pandas
 import pytest
 
@@ -495,6 +496,30 @@ def test_a_storage_that_can_be_no_folder_is_named(
     words = [str(tmp_path / "tiny.yaml"), "tracking_uri=none", f"storage={json.dumps(place)}"]
     assert main(["run", *words]) == 2
     assert repr(place) in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("error:Report:RuntimeWarning")  # of what could not be made
+def test_a_study_whose_table_of_values_has_gone_is_shown_all_the_same(
+    local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one of a colleague's, whose ``table(path.npy)`` is not on this machine."""
+    table = tmp_path / "values.npy"
+    numpy.save(table, numpy.arange(-8.0, 8.0, dtype=numpy.float32))
+    rows = [
+        {"label": name, "overrides": {"precision": {"format": name, "kahan_sum": kahan}}}
+        for name, kahan in (("float32", False), (f"table({table})", True))
+    ]
+    study = local("tabulated", f"rows={json.dumps(rows)}", "seeds=[0,1]")
+    write(study, made_up_events(study))
+    table.unlink()
+    storage = ["--storage", study.storage]
+    output = tmp_path / "trials.csv"
+    assert main(["report", "tabulated", *storage]) == 0
+    assert main(["status", "tabulated", *storage]) == 0
+    assert main(["export", "tabulated", *storage, "-o", str(output)]) == 0
+    frame = pandas.read_csv(output)
+    assert set(frame["bits"].dropna()) == {32.0}
+    assert len(frame) == 4
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of pictures, whose axes end before
