@@ -1,8 +1,8 @@
 """Causes of a run's idle time, and the notices about low utilisation.
 
 :func:`what_held` splits the idle part of ``integral c_r dt`` (:mod:`study.results.utilisation`) by
-cause. It analyses the timeline afterwards: a trial counts as *waiting* from the moment when the
-search proposed it until it started.
+cause. It analyses the recorded timeline: a trial counts as *waiting* from its addition to the plan
+(or the end of an attempt that is to be repeated) until its start.
 """
 
 from __future__ import annotations
