@@ -52,8 +52,7 @@ def make_there(place: str) -> None:
 
 def has_links(folder: Path) -> bool:
     """Return whether a folder is or contains a link. Uploading the folder would then send the
-    link's
-    target, which can be any file."""
+    link's target, which can be any file."""
     return any(path.is_symlink() for path in (folder, *folder.rglob("*")))
 
 
