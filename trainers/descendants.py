@@ -24,8 +24,7 @@ exec."""
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 END_SECONDS = 5
 """Maximum number of seconds to wait for killed processes; a process that waits for a file server
-only
-dies when the server answers."""
+only dies when the server answers."""
 POLL_SECONDS = 0.005
 
 

@@ -230,8 +230,7 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
     """Write a file atomically: readers find the complete new file or the old one, even if the
-    process
-    is killed.
+    process is killed.
 
     Args:
         path: file in an existing folder.

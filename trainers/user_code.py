@@ -169,8 +169,7 @@ def digest_source(key: str, name: str) -> str:
 
 def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
     """Return the files of ``name``'s code: its own file, the ``__init__`` files of its packages,
-    and
-    their direct and indirect imports from the same folder.
+    and their direct and indirect imports from the same folder.
 
     All import statements are considered, also within functions, but only in that folder; imports by
     other means are not found. For an installed module (:data:`INSTALLED`) it is only its own file.

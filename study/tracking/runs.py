@@ -220,8 +220,7 @@ class Runs:
 
     def finish(self, state: StudyState, report: Path | None) -> None:
         """Send the report, each row's mean and spread, the claims' verdicts and the best models,
-        and
-        close the parent run.
+        and close the parent run.
 
         Args:
             state: state of the study.

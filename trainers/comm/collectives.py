@@ -3,8 +3,8 @@
 The count is the algorithm's payload in bytes sent by this rank. In a group of N, ``all_to_all``,
 ``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, and a ring ``all_reduce`` of B bytes
 sends ``2 (N - 1) / N B``, as gloo and NCCL do for large buffers. Transport headers are not counted
-(about 0.1 % over loopback;
-``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's own counters).
+(about 0.1 % over loopback; ``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's
+own counters).
 
 Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
 """

@@ -56,8 +56,7 @@ def join(
 
 def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of a group's collectives, by default of all ranks, to :data:`PATIENCE`;
-    torch's
-    defaults of 10 and 30 minutes are too short for training."""
+    torch's defaults of 10 and 30 minutes are too short for training."""
     _compat.set_timeout(PATIENCE, group)
 
 

@@ -73,8 +73,7 @@ def load(config: DataConfig) -> Dataset:
 
 def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     """Return all training, validation and test examples; None for validation if it is to be cut
-    from
-    the end of the training examples."""
+    from the end of the training examples."""
     if names_code(config.name):
         return load_own(config)
     name, args, root = config.name, config.arguments, Path(config.root or "")

@@ -49,8 +49,7 @@ VALIDATION_SHARE = 10
 
 def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
     """Return the training, validation and test examples; None for validation if it is to be cut
-    from
-    the training examples.
+    from the training examples.
 
     Raises:
         ValueError: the factory cannot be loaded or called, or returns something else.

@@ -87,8 +87,7 @@ def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
     """Return a convolution without bias, padded to keep height and width (divided by its stride);
-    its
-    weight is drawn as in He et al. 2015b."""
+    its weight is drawn as in He et al. 2015b."""
     layer = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     normal_(layer, weight=math.sqrt(2 / (size * size * outputs)))
     return layer

@@ -1,6 +1,5 @@
 """Tensor parallelism: a replica's workers hold parts of its linear layers, and compute every
-example
-together.
+example together.
 
 ``layout.tp=T`` uses torch's ``parallelize_module``. Linear layers are taken in pairs, ``y = f(x A +
 a)`` and ``z = y B + b`` with f elementwise. Worker k has 1 / T of the columns of A and the entries
@@ -11,13 +10,11 @@ of a, hence of y, and the corresponding rows of B; its product is one of T terms
 A pair needs one all-reduce in forward, of z, and one in backward, of the gradient of x, which is
 also a sum of one term per worker. If the number of linear layers is odd, the last layer is whole on
 every worker. It has few outputs, the classes; dividing its columns would save ``I classes``
-weights,
-but need a gather in forward and a sum of its input's gradient in backward. The biases b are also
-whole on every worker.
+weights, but need a gather in forward and a sum of its input's gradient in backward. The biases b
+are also whole on every worker.
 
 *Bytes.* Let a replica have E examples per step, P pairs with inputs I_p and outputs O_p, and e
-bytes
-per value (4, with ``autocast=bfloat16`` 2). In each step a worker sends ``2 (T - 1) / T (e E
+bytes per value (4, with ``autocast=bfloat16`` 2). In each step a worker sends ``2 (T - 1) / T (e E
 (sum_{p=1..P} O_p + sum_{p=2..P} I_p) + 8)`` bytes: the data need no gradient, and the 8 bytes are a
 flag by which the workers agree that all values are finite. With activation checkpoints, recomputed
 sums are sent again. torch's own sums would be neither counted nor timed, so the layers return their

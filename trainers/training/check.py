@@ -40,8 +40,7 @@ from trainers.user_code import find_source, forget, load_code, names_code, seede
 
 SUM_TOLERANCE = 1e-3
 """Relative tolerance of the check that a loss is a mean; float32 sums of a few values are a
-thousand
-times more accurate."""
+thousand times more accurate."""
 _answers: dict[str, int] = {}
 """Number of answers per example, for each task that this process has checked."""
 _accepted: set[str] = set()
@@ -277,8 +276,7 @@ def _check_gradients(config: TrialConfig, model: nn.Module, summed: Tensor) -> N
 
 def _place(key: str, name: str, *functions: Callable[..., Any]) -> str:
     """Return a key and its code for error messages, with the line of the first of ``functions``
-    that
-    is in its file, else of the factory."""
+    that is in its file, else of the factory."""
     if not names_code(name):
         return f"{key}={name!r}"
     path, factory = find_source(key, name), load_code(key, name)
@@ -407,8 +405,7 @@ def _is_as_many(outputs: Sequence[int], targets: Sequence[int]) -> bool:
     """Return whether outputs and targets match one to one, flattened or not.
 
     Dimensions of length 1 are ignored. ``(B, 3, 2)`` does not match ``(B, 2, 3)``: the number is
-    the
-    same, but the order differs.
+    the same, but the order differs.
     """
     longer, shorter = ([size for size in shape if size > 1] for shape in (outputs, targets))
     if len(longer) < len(shorter):

@@ -34,8 +34,7 @@ STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
 """The training steps that making a :class:`GraphedEpochs` runs."""
 QUEUED_STEPS = 16
 """Number of steps per group. After launching a group, an epoch waits for the end of the previous
-one,
-so at most two groups are queued."""
+one, so at most two groups are queued."""
 
 _capturing = threading.Lock()
 """Lock that a thread holds while it captures a graph.

@@ -32,9 +32,8 @@ process or a full disk raises errors of other classes."""
 
 JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
 """Kinds of messages to a worker process: become a rank; train a trial; continue after a report;
-stop
-after a report; write a checkpoint after the current epoch and end the trial there; examine trials
-and their data."""
+stop after a report; write a checkpoint after the current epoch and end the trial there; examine
+trials and their data."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -46,18 +45,16 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "checked",
 )
 """Kinds of messages from a worker process, with their payloads in brackets: the process is up
-(pid);
-the store where the ranks meet (port or path); it is a rank; a trial began (:class:`Beginning`); a
-trial finished an epoch (metrics); a trial ended (``how``, ``text``, and ``retire``: the reason why
-the process exits); the process died (reason; sent by its node); trials were examined
-(:class:`Examined`, or an error text)."""
+(pid); the store where the ranks meet (port or path); it is a rank; a trial began
+(:class:`Beginning`); a trial finished an epoch (metrics); a trial ended (``how``, ``text``, and
+``retire``: the reason why the process exits); the process died (reason; sent by its node); trials
+were examined (:class:`Examined`, or an error text)."""
 PLACED = "placed"
 """Kind of the first message of a trial's supervisor on a cluster, with the places of the ranks:
 ``hosts``, Ray's ``nodes``, and the supervisor's ``actor`` and ``pid``."""
 UNPLACED = "unplaced"
 """Kind of the message that replaces it if a node could not accept the trial for reasons unrelated
-to
-the trial (reason)."""
+to the trial (reason)."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",

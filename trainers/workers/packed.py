@@ -30,8 +30,7 @@ from trainers.workers.resources import MOST_TRIALS, key_of
 
 SWITCH_SECONDS = 1e-4
 """Python's thread switch interval in seconds; short, because other threads often only need to
-launch
-their next step."""
+launch their next step."""
 
 
 class Host:

@@ -123,8 +123,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "os.umask": (_umask, os.umask),
 }
 """Getter and setter of each setting, by the setter's name. A setter is only called if the setting
-has
-changed, because torch imports its compiler (two seconds) in some of them."""
+has changed, because torch imports its compiler (two seconds) in some of them."""
 PATCHED = ("trainers", "lns_ops", "torch.nn", "torch.optim", "torch.utils.data")
 """Packages in which a replaced function or class would change the results of other trials."""
 ALSO_PATCHED = ("builtins", "math", "random", "numpy", "numpy.random", "torch", "torch.linalg")

@@ -52,8 +52,7 @@ from trainers.workers.resources import WorkerResources
 
 class FailAtOnce(UserCallback):  # type: ignore[misc]
     """Ends a run at the first deterministic or out-of-memory error. Ray Train retries after errors
-    of
-    workers, but not after errors of callbacks."""
+    of workers, but not after errors of callbacks."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Raise a worker's error in the controller if a retry would not help."""

@@ -28,14 +28,12 @@ second in a whole study on four H100, and 4 % more for one kind of net on an H20
 (docs/benchmarks/studies.md)."""
 SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
 """Default shares of a GPU, as (maximum multiply-accumulates per step of the mean layer, share).
-With
-each share, the resulting number of concurrent trials was faster than fewer on an H200
+With each share, the resulting number of concurrent trials was faster than fewer on an H200
 (docs/benchmarks/studies.md). A larger trial gets a whole GPU. The mean layer counts because layers
 run one after another: a deep and narrow net leaves most of a GPU idle."""
 FUSED_SHARE = 1 / 24
 """GPU share of an LSTM whose steps are one kernel: 24 in a process train 1.4 times as fast as
-twelve
-(an H100, docs/benchmarks/studies.md)."""
+twelve (an H100, docs/benchmarks/studies.md)."""
 FEW_LAYERS = 32
 """Maximum number of layers of a net that shares a GPU with eleven or more others. With 100 layers,
 twelve concurrent trials are as fast as four (an H100, docs/benchmarks/studies.md), and take three
@@ -46,8 +44,7 @@ process are twice as fast as one after another; with 3,000 they are not faster
 (docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
 """Maximum units times batch size of an LSTM that shares a GPU with eleven or more others; twelve
-with
-1,000 steps take about 8 GB."""
+with 1,000 steps take about 8 GB."""
 
 
 def choose_executor(lanes: int) -> str:
