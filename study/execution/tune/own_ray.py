@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,7 +55,9 @@ class OwnRay:
     address = lost = ""
 
     def __init__(self, cpus: float, gpus: int, dashboard: bool) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        # All users may write into Ray's folder, and late processes of a dead Ray create it again.
+        # So it lies in a folder that only this user can open, and that outlives every Ray in it.
+        self._folder, self._number = Path(tempfile.mkdtemp(prefix="ray-")), 0
         self._parts: dict[str, psutil.Process] = {}
         # a new token for this Ray, whatever the variables contain for other clusters
         token = dict(zip(TOKEN, ("token", secrets.token_hex(TOKEN_BYTES)), strict=True))
@@ -89,11 +92,10 @@ class OwnRay:
         Raises:
             UserError: it does not start.
         """
-        if self._folder is not None:
+        if self._number:
             self._end()
-        self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        # all users may write into Ray's folder, so it lies in one that only this user can open
-        folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
+        self._number += 1
+        folder = self._folder / f"r{self._number}"  # short, as sockets' paths are
         start = [
             *module_command("ray.scripts.scripts"),
             "start",
@@ -136,15 +138,17 @@ class OwnRay:
         )
 
     def close(self) -> None:
-        """End its processes."""
-        self._end()
+        """End its processes and remove their files; an empty folder stays if a process lives on."""
+        if self._end():
+            shutil.rmtree(self._folder, ignore_errors=True)
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         reread_ray_variables()
 
-    def _end(self) -> None:
+    def _end(self) -> bool:
+        """End all processes of the newest Ray; return whether none is left."""
         if self._process.poll() is None:
             self._process.terminate()  # it ends its processes, then itself
             try:
@@ -152,8 +156,14 @@ class OwnRay:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        if self._folder is not None:
-            self._folder.cleanup()
+        # the agents and workers of a raylet that died look for it now and then, and end late
+        until = time.monotonic() + END_SECONDS
+        while (late := _writers(self._folder)) and time.monotonic() < until:
+            for process in late:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(late, timeout=1.0)
+        return not late
 
 
 def _free_ports(number: int) -> list[int]:
@@ -180,6 +190,19 @@ def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def _writers(folder: Path) -> list[psutil.Process]:
+    """Return the processes of this user, without this one, that have files in a folder open to
+    write them, as all processes of a Ray have their logs."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.uids().real == os.getuid():
+                files = process.open_files()
+                if any(f.mode != "r" and Path(f.path).is_relative_to(folder) for f in files):
+                    found.append(process)
+    return found
 
 
 def _text(path: Path) -> str:

@@ -185,6 +185,35 @@ def test_rays_of_our_own_start_beside_each_other() -> None:
 
 
 @pytest.mark.slow
+def test_no_folder_of_a_ray_that_died_is_made_again_within_reach_of_others(tmp_path: Path) -> None:
+    """Agents and workers outlive their raylet for a while, and make Ray's folder, which all users
+    may write, wherever it was."""
+    ray = OwnRay(1, 0, dashboard=False)
+    top = ray._folder
+    try:
+        until(lambda: ALL_STARTED in ray._printed.read_text())
+        first = [process.pid for process in own_ray._writers(top)]
+        assert len(first) > 3  # the control store, the raylet, its agents
+        (raylet,) = parts(ray._process.pid, "raylet")
+        raylet.kill()
+        until(lambda: not own_ray._runs(raylet))
+        ray.renew()
+        assert modes(top) == [0o700]
+        assert not set(first) & set(psutil.pids())
+        code = (
+            "import os, sys, time; log = open(sys.argv[1], 'w'); print(flush=True); time.sleep(600)"
+        )
+        words = [sys.executable, "-c", code, str(top / "late.log")]
+        late = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert late.stdout is not None
+        late.stdout.readline()
+    finally:
+        ray.close()
+    late.wait(10)
+    assert not top.exists()
+
+
+@pytest.mark.slow
 def test_a_ray_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray start` names its address before its client server finds that its port is taken."""
     with socket.socket() as taken:
