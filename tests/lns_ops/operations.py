@@ -82,7 +82,8 @@ nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logit
 nn.functional.soft_margin_loss nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
 nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss nn.functional.poisson_nll_loss
 nn.functional.gaussian_nll_loss nn.functional.ctc_loss nn.functional.cosine_embedding_loss
-nn.functional.triplet_margin_loss
+nn.functional.triplet_margin_loss nn.functional.triplet_margin_with_distance_loss
+nn.functional.multilabel_soft_margin_loss
 """)
 """Losses: torch's own, of the decoded values."""
 
