@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lns_ops.functional.elementwise import number_code
+from lns_ops.functional.elementwise import encode, number_code
+from lns_ops.functional.indexed import index_sum
 from lns_ops.functional.reductions import mean
 from lns_ops.spec.format import LNSFormat, logarithm
 
@@ -123,6 +124,49 @@ def total(x: Unclamped, dims: Sequence[int], fmt: LNSFormat) -> Unclamped:
     codes = packed(x._replace(logs=x.logs - peak + wide.max_log), wide)
     logs, signs, alive = unpacked(mean(codes, dims, wide, keepdim=True), wide)
     return Unclamped(logs + (peak - wide.max_log) + log_of(terms, fmt), signs, alive)
+
+
+def over_counts(x: Unclamped, counts: Tensor, fmt: LNSFormat) -> Unclamped:
+    """Return quotients by whole numbers from 1 on, broadcast, whose logarithms are rounded as
+    encoding rounds, of any size.
+    """
+    wide = roomiest(fmt)
+    significands, exponents = torch.frexp(counts.double())
+    low = exponents << fmt.fraction_bits
+    logs = (encode(significands, wide).int() - wide.bias) + low
+    return x._replace(logs=x.logs - logs)
+
+
+def divided(codes: Tensor, counts: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return codes over whole numbers (:func:`over_counts`)."""
+    x = unpacked(codes, fmt)
+    shape = torch.broadcast_shapes(codes.shape, counts.shape)
+    return packed(over_counts(Unclamped(*(part.expand(shape) for part in x)), counts, fmt), fmt)
+
+
+def total_by_index(codes: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Unclamped:
+    """Return :func:`lns_ops.functional.indexed.index_sum`, its sums not clamped to the range.
+
+    They are sums in the format of :func:`roomiest`, before which the terms are divided by a power
+    of two for each destination where they may leave that.
+    """
+    wide, count = roomiest(fmt), max(1, len(codes))
+    more, room = wide.bias - fmt.bias, wide.max_log - fmt.max_log
+    if room >= log_of(count, fmt):
+        x = unpacked(codes, fmt)
+        return unpacked(index_sum(packed(x, wide), index, rows, wide), wide)
+    flat = codes.reshape(len(codes), -1)
+    at = torch.where((index < 0) | (index >= rows), rows, index.reshape(-1))
+    field = flat & fmt.field_mask
+    peak = field.new_zeros(rows + 1, flat.shape[1]).scatter_reduce(
+        0, at[:, None].expand(field.shape), field, "amax"
+    )
+    down = (peak.int() + more + log_of(count, fmt) - wide.field_mask).clamp_min_(0)
+    logs, signs, alive = unpacked(flat, fmt)
+    moved = packed(Unclamped(logs - down.index_select(0, at), signs, alive), wide)
+    logs, signs, alive = unpacked(index_sum(moved, index, rows, wide), wide)
+    found = Unclamped(logs + down[:rows], signs, alive)
+    return Unclamped(*(part.reshape(rows, *codes.shape[1:]) for part in found))
 
 
 def repeated(shape: Sequence[int], of: Sequence[int]) -> list[int]:

@@ -79,6 +79,20 @@ def slope(
     return LNSTensor(unclamped.folded(product, shape, fmt), fmt)
 
 
+class OverCounts(torch.autograd.Function):
+    """Quotients by whole numbers from 1 on, which count in full beyond the format's range."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, counts: Tensor) -> LNSTensor:
+        ctx.save_for_backward(counts)
+        return LNSTensor(unclamped.divided(x.codes, counts, x.fmt), x.fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return OverCounts.apply(grad, counts), None  # type: ignore[no-untyped-call]
+
+
 def are_chained(*tensors: Any) -> bool:
     """Return whether gradients of these are taken here, and not by a transform or forward mode."""
     return (

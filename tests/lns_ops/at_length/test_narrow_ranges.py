@@ -116,3 +116,67 @@ def test_second_derivatives_of_quotients() -> None:
     want = slopes(*(t.double().requires_grad_() for t in (x, y)))
     for a, b in zip(got, want, strict=True):
         assert float((values(a) - b).norm() / b.norm()) < 0.02
+
+
+def around_500(*shape: int) -> Tensor:
+    return uniform(*shape, low=450, high=550)
+
+
+MEANS: dict[str, tuple[Callable[..., Any], list[Tensor], str]] = {
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 16), [around_500(1, 1, 32, 32)], "lns12"),
+    "avg_pool2d.padded": (
+        lambda x: F.avg_pool2d(x, 16, 8, 4, count_include_pad=False), [around_500(1, 1, 32, 32)],
+        "lns12",
+    ),
+    "avg_pool2d.override": (
+        lambda x: F.avg_pool2d(x, 16, divisor_override=200), [around_500(1, 1, 32, 32)], "lns12",
+    ),
+    "adaptive": (lambda x: F.adaptive_avg_pool1d(x, 7), [uniform(1, 2, 2700)], "lns(14,9)"),
+    "embedding_bag": (
+        lambda x: F.embedding_bag(torch.arange(len(x))[None], x, mode="mean"),
+        [around_500(256, 3)], "lns12",
+    ),
+    "embedding_bag.many": (
+        lambda x: F.embedding_bag((torch.arange(1000) % 7)[None], x, mode="mean"),
+        [uniform(7, 2, low=0.2, high=0.4)], "lns(14,9)",
+    ),
+    "segment_reduce": (
+        lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([510, 2])),
+        [around_500(512)], "lns12",
+    ),
+    "segment_reduce.initial": (
+        lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([510, 2]), initial=3.0),
+        [around_500(512, 2)], "lns12",
+    ),
+    "scatter_reduce": (
+        lambda x, y: x.scatter_reduce(0, (torch.arange(200) % 2).tile(5), y, "mean"),
+        [uniform(3), uniform(1000)], "lns(16,10)",
+    ),
+    "local_response_norm": (
+        lambda x: F.local_response_norm(x, 3), [around_500(1, 4, 100)], "lns12",
+    ),
+    "lp_pool1d": (lambda x: F.lp_pool1d(x, 2, 10), [around_500(1, 4, 100)], "lns12"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_sums_beyond_the_range(name: str) -> None:
+    function, inputs, fmt = MEANS[name]
+    result, gradients = errors(function, inputs, torch.tensor(100.0), fmt)
+    assert result < 0.03, result
+    assert max(gradients) < 0.03, gradients
+
+
+def test_counts_beyond_the_range() -> None:
+    places = torch.arange(1000) % 2
+    x = encoded(torch.zeros(2), "lns(14,9)").requires_grad_()
+    x.scatter_reduce(0, places, encoded(uniform(1000), "lns(14,9)"), "mean").backward(
+        encoded(torch.full((2,), 100.0), "lns(14,9)")
+    )
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.to_float(), torch.full((2,), 100 / 501), rtol=0.002, atol=0)
+    weight = encoded(uniform(2, 3), "lns8").requires_grad_()
+    rows = F.embedding(torch.zeros(1000, dtype=torch.long), weight, scale_grad_by_freq=True)
+    rows.backward(encoded(torch.full((1000, 3), 0.6), "lns8"))
+    assert weight.grad is not None
+    assert weight.grad[0].to_float().sum() > 0.5  # 1.8, but for what sticks at 3 fraction bits

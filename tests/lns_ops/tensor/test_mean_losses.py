@@ -217,11 +217,7 @@ def test_what_a_count_beyond_the_range_loses_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [
-        ("softmax", lambda x: x.softmax(-1)),
-        ("logsumexp", lambda x: x.logsumexp(-1)),
-        ("avg_pool", lambda x: F.avg_pool1d(x + 1, x.shape[-1])),
-    ],
+    [("softmax", lambda x: x.softmax(-1)), ("logsumexp", lambda x: x.logsumexp(-1))],
 )
 def test_sums_of_more_terms_than_the_largest_number_warn(
     name: str, run: Callable[[Tensor], Tensor]
