@@ -6,8 +6,8 @@ are looked at, so that training pays nothing later and a GPU is waited for in th
 not while a graph is traced or captured.
 
 So is what division by a number above the format's largest loses, of which the gradient of a mean
-over as many terms is made. Sums of as many terms that cannot but saturate, inside a softmax or an
-average, are warned of every time.
+over as many terms is made. Sums of as many terms that cannot but saturate, inside a softmax, are
+warned of every time.
 
 Limits: gradients that underflow later, between layers in scope ``everywhere``, or in compiled code
 are not seen; :func:`lns_ops.analyze` sees those.

@@ -48,7 +48,7 @@ square sqrt rsqrt outer kron exp exp2 expm1 pow __rpow__ log log2 log10 log1p si
 nn.functional.silu nn.functional.gelu nn.functional.mish nn.functional.elu nn.functional.celu
 nn.functional.selu nn.functional.softplus nn.functional.logsigmoid nn.functional.hardswish
 nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink norm
-norm.fro norm.inf linalg.norm linalg.vector_norm
+norm.fro norm.inf linalg.norm linalg.vector_norm nn.functional.local_response_norm
 """)
 """One rounding: results are within half an ulp of float64's."""
 
@@ -70,7 +70,7 @@ COMPOSED = _names("""
 var var_mean std std_mean var.unbiased std.unbiased logsumexp softmax nn.functional.softmin
 nn.functional.layer_norm nn.functional.group_norm nn.functional.normalize nn.functional.softsign
 nn.functional.tanhshrink nn.functional.glu nn.functional.scaled_dot_product_attention
-nn.functional.local_response_norm _segment_reduce.lengths _segment_reduce.offsets
+_segment_reduce.lengths _segment_reduce.offsets
 """)
 """Several operations: the whole result is within ``COMPOSED_HALF_ULPS`` half-ulps of float64's, in
 the norm."""
@@ -82,7 +82,8 @@ nn.functional.binary_cross_entropy nn.functional.binary_cross_entropy_with_logit
 nn.functional.soft_margin_loss nn.functional.hinge_embedding_loss nn.functional.margin_ranking_loss
 nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss nn.functional.poisson_nll_loss
 nn.functional.gaussian_nll_loss nn.functional.ctc_loss nn.functional.cosine_embedding_loss
-nn.functional.triplet_margin_loss
+nn.functional.triplet_margin_loss nn.functional.triplet_margin_with_distance_loss
+nn.functional.multilabel_soft_margin_loss
 """)
 """Losses: torch's own, of the decoded values."""
 

@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
         return tuple(found)
 
 
-def _in_one_node(
+def in_one_node(
     function: type[torch.autograd.Function], *options: Any
 ) -> Callable[[Any, Any], Any]:
     """Return how to call a function of two LNSTensors; None for others, or where operators are
@@ -205,9 +205,9 @@ def _in_one_node(
     return apply
 
 
-PAIRS.update(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), _in_one_node(_Sum, False)))
-PAIRS.update(dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), _in_one_node(_Sum, True)))
-PAIRS.update(dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _in_one_node(_Product)))
+PAIRS.update(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), in_one_node(_Sum, False)))
+PAIRS.update(dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), in_one_node(_Sum, True)))
+PAIRS.update(dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), in_one_node(_Product)))
 
 
 _PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for n in _BINARY}

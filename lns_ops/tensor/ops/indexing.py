@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lns_ops import functional as lns
+from lns_ops._compat import DisableTorchFunction
+from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import index_sum
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor.chains import OverCounts, are_chained
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.ordering import finite
 from lns_ops.tensor.registry import aten, handles, replaces
@@ -39,11 +42,18 @@ def _embedding_backward(
     flat, fmt = indices.reshape(-1), grad.fmt
     if padding >= 0:
         flat = torch.where(flat == padding, rows, flat)  # beyond the last row: left out
-    total = index_sum(grad.codes.reshape(flat.numel(), grad.shape[-1]), flat, rows, fmt)
+    codes = grad.codes.reshape(flat.numel(), grad.shape[-1])
     if by_frequency:
         counts = torch.bincount(flat, minlength=rows)[:rows].clamp_min(1)
-        total = lns.div(total, lns.encode(counts.to(torch.float64), fmt)[:, None], fmt)
-    return LNSTensor(total, fmt)
+        return LNSTensor(_mean_by_index(codes, flat, counts, fmt), fmt)
+    return LNSTensor(index_sum(codes, flat, rows, fmt), fmt)
+
+
+def _mean_by_index(codes: Tensor, index: Tensor, counts: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return sums of rows by index over counts, one for each row, clamped once."""
+    total = unclamped.total_by_index(codes, index, len(counts), fmt)
+    counts = counts.reshape(-1, *[1] * (codes.dim() - 1))
+    return unclamped.packed(unclamped.over_counts(total, counts, fmt), fmt)
 
 
 _MEAN, _MAX = 1, 2
@@ -88,14 +98,11 @@ def _embedding_bag(
         return LNSTensor(out, fmt), bag, sizes, pad(indices, (0, 1), value=-1)[largest]
     if factors is not None:
         rows = lns.mul(rows, operands("embedding_bag", factors, weight)[0][:, None], fmt)
-    total = index_sum(rows, bag, bags, fmt)
     if mode == _MEAN:
-        total = lns.div(total, _divisors(sizes, fmt), fmt)
+        total = _mean_by_index(rows, bag, sizes.clamp_min(1), fmt)
+    else:
+        total = index_sum(rows, bag, bags, fmt)
     return LNSTensor(total, fmt), bag, sizes, sizes.new_empty(0)
-
-
-def _divisors(sizes: Tensor, fmt: LNSFormat) -> Tensor:
-    return lns.encode(sizes.clamp_min(1).double(), fmt)[:, None]
 
 
 def _largest_of_bags(rows: Tensor, bag: Tensor, bags: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
@@ -130,12 +137,20 @@ def _embedding_bag_backward(
         at = torch.where(largest >= 0, largest * codes.shape[1] + columns, -1)
         total = index_sum(codes.reshape(-1), at.reshape(-1), rows * codes.shape[1], fmt)
         return LNSTensor(total.reshape(rows, -1), fmt)
-    if mode == _MEAN:
-        codes = lns.div(codes, _divisors(sizes, fmt), fmt)
-    terms = codes.index_select(0, bag.clamp(max=len(sizes) - 1))
+    own = bag.clamp(max=len(sizes) - 1)
+    kept = torch.where(bag < len(sizes), indices, rows)
+    if mode == _MEAN:  # the terms are not clamped to the range before they are summed
+        wide, counts = unclamped.roomiest(fmt), sizes.clamp_min(1)[:, None]
+        share = unclamped.over_counts(unclamped.unpacked(codes, fmt), counts, fmt)
+        terms = unclamped.packed(share, wide).index_select(0, own)
+        uses = torch.bincount(kept, minlength=rows)[:rows].clamp_min(1) if by_frequency else None
+        added = unclamped.total_by_index(terms, kept, rows, wide)
+        if uses is not None:
+            added = unclamped.over_counts(added, uses[:, None], fmt)
+        return LNSTensor(unclamped.packed(added, fmt), fmt)
+    terms = codes.index_select(0, own)
     if factors is not None:
         terms = lns.mul(terms, operands("embedding_bag", factors, grad)[0][:, None], fmt)
-    kept = torch.where(bag < len(sizes), indices, rows)
     return _embedding_backward(func, LNSTensor(terms, fmt), kept, rows, -1, by_frequency)
 
 
@@ -309,6 +324,50 @@ def _scatter_reduce(
     return LNSTensor(lns.encode(values, fmt), fmt)
 
 
+class _ScatteredMean(torch.autograd.Function):
+    """``scatter_reduce`` with ``mean``, whose gradient counts terms as whole numbers.
+
+    torch's formula counts them by a sum of ones, which sticks and saturates in narrow formats.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, include_self: bool
+    ) -> LNSTensor:
+        counts = torch.full(x.shape, int(include_self), device=index.device)
+        counts = counts.scatter_add(dim, index, torch.ones_like(index))
+        ctx.save_for_backward(index, counts)
+        ctx.options = dim, include_self, source.shape
+        operator = aten.scatter_reduce.two
+        made: LNSTensor = _scatter_reduce(
+            operator, x, dim, index, source, "mean", include_self=include_self
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        index, counts = ctx.saved_tensors
+        dim, include_self, shape = ctx.options
+        share: Tensor = OverCounts.apply(grad, counts.clamp_min(1))  # type: ignore[no-untyped-call]
+        kept = share if include_self else share.masked_fill(counts > 0, 0.0)
+        part = share.gather(dim, index)
+        sizes = zip(shape[::-1], index.shape[::-1], strict=True)
+        behind = [n for most, size in sizes for n in (0, most - size)]
+        return kept, None, None, pad(part, behind) if any(behind) else part, None
+
+
+@replaces(torch.scatter_reduce, Tensor.scatter_reduce)
+def scatter_reduce(
+    input: Any, dim: int, index: Tensor, src: Any, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Return ``torch.scatter_reduce``, of which the mean has a gradient of its own."""
+    both = isinstance(input, LNSTensor) and isinstance(src, LNSTensor) and input.fmt == src.fmt
+    if reduce == "mean" and both and are_chained(input, src):
+        return _ScatteredMean.apply(input, dim, index, src, include_self)  # type: ignore[no-untyped-call]
+    with DisableTorchFunction():
+        return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
+
+
 @handles(aten.index_add.default)
 def _index_add(
     func: Any, x: LNSTensor, dim: int, index: Tensor, source: LNSTensor, *, alpha: Any = 1
@@ -393,6 +452,22 @@ def _segments(
     return sizes, (row.reshape(len(first), count) + first[:, None]).reshape(-1)
 
 
+class _SegmentMean(torch.autograd.Function):
+    """Means of rows by index, the sums over counts of each row; its gradient is divided first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, index: Tensor, counts: Tensor) -> LNSTensor:
+        ctx.save_for_backward(index, counts)
+        return LNSTensor(_mean_by_index(x.codes, index, counts, x.fmt), x.fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, counts = ctx.saved_tensors
+        counts = counts.reshape(-1, *[1] * (grad.dim() - 1))
+        share: Tensor = OverCounts.apply(grad, counts)  # type: ignore[no-untyped-call]
+        return share.index_select(0, index), None, None
+
+
 @replaces(torch.segment_reduce)
 def segment_reduce(
     data: LNSTensor, reduce: str, *, lengths: Tensor | None = None, indices: Tensor | None = None,
@@ -417,20 +492,25 @@ def segment_reduce(
     outer, rest = sizes.shape[:-1], data.shape[axis + 1 :]
     terms = data.reshape(-1, *rest)
     out = data.new_full((outer.numel() * (sizes.shape[-1] + 1), *rest), starts.get(reduce, 0.0))
-    if added:
+    if reduce == "mean":
+        counts = pad(sizes, (0, 1), value=1).reshape(-1).clamp_min(1)
+        out = _SegmentMean.apply(terms, at, counts)  # type: ignore[no-untyped-call]
+    elif added:
         out = out.index_add(0, at, terms)
     else:
         spread = at.reshape(-1, *[1] * len(rest)).expand(terms.shape)
         name = {"max": "amax", "min": "amin"}.get(reduce, reduce)
         out = out.scatter_reduce(0, spread, terms, name, include_self=reduce == "prod")
     out = out.reshape(*outer, -1, *rest).narrow(axis, 0, sizes.shape[-1])
-    if added and initial is not None:
+    if reduce == "mean" and initial is not None:
+        first = torch.full_like(out, initial)
+        counts = sizes.clamp_min(1).reshape(*sizes.shape, *[1] * len(rest))
+        out = out + OverCounts.apply(first, counts)  # type: ignore[no-untyped-call]
+    elif added and initial is not None:
         out = out + initial
     elif reduce in ("max", "min") and initial is not None:
         # which has no part of the gradient where it is as large
         beyond = out < initial if reduce == "max" else out > initial
         empty = (sizes == 0).reshape(*sizes.shape, *[1] * len(rest))
         out = torch.where(beyond | empty, torch.full_like(out, initial), out)
-    if reduce == "mean":
-        out = out / sizes.clamp_min(1).reshape(*sizes.shape, *[1] * len(rest))
     return out

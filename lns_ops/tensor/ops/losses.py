@@ -30,7 +30,8 @@ LOSSES = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
     F.binary_cross_entropy_with_logits, F.kl_div, F.soft_margin_loss, F.hinge_embedding_loss,
     F.margin_ranking_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.multi_margin_loss,
-    F.multilabel_margin_loss, F.poisson_nll_loss, F.gaussian_nll_loss, F.ctc_loss,
+    F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.poisson_nll_loss,
+    F.gaussian_nll_loss, F.ctc_loss, F.triplet_margin_with_distance_loss,
 )  # fmt: skip
 """The functions computed in float32."""
 

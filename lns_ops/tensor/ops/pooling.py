@@ -1,8 +1,8 @@
 """Pooling: maxima are exact; averages are a sum in the contract's order over the encoded count.
 
 Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
-adaptive average is a product with a matrix of zeros and ones along each dimension, so its gradient
-is one too.
+adaptive average is a product with a matrix of zeros and inverse counts along each dimension, so its
+gradient is one too. Counts are of any size, and sums are not stored before they are divided.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.functional import convolution as conv
+from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import index_sum
 from lns_ops.functional.max_pool import max_pool2d
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.lns_tensor import LNSTensor
+from lns_ops.tensor.lns_tensor import LNSTensor, in_format
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
-from lns_ops.tensor.underflow import warn_of_terms
 
 
 def _chosen(codes: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -169,8 +169,30 @@ def _divided(
         counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
         number = counts.reshape(-1)[0].item()
         if bool((counts != number).any()):
-            return lns.div(codes, lns.encode(counts, fmt).to(x.device), fmt)
+            return unclamped.divided(codes, counts.to(x.device), fmt)
     return binary(aten.div.Tensor, LNSTensor(codes, fmt), float(number)).codes  # stays off a GPU
+
+
+def _average(
+    taps: Tensor, x: Tensor, positions: Any, kernel: Any, stride: Any, padding: Any,
+    include_pad: bool, override: Any, fmt: LNSFormat,
+) -> Tensor:  # fmt: skip
+    """Return the sums of taps over the number of values at each position, clamped once.
+
+    Where the sum has left the range it is the mean of all taps times their number.
+    """
+    counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
+    mean = lns.mean(taps, [0], fmt)
+    if not override and bool((counts == len(taps)).all()):
+        return mean
+    total, full = lns.sum(taps, [0], fmt), fmt.field_mask
+    wide = unclamped.scaled(unclamped.unpacked(mean, fmt), len(taps), 1, fmt)
+    if override:
+        wide = unclamped.scaled(wide, 1, float(override), fmt)
+    else:
+        wide = unclamped.over_counts(wide, counts.to(x.device), fmt)
+    usual = _divided(total, x, positions, kernel, stride, padding, include_pad, override, fmt)
+    return torch.where((total & full) == full, unclamped.packed(wide, fmt), usual)
 
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -189,14 +211,8 @@ def _avg_pool(
     taps = windows.movedim(list(range(2, 2 + dims)), list(range(dims))).reshape(
         math.prod(kernel), -1, *positions
     )
-    total = lns.sum(taps, [0], x.fmt)
-    warn_of_terms(
-        "avg_pool", len(taps), total, x.fmt, "adaptive_avg_pool of size 1 and mean do not"
-    )
-    mean = _divided(
-        total, x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override,
-        x.fmt,
-    )  # fmt: skip
+    options = x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override
+    mean = _average(taps, *options, x.fmt)
     return LNSTensor(mean.reshape(*x.shape[:-dims], *positions), x.fmt)
 
 
@@ -260,13 +276,15 @@ def adaptive_average(x: LNSTensor, output_size: Any, dims: int) -> Tensor:
             result = result.mean(d, keepdim=True)
         elif wanted != length:
             matrix, counts = _belongs(length, wanted)
-            ones = LNSTensor.from_float(
-                torch.tensor(matrix, dtype=torch.float32, device=x.device).t(), x.fmt
-            )
-            share = LNSTensor.from_float(
-                torch.tensor(counts, dtype=torch.float32, device=x.device), x.fmt
-            )
-            result = ((result.movedim(d, -1) @ ones) / share).movedim(-1, d)
+            if max(counts) > x.fmt.most_scale:  # whose inverse may have no code
+                spans = [(row.index(1), n) for row, n in zip(matrix, counts, strict=True)]
+                parts = [result.narrow(d, i, n).mean(d, keepdim=True) for i, n in spans]
+                result = torch.cat(parts, d)
+                continue
+            inverse = [-unclamped.log_of(n, x.fmt) + x.fmt.bias for n in counts]
+            ones = torch.tensor(matrix, dtype=torch.int16, device=x.device).t()
+            codes = ones * torch.tensor(inverse, dtype=torch.int16, device=x.device)
+            result = (result.movedim(d, -1) @ LNSTensor(codes, x.fmt)).movedim(-1, d)
     return result
 
 
@@ -279,3 +297,17 @@ for _dims, _functions in {
         return adaptive_average(input, output_size, dims)
 
     replaces(*_functions)(_adaptive_avg_pool)
+
+
+def _in_float64(function: Any) -> Any:
+    """Return a function that squares: as norms are, computed in float64 and rounded once."""
+
+    def computed(input: Any, *args: Any, **kwargs: Any) -> Any:
+        values = function(input.to_float().double(), *args, **kwargs)
+        return in_format(values, input.fmt.bits, input.fmt.fraction_bits)
+
+    return computed
+
+
+for _function in (F.local_response_norm, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d):
+    replaces(_function)(_in_float64(_function))

@@ -35,6 +35,7 @@ from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
+from lns_ops.tensor.chains import are_chained, chain, slope
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
@@ -276,10 +277,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, norm = ctx.saved_tensors
-        sign = x.detach().sgn()
+        sign, p, zero = x.detach().sgn(), ctx.p, norm == 0
+        if p >= 1 and p == round(p):
+            odd = [(sign, 1.0)] if p % 2 else []  # whose power p - 1 has no sign
+            powers = [(grad, 1.0), (x, p - 1), (norm, 1 - p), *odd]
+            return slope(powers, x.fmt, x.shape).masked_fill(zero, 0.0), None, None
         ratio = sign * x / norm.masked_fill(norm == 0, 1.0)
-        slope = sign * ratio.masked_fill(x == 0, 1.0).pow(ctx.p - 1)
-        return (slope * grad).masked_fill(norm == 0, 0.0), None, None
+        steep = sign * ratio.masked_fill(x == 0, 1.0).pow(p - 1)
+        return (steep * grad).masked_fill(zero, 0.0), None, None
 
 
 def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -321,8 +326,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
     Source: T. Salimans, D. Kingma 2016 (arXiv:1602.07868).
     """
-    product: Tensor = v * (g / norm_except_dim(v, 2, dim))  # type: ignore[arg-type]
-    return product
+    length = norm_except_dim(v, 2, dim)  # type: ignore[arg-type]
+    if not are_chained(v, g) or not isinstance(g, LNSTensor) or not isinstance(v, LNSTensor):
+        product: Tensor = v * (g / length)
+        return product
+    lns.div(g.codes, length.codes, v.fmt)  # refuses zero
+    return chain([(v, 1.0), (g, 1.0), (length, -1.0)], v.fmt)
 
 
 @replaces(torch.norm_except_dim)
@@ -410,15 +419,17 @@ class _Moment(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = grad.reshape([1 if d in ctx.dims else n for d, n in enumerate(x.shape)])
         rest = centred(x, lambda x: x.mean(ctx.dims, keepdim=True))
-        return 2.0 / ctx.freedom * grad * rest, None, None, None
+        if not isinstance(ctx.freedom, (int, float)):  # of traced sizes
+            return 2.0 / ctx.freedom * grad * rest, None, None, None
+        factors = [(grad, 1.0), (rest, 1.0)]
+        return slope(factors, x.fmt, x.shape, 2.0 / ctx.freedom), None, None, None
 
 
 class _Deviation(torch.autograd.Function):
     """The standard deviation ``s`` over ``dims``, whose gradient where it is 0 is 0.
 
     Its gradient ``g`` times ``(x - mean) / s / (n - correction)`` needs no variance, which may lie
-    beyond the format's range. Nothing on the way does where the result does not, as ``g`` is first
-    divided by a power of two near the root of ``n``, which ``(x - mean) / s`` cannot exceed.
+    beyond the format's range.
     """
 
     @staticmethod
@@ -436,12 +447,15 @@ class _Deviation(torch.autograd.Function):
         kept = [1 if d in ctx.dims else n for d, n in enumerate(x.shape)]
         grad, deviation = grad.reshape(kept), deviation.reshape(kept)
         zero, freedom = deviation == 0, ctx.freedom
-        known = isinstance(freedom, (int, float))  # else of traced sizes
-        root = 2.0 ** round(math.log2(freedom) / 2) if known else freedom**0.5
         rest = centred(x, lambda x: x.mean(ctx.dims, keepdim=True))
-        normal = rest / deviation.masked_fill(zero, 1.0)
-        slope = normal * (grad / root) / (freedom / root)
-        return slope.masked_fill(zero, 0.0), None, None, None
+        if isinstance(freedom, (int, float)):
+            factors = [(grad, 1.0), (rest, 1.0), (deviation, -1.0)]
+            found: Tensor = slope(factors, x.fmt, x.shape, over=freedom)
+        else:  # of traced sizes
+            root = freedom**0.5
+            normal = rest / deviation.masked_fill(zero, 1.0)
+            found = normal * (grad / root) / (freedom / root)
+        return found.masked_fill(zero, 0.0), None, None, None
 
 
 def _options(

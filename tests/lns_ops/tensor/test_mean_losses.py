@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lns_ops
 from lns_ops import LNSTensor, convert_
 from lns_ops.tensor import underflow
+from lns_ops.tensor.ops import losses
 
 TERMS = 1024
 
@@ -216,11 +217,7 @@ def test_what_a_count_beyond_the_range_loses_is_said_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "run"),
-    [
-        ("softmax", lambda x: x.softmax(-1)),
-        ("logsumexp", lambda x: x.logsumexp(-1)),
-        ("avg_pool", lambda x: F.avg_pool1d(x + 1, x.shape[-1])),
-    ],
+    [("softmax", lambda x: x.softmax(-1)), ("logsumexp", lambda x: x.logsumexp(-1))],
 )
 def test_sums_of_more_terms_than_the_largest_number_warn(
     name: str, run: Callable[[Tensor], Tensor]
@@ -234,3 +231,16 @@ def test_sums_of_more_terms_than_the_largest_number_warn(
         warnings.simplefilter("error")
         run(few)
         LNSTensor.from_float(one, "lns8").softmax(-1)
+
+
+def test_every_loss_of_torch_is_computed_in_float32() -> None:
+    named = {getattr(F, n) for n in dir(F) if n.endswith(("_loss", "cross_entropy", "kl_div"))}
+    others = {getattr(F, n, None) for n in ("linear_cross_entropy",)}  # a product and then a loss
+    assert named - others <= set(losses.LOSSES)
+
+
+def test_a_loss_of_many_classes_is_float32s() -> None:
+    torch.manual_seed(0)
+    x, y = LNSTensor.from_float(torch.randn(4, 2000) / 10 - 1, "lns8"), torch.zeros(4, 2000)
+    loss = F.multilabel_soft_margin_loss(x, y)
+    assert torch.equal(loss, F.multilabel_soft_margin_loss(x.to_float(), y))

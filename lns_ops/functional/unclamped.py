@@ -1,0 +1,180 @@
+"""Products of many factors, their sums and quotients by counts, clamped once at the end.
+
+A product of LNS values is a sum of logarithms. Held in int32 it leaves no range, so
+``g a / (b b)`` has the code of its exact value wherever that has one, though ``a / b / b`` may
+underflow. All of it is plain torch on integers, so every device has the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lns_ops.functional.elementwise import encode, number_code
+from lns_ops.functional.indexed import index_sum
+from lns_ops.functional.reductions import mean
+from lns_ops.spec.format import LNSFormat, logarithm
+
+_NOWHERE = -(1 << 26)
+"""A logarithm below those of all products."""
+_FURTHEST = float(1 << 24)
+"""The largest magnitude of the logarithm of a power that is no integer."""
+
+
+class Unclamped(NamedTuple):
+    """Values whose logarithms may lie beyond a format's range.
+
+    Attributes:
+        logs: int32, in ulps.
+        signs: int16; all bits set where the value is negative, else none.
+        alive: int16; all bits set, or none where the value is zero.
+    """
+
+    logs: Tensor
+    signs: Tensor
+    alive: Tensor
+
+
+def unpacked(codes: Tensor, fmt: LNSFormat) -> Unclamped:
+    """Return the values of codes."""
+    field = codes & fmt.field_mask
+    return Unclamped(field.int() - fmt.bias, codes >> 15, -field >> 15)
+
+
+def packed(x: Unclamped, fmt: LNSFormat) -> Tensor:
+    """Return codes: clamped to the range, zero below it."""
+    field = (x.logs + fmt.bias).clamp_(0, fmt.field_mask).to(torch.int16) & x.alive
+    return field | (x.signs & fmt.sign_mask & (-field >> 15))
+
+
+def raised(codes: Tensor, power: float, fmt: LNSFormat) -> Unclamped:
+    """Return powers of codes; one that is no integer rounds the logarithm half to even.
+
+    Of zero all powers but the zeroth are zero, and of a negative number ``|x|^power`` if the power
+    is no integer: callers refuse what has no value.
+    """
+    logs, signs, alive = unpacked(codes, fmt)
+    if power == 1:
+        return Unclamped(logs, signs, alive)
+    if power == round(power):
+        logs = logs * int(power)
+    else:
+        logs = (logs.double() * power).round_().clamp_(-_FURTHEST, _FURTHEST).int()
+    signs = signs if power % 2 == 1 else torch.zeros_like(signs)
+    return Unclamped(logs, signs, alive if power else torch.full_like(alive, -1))
+
+
+def times(x: Unclamped, y: Unclamped) -> Unclamped:
+    """Return the product, broadcast."""
+    return Unclamped(x.logs + y.logs, x.signs ^ y.signs, x.alive & y.alive)
+
+
+def log_of(number: float, fmt: LNSFormat) -> int:
+    """Return the logarithm of a number's magnitude, rounded as encoding rounds, of any size.
+
+    Raises:
+        ValueError: the number is a NaN or an infinity (``NonFiniteError``).
+    """
+    number_code(number, fmt)  # refuses what is not finite
+    return logarithm(abs(number), fmt.fraction_bits)
+
+
+def scaled(x: Unclamped, number: float, over: float, fmt: LNSFormat) -> Unclamped:
+    """Return ``x number / over``, for numbers of any size."""
+    if number == 0:
+        return x._replace(alive=torch.zeros_like(x.alive))
+    log = log_of(number, fmt) - log_of(over, fmt)
+    signs = ~x.signs if (number < 0) != (over < 0) else x.signs
+    return Unclamped(x.logs + log if log else x.logs, signs, x.alive)
+
+
+def product(
+    factors: Sequence[tuple[Tensor, float]], fmt: LNSFormat, number: float = 1.0, over: float = 1.0
+) -> Unclamped:
+    """Return ``number / over`` times codes raised to powers, broadcast."""
+    codes, power = factors[0]
+    result = raised(codes, power, fmt)
+    for codes, power in factors[1:]:
+        result = times(result, raised(codes, power, fmt))
+    return result if number == over else scaled(result, number, over, fmt)
+
+
+def roomiest(fmt: LNSFormat) -> LNSFormat:
+    """Return the format of the same ulp and the widest range."""
+    return LNSFormat(min(16, fmt.fraction_bits + 9), fmt.fraction_bits)
+
+
+def total(x: Unclamped, dims: Sequence[int], fmt: LNSFormat) -> Unclamped:
+    """Return sums over ``dims``, which stay as ones, in the contract's order.
+
+    A factor of all terms moves no bit of a sum. So each sum's largest term is put at the end of the
+    range of :func:`roomiest`, and the mean is taken, which is never beyond it.
+    """
+    terms = math.prod(x.logs.shape[d] for d in dims)
+    if not dims or not terms:
+        return (
+            x if not dims else Unclamped(*(part.sum(list(dims), True).to(part.dtype) for part in x))
+        )
+    wide = roomiest(fmt)
+    peak = torch.where(x.alive != 0, x.logs, _NOWHERE).amax(tuple(dims), keepdim=True)
+    codes = packed(x._replace(logs=x.logs - peak + wide.max_log), wide)
+    logs, signs, alive = unpacked(mean(codes, dims, wide, keepdim=True), wide)
+    return Unclamped(logs + (peak - wide.max_log) + log_of(terms, fmt), signs, alive)
+
+
+def over_counts(x: Unclamped, counts: Tensor, fmt: LNSFormat) -> Unclamped:
+    """Return quotients by whole numbers from 1 on, broadcast, whose logarithms are rounded as
+    encoding rounds, of any size.
+    """
+    wide = roomiest(fmt)
+    significands, exponents = torch.frexp(counts.double())
+    low = exponents << fmt.fraction_bits
+    logs = (encode(significands, wide).int() - wide.bias) + low
+    return x._replace(logs=x.logs - logs)
+
+
+def divided(codes: Tensor, counts: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return codes over whole numbers (:func:`over_counts`)."""
+    x = unpacked(codes, fmt)
+    shape = torch.broadcast_shapes(codes.shape, counts.shape)
+    return packed(over_counts(Unclamped(*(part.expand(shape) for part in x)), counts, fmt), fmt)
+
+
+def total_by_index(codes: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Unclamped:
+    """Return :func:`lns_ops.functional.indexed.index_sum`, its sums not clamped to the range.
+
+    They are sums in the format of :func:`roomiest`, before which the terms are divided by a power
+    of two for each destination where they may leave that.
+    """
+    wide, count = roomiest(fmt), max(1, len(codes))
+    more, room = wide.bias - fmt.bias, wide.max_log - fmt.max_log
+    if room >= log_of(count, fmt):
+        x = unpacked(codes, fmt)
+        return unpacked(index_sum(packed(x, wide), index, rows, wide), wide)
+    flat = codes.reshape(len(codes), -1)
+    at = torch.where((index < 0) | (index >= rows), rows, index.reshape(-1))
+    field = flat & fmt.field_mask
+    peak = field.new_zeros(rows + 1, flat.shape[1]).scatter_reduce(
+        0, at[:, None].expand(field.shape), field, "amax"
+    )
+    down = (peak.int() + more + log_of(count, fmt) - wide.field_mask).clamp_min_(0)
+    logs, signs, alive = unpacked(flat, fmt)
+    moved = packed(Unclamped(logs - down.index_select(0, at), signs, alive), wide)
+    logs, signs, alive = unpacked(index_sum(moved, index, rows, wide), wide)
+    found = Unclamped(logs + down[:rows], signs, alive)
+    return Unclamped(*(part.reshape(rows, *codes.shape[1:]) for part in found))
+
+
+def repeated(shape: Sequence[int], of: Sequence[int]) -> list[int]:
+    """Return the dimensions of ``shape`` along which a tensor of shape ``of`` was repeated."""
+    new = len(shape) - len(of)
+    return [d for d, n in enumerate(shape) if d < new or of[d - new] == 1 != n]
+
+
+def folded(x: Unclamped, shape: Sequence[int], fmt: LNSFormat) -> Tensor:
+    """Return codes ``shape``: sums over what it was repeated along."""
+    return packed(total(x, repeated(x.logs.shape, shape), fmt), fmt).reshape(tuple(shape))
