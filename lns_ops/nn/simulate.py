@@ -36,7 +36,7 @@ from lns_ops.formats import Accumulation, NumberFormat, parse
 from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn import own_products
 from lns_ops.nn.float8_linear import Float8Linear, real_format
-from lns_ops.nn.layer_kinds import has_own_forward, multiplies
+from lns_ops.nn.layer_kinds import has_own_forward, multiplies, without_nested_tensors
 from lns_ops.nn.products.rounded_sums import RoundedSumsLinear
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.tensor import LNSTensor
@@ -233,6 +233,7 @@ def simulate_(
         module.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32, device=device))
     for _, layer in layers:
         _attach(layer, simulation)
+    without_nested_tensors(module)
     return module
 
 

@@ -476,3 +476,15 @@ def test_inputs_that_meet_a_weight_of_the_module_are_rounded(kind: Any) -> None:
     x, model = torch.tensor([1001.0, 4097.0, 9999.0]), simulate_(kind(), "bfloat16")
     model(x)
     assert torch.equal(model.seen, parse("bfloat16").quantize(x))
+
+
+@pytest.mark.parametrize("name", ["float(5,4)", "int8/channel", "mxfp8"])
+def test_padded_sequences_go_through_a_transformer_in_evaluation(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+    simulate_(model, name).eval()
+    x, padded = torch.randn(2, 6, 32), torch.arange(6) >= torch.tensor([[6], [4]])
+    expected = model(x, src_key_padding_mask=padded)
+    with torch.no_grad():
+        found = model(x, src_key_padding_mask=padded)
+    assert torch.equal(found[~padded], expected[~padded])
