@@ -72,7 +72,7 @@ class LossScale:
     is divided if it is asked for ``scale(loss)``: it is the gradient of ``loss`` with ``scale`` and
     without. A loss that is scaled in compiled code or under ``torch.func`` gets no such division:
     divide what those return by ``scale.factor``. Scaled gradients saturate at the largest value of
-    a format without a warning: in lns12 a factor of 512 clips every gradient beyond 128, and
+    a format without a warning: in lns12 a factor of 512 clips every gradient beyond 127, and
     nothing checks it while training; ``lns_ops.analyze`` names a factor that fits. In a mean over
     many terms gradients underflow where they arrive, too: sum the loss.
 
