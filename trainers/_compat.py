@@ -1,8 +1,8 @@
-"""Every private name of another library that this package uses, each with its reason and the
-version it was seen with.
+"""All private names of other libraries that this package uses, each with the reason and the tested
+version.
 
-``tests/trainers/test_compat.py`` says which one a new version has changed. What only a few trials
-need is imported when it is called.
+``tests/trainers/test_compat.py`` detects changes in new versions. Names that only a few trials need
+are imported on use.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.utils import _python_dispatch
 Formula = TypeVar("Formula", bound=Callable[..., int])
 
 set_timeout = distributed_c10d._set_pg_timeout
-"""Sets how long a group's collectives wait; the public ``timeout`` of a group that is being made
-covers its making too, and ``ProcessGroup.set_timeout`` was never tried with NCCL (torch 2.13)."""
+"""Sets the timeout of a group's collectives. The public ``timeout`` argument of a new group also
+limits its construction, and ``ProcessGroup.set_timeout`` is untested with NCCL (torch 2.13)."""
 
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Base class of what sees every operator that is called, of backward too; torch's notes on
-extending it derive from it, nothing public names it (torch 2.13)."""
+"""Base class of modes that see every operator call, including backward; torch's notes on extending
+torch use it, but it has no public name (torch 2.13)."""
 
 
 def choose_cudnn(*, deterministic: bool, benchmark: bool) -> None:
-    """Set how cuDNN chooses its algorithms: whether among deterministic ones, and by timing.
+    """Set whether cuDNN only uses deterministic algorithms, and whether it chooses by timing.
 
-    ``torch.backends.cudnn.set_flags`` also reads the settings of TF32, and raises if they differ
-    for convolutions and recurrent networks; the plain attributes are refused once torch has frozen
+    ``torch.backends.cudnn.set_flags`` also reads the TF32 settings, and raises if they differ
+    between convolutions and recurrent networks. The plain attributes raise after torch has frozen
     its flags (torch 2.13).
     """
     torch._C._set_cudnn_deterministic(deterministic)
@@ -42,10 +42,11 @@ def choose_cudnn(*, deterministic: bool, benchmark: bool) -> None:
 
 
 def clear_tensor_caches() -> None:
-    """Empty the caches of ``torch.distributed.tensor``, which keep meshes and so their groups.
+    """Empty the caches of ``torch.distributed.tensor``, which keep meshes, and thereby groups,
+    alive.
 
-    Those of sharding rules and redistributions have functions that clear them; others, some in
-    closures, are functools' own. Nothing public clears any (torch 2.13).
+    The caches of sharding rules and redistributions have private functions to clear them; the
+    others, some in closures, are functools caches. There is no public way (torch 2.13).
     """
     from torch.distributed.tensor import _redistribute, debug
 
@@ -59,19 +60,19 @@ def clear_tensor_caches() -> None:
 
 
 def leave_out_messages_to_itself(stage: Any) -> None:
-    """Have the first messages of a pipeline's stage leave out those to its own process.
+    """Remove messages to the own process from a pipeline stage's initial messages.
 
-    In a schedule in the shape of a V a process's stage is the next of another of its own, and gloo
-    sends nothing to itself. For torch before 2.13, which does not call this (torch 2.11, 2.13).
+    In a V-shaped schedule, two consecutive stages can be on the same process, and gloo cannot send
+    to itself. Needed before torch 2.13, which does not call this (torch 2.11, 2.13).
     """
     made, own = stage._get_init_p2p_neighbors_ops, torch.distributed.get_rank()
     stage._get_init_p2p_neighbors_ops = lambda: [op for op in made() if op.peer != own]
 
 
 def forget_forward_order(module: Any) -> None:
-    """Have a module that ``fully_shard`` has sharded forget when it ran forwards.
+    """Clear the recorded forward order of a module sharded by ``fully_shard``.
 
-    For torch before 2.13, which is the first to have ``reset_iter_state`` (torch 2.11, 2.13).
+    Needed before torch 2.13, which introduced ``reset_iter_state`` (torch 2.11, 2.13).
     """
     state = module._get_fsdp_state()
     state._comm_ctx.post_forward_order.clear()
@@ -82,16 +83,16 @@ def forget_forward_order(module: Any) -> None:
 def transformed() -> bool:
     """Return whether code runs within a transform of torch.func, or is traced.
 
-    ``torch.autograd.Function`` asks the same where it refuses the transforms (torch 2.11, 2.13).
+    ``torch.autograd.Function`` uses the same check to reject transforms (torch 2.11, 2.13).
     """
     return bool(torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
 
 
 def untouched(layer: torch.nn.Module) -> bool:
-    """Return whether a call of ``layer``, an nn.Linear, is its product with its weight, alone.
+    """Return whether a call of the nn.Linear ``layer`` computes only the standard product.
 
-    It is not where it has hooks, or all modules have, or another ``forward``, or is a subclass
-    (torch 2.11, 2.13).
+    It does not if there are hooks (own or global), a replaced ``forward``, or if ``layer`` is of a
+    subclass (torch 2.11, 2.13).
     """
     hooks = (
         layer._forward_hooks,
@@ -104,9 +105,9 @@ def untouched(layer: torch.nn.Module) -> bool:
 
 
 def google_storage_asked_once() -> type[Any]:
-    """Return ``gcsfs.core.GCSFileSystem`` with requests that are sent once.
+    """Return ``gcsfs.core.GCSFileSystem`` without retries of requests.
 
-    Six times, as much as a minute, is fixed there where a request is defined (gcsfs 2026.10).
+    Its six attempts, which can take a minute, are hard-coded (gcsfs 2026.10).
     """
     from gcsfs.core import GCSFileSystem
 
@@ -117,18 +118,19 @@ def google_storage_asked_once() -> type[Any]:
 def of_tensors(formula: Formula) -> Formula:
     """Mark a formula of ``FlopCounterMode(custom_mapping=...)`` as one that takes tensors.
 
-    Others are given shapes, a DTensor's those of the whole; ``register_flop_formula(get_raw=True)``
-    would change the count of every tensor in the process (torch 2.13).
+    Other formulas get shapes, for a DTensor the global shape. The public
+    ``register_flop_formula(get_raw=True)`` would change the count for all tensors in the process
+    (torch 2.13).
     """
     formula._get_raw = True  # type: ignore[attr-defined]
     return formula
 
 
 def abort_ray_train(controller: Any) -> None:
-    """Have Ray Train's controller, an actor, end its run as Ctrl-C in a script does.
+    """Make Ray Train's controller, an actor, abort its run, as Ctrl-C in a script does.
 
-    It may be called in the controller itself: the run ends once the caller has returned. An error
-    raised there would not end it (Ray 2.60).
+    It may be called in the controller itself; the run ends after the caller has returned. An error
+    raised there would not end the run (Ray 2.60).
     """
     controller.abort.remote()
 
@@ -136,11 +138,11 @@ def abort_ray_train(controller: Any) -> None:
 def latest_ray_train_checkpoint(run: Path) -> Path:
     """Return the folder of the checkpoint that a Ray Train run would continue from.
 
-    ``ray.train.Result.from_path`` raises the same private error for a damaged file and for one of
-    another version (Ray 2.60).
+    ``ray.train.Result.from_path`` raises the same private error for a damaged file and for a file
+    of another version (Ray 2.60).
 
     Raises:
-        FileNotFoundError, KeyError, TypeError: there is none yet.
+        FileNotFoundError, KeyError, TypeError: the run has no checkpoint yet.
         ValueError: Ray Train's file is damaged.
     """
     snapshot = json.loads((run / "checkpoint_manager_snapshot.json").read_text())

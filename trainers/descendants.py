@@ -1,9 +1,9 @@
-"""The end of a process together with everything that it has started.
+"""Killing all descendants of a process.
 
-A process group or a session does not hold what a process starts: a child may take a session of its
-own, and one that was forked twice has no parent left to be found by. But an orphan becomes a child
-of its nearest ancestor that is a *subreaper* (``PR_SET_CHILD_SUBREAPER``, prctl(2)). So a process
-that is one finds among its children whatever descends from those that have died, and can end it.
+Process groups and sessions are not enough: a child can start its own session, and a process that
+was forked twice has lost its parent. However, an orphan becomes a child of its nearest ancestor
+that is a *subreaper* (``PR_SET_CHILD_SUBREAPER``, prctl(2)). A subreaper therefore finds all
+orphaned descendants among its children, and can kill them.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from pathlib import Path
 import psutil
 
 _LIBC = ctypes.CDLL(None)
-"""C library, loaded here: between fork and exec of a process with threads nothing may be."""
+"""The C library, loaded early, because a process with threads must not load it between fork and
+exec."""
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 END_SECONDS = 5
-"""Most seconds to wait for killed processes: one that waits for a file server dies when that
-answers."""
+"""Maximum number of seconds to wait for killed processes; a process that waits for a file server
+only dies when the server answers."""
 POLL_SECONDS = 0.005
 
 
 def end_with_parent(notice: int = signal.SIGTERM) -> None:
-    """Have this process, a child, sent a signal once its parent has died."""
+    """Make the kernel send this process a signal when its parent dies."""
     _LIBC.prctl(PR_SET_PDEATHSIG, notice)
 
 
 def set_name(name: bytes) -> None:
-    """Set the name by which ``ps`` and ``top`` show this process, at most 15 bytes."""
+    """Set this process's name in ``ps`` and ``top``, at most 15 bytes."""
     _LIBC.prctl(PR_SET_NAME, name, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Have the descendants of this process become its children when their parents die."""
+    """Make orphaned descendants of this process its children (subreaper)."""
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_children(keep: Collection[int] = ()) -> None:
-    """Kill the children of this process, but for those to keep.
+    """Kill the children of this process, except the process ids in ``keep``.
 
-    What a killed one has started becomes a child when it dies, and is killed by the next call.
+    Children of a killed process become children of this one, and are killed by the next call.
     """
     for pid in _children():
         if pid not in keep:
@@ -54,7 +55,7 @@ def kill_children(keep: Collection[int] = ()) -> None:
 
 
 def end_descendants() -> None:
-    """Kill everything that descends from this process, and wait until it is gone."""
+    """Kill all descendants of this process and wait for their end, at most :data:`END_SECONDS`."""
     until = time.monotonic() + END_SECONDS
     while time.monotonic() < until:
         kill_children()
@@ -67,7 +68,7 @@ def end_descendants() -> None:
 
 
 def _children() -> list[int]:
-    """Return the ids of the children of this process."""
+    """Return the process ids of this process's children."""
     try:
         found = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
     except OSError:  # a thread ended meanwhile

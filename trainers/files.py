@@ -1,4 +1,4 @@
-"""Files of a study: written in one step, and opened without following a link that somebody else may
+"""Files of a study: written atomically, and opened without following links, which other users may
 have put in their place."""
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from trainers.object_store import is_url, local_folder
 
 
 def make_there(place: str) -> None:
-    """Make a trial's folder, as that of its checkpoints, in the folder of its study.
+    """Create a trial's folder, such as that of its checkpoints, in the folder of its study.
 
-    The study's folder is not made: where it was removed, moved or unmounted, that would leave a
-    study without a ledger. A folder at which a storage was mounted stays, and is empty; one of a
-    study never is. The folder is opened first, so that it does not go away in between.
+    The study's folder itself is never created: if it was removed, moved or unmounted, that would
+    make a study without a ledger. An empty folder counts as missing, because it is the mount point
+    of an unmounted storage. The study's folder is opened first, so it cannot disappear in between.
 
     Args:
-        place: ``study/checkpoints/TRIAL``; at a URL the folder is a cache, and made as a whole.
+        place: ``study/checkpoints/TRIAL``. For a URL the folder is only a cache, and its parents
+            are created too.
 
     Raises:
-        FileNotFoundError: the study's folder is not there.
+        FileNotFoundError: the study's folder is missing or empty.
     """
     folder = local_folder(place)
     if is_url(place):
@@ -50,25 +51,24 @@ def make_there(place: str) -> None:
 
 
 def has_links(folder: Path) -> bool:
-    """Tell whether a folder is or holds a link, which may lead out of it: whoever sends its files
-    elsewhere would send what a stranger's link names."""
+    """Return whether a folder is or contains a link. Uploading the folder would then send the
+    link's target, which can be any file."""
     return any(path.is_symlink() for path in (folder, *folder.rglob("*")))
 
 
 MOST_JSON = 64 * 2**20
-"""Largest file of JSON beside a ledger, in bytes."""
+"""Maximum size of a JSON file beside a ledger, in bytes."""
 
 
 class NotRegularError(OSError):
-    """A link, a pipe, a device or a folder in the place of a regular file or of a folder of ours.
+    """A link, pipe, device or folder where a regular file is expected.
 
     Its ``strerror`` has the rule and the remedy.
     """
 
 
 def check_own_folder(folder: Path) -> None:
-    """Refuse a link in the place of a folder that a study makes: what is written there would land
-    wherever the link leads.
+    """Check that a folder of a study is not a link, which could redirect files to any place.
 
     Raises:
         ValueError: the folder is a link.
@@ -81,7 +81,7 @@ def check_own_folder(folder: Path) -> None:
 
 
 def check_own_file(path: Path) -> None:
-    """Refuse what is no regular file in the place of a file that a study writes.
+    """Check that a file that a study writes is a regular file, if it exists.
 
     Raises:
         ValueError: it is a link, a pipe, a device or a folder.
@@ -92,10 +92,10 @@ def check_own_file(path: Path) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Refuse a folder that a study makes, if it or one of its entries is a link.
+    """Check that neither a folder of a study nor its entries are links.
 
     Raises:
-        ValueError: with the link.
+        ValueError: one is a link.
     """
     check_own_folder(folder)
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -105,17 +105,17 @@ def check_no_links(folder: Path) -> None:
 
 
 def open_own(path: Path | str, flags: int, *, dir_fd: int | None = None) -> int:
-    """Open a regular file, or make one, and return its descriptor; a link is not followed, and a
-    pipe not waited for.
+    """Open or create a regular file and return its descriptor; never follows a link or blocks on a
+    pipe.
 
     Args:
-        path: the file; links among the folders that lead to it are followed.
-        flags: flags of ``os.open``; not ``O_TRUNC``, which is done by the caller, once it is known
-            to be a regular file.
-        dir_fd: descriptor of the folder that a relative path begins in.
+        path: the file; links among its parent folders are followed.
+        flags: flags of ``os.open``, without ``O_TRUNC``: the caller truncates the file after it is
+            known to be regular.
+        dir_fd: descriptor of the folder that a relative path starts from.
 
     Raises:
-        NotRegularError: it is a link, or no regular file.
+        NotRegularError: it is not a regular file.
         OSError: it cannot be opened.
     """
     mode = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -135,15 +135,15 @@ def _not_regular(path: Path | str, dir_fd: int | None) -> NotRegularError:
     kind = "no regular file"
     with suppress(OSError):
         kind = f"a link to {os.readlink(path, dir_fd=dir_fd)}"
-    text = f"is {kind}; it must be a regular file: remove what is in its place"
+    text = f"is {kind}; it must be a regular file: remove or replace it"
     return NotRegularError(errno.ELOOP, text, str(path))
 
 
 def read_own(path: Path, most: int) -> bytes:
-    """Return the contents of a regular file, which is no link.
+    """Return the contents of a regular file.
 
     Raises:
-        NotRegularError: it is a link, or no regular file.
+        NotRegularError: it is not a regular file, for example a link.
         OSError: it cannot be read, or has more than ``most`` bytes.
     """
     with open(open_own(path, os.O_RDONLY), "rb") as file:
@@ -155,11 +155,11 @@ def read_own(path: Path, most: int) -> bytes:
 
 
 def read_own_json(path: Path) -> Any:
-    """Return the values of a small file of JSON, as :func:`read_own` reads it.
+    """Return the values of a small JSON file, read by :func:`read_own`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, or is nested deeper than can be read.
+        ValueError: it is not JSON, or too deeply nested.
     """
     try:
         return json.loads(read_own(path, MOST_JSON))
@@ -168,13 +168,13 @@ def read_own_json(path: Path) -> Any:
 
 
 def open_own_text(path: Path) -> IO[str]:
-    """Open a file of text to append to it and to read it, as :func:`open_own` opens it."""
+    """Open a text file for appending and reading, by :func:`open_own`."""
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     return open(descriptor, "a+", encoding="utf-8")
 
 
 def regular_files(folder: Path) -> list[Path]:
-    """Return the regular files of a folder, without those of its folders and without links."""
+    """Return the regular files of a folder, without links and without files in subfolders."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -184,14 +184,14 @@ def regular_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def folder_within(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
-    """Make a folder below ``root``, and provide its descriptor; a link on the way is refused.
+    """Create a folder below ``root`` if it is missing, and yield its descriptor.
 
     Args:
-        root: folder that is made if missing; links among the folders that lead to it are followed.
-        parts: names of the folders on the way, none of them ``..``.
+        root: folder that is created if missing; links among its parent folders are followed.
+        parts: names of the folders on the path below ``root``; must not contain ``..``.
 
     Raises:
-        OSError: one of them is a link, or cannot be made.
+        OSError: a folder on the path is a link, or cannot be created.
     """
     root.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -209,7 +209,8 @@ def folder_within(root: Path, parts: tuple[str, ...]) -> Iterator[int]:
 
 
 def write_at(folder: int, name: str, source: BinaryIO) -> None:
-    """Copy ``source`` into a file of a folder, by its descriptor; it replaces a link there."""
+    """Copy ``source`` into a file of the folder with this descriptor; an existing link is
+    replaced."""
     part = f".{name}.{os.getpid()}"
     with suppress(FileNotFoundError):
         os.unlink(part, dir_fd=folder)
@@ -221,20 +222,21 @@ def write_at(folder: int, name: str, source: BinaryIO) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Write a file such that readers find all of it, or the earlier one, whenever the process dies.
+    """Write a file atomically: readers find the complete new file or the old one, even if the
+    process is killed.
 
     Args:
-        path: file in a folder that exists.
-        content: all of it.
-        sync: whether it is on the disk before it takes its name, so that it outlives the machine
-            too. Checkpoints are; what can be made again need not wait for the disk.
+        path: file in an existing folder.
+        content: complete content of the file.
+        sync: whether to flush it to disk before the rename, so that it also survives a crash of the
+            machine; needed for checkpoints, but not for files that can be made again.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):

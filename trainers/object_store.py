@@ -1,17 +1,17 @@
-"""Places in an object store (S3, what speaks its protocol, Google's), and the folders for them.
+"""Places in an object store (S3 or compatible, Google Cloud Storage), and their local caches.
 
-A place is a path, or a URL ``s3://bucket/prefix`` or ``gs://bucket/prefix``. What lies at a URL has
-a *cache*, the folder ``~/.cache/lns-study/s3/bucket/prefix`` or the same below
-``$LNS_STUDY_CACHE``: programs work there, and upload what must last. The path follows from the URL
-and the URL from the path, so nothing else notes which folder belongs to which.
+A place is a path, or a URL ``s3://bucket/prefix`` or ``gs://bucket/prefix``. A URL has a local
+*cache*, the folder ``~/.cache/lns-study/s3/bucket/prefix`` or the same below
+``$LNS_STUDY_CACHE``. Programs work in the cache, and upload files that must persist. Path and URL
+can be derived from each other, so no table of them is needed.
 
-Objects are written whole or not at all, and a new one only where none is (S3: ``PutObject`` with
-``If-None-Match: *``; Google: ``ifGenerationMatch=0``), by which two writers find out about each
-other. A store that does not answer is asked again for :data:`PATIENCE_SECONDS`.
+Objects are written completely or not at all. A new object is only written if it does not exist (S3:
+``PutObject`` with ``If-None-Match: *``; Google: ``ifGenerationMatch=0``), so concurrent writers
+detect each other. Requests are retried for :data:`PATIENCE_SECONDS` while a store does not answer.
 
-Credentials are found by the stores' client libraries as ever, in the environment or the machine's
-role, and are never part of a URL; ``$AWS_ENDPOINT_URL`` names a store other than AWS's,
-``$STORAGE_EMULATOR_HOST`` one other than Google's, which is asked without credentials.
+The stores' client libraries find credentials in the environment or the machine's role; they are
+never part of a URL. ``$AWS_ENDPOINT_URL`` selects a store other than AWS's;
+``$STORAGE_EMULATOR_HOST`` one other than Google's, which is used without credentials.
 
 Sources: https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html,
 https://cloud.google.com/storage/docs/request-preconditions
@@ -33,32 +33,32 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CACHE = "LNS_STUDY_CACHE"
-"""Environment variable with the folder of all caches."""
+"""Environment variable with the parent folder of all caches."""
 FILE_SCHEME, S3_SCHEME, GOOGLE_SCHEME = "file://", "s3://", "gs://"
 SCHEMES = (S3_SCHEME, GOOGLE_SCHEME)
 PATIENCE_SECONDS = 600.0
-"""Seconds for which a store that does not answer is asked again."""
+"""Seconds for which requests are retried while a store does not answer."""
 LONGEST_PAUSE = 2.0
 QUIET_SECONDS = 5.0
-"""Seconds of waiting for a store about which nothing is said."""
+"""Print a notice if a store has not answered for this many seconds."""
 CONNECT_SECONDS, READ_SECONDS = 5, 60
 FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError)
-"""Answers of a store, which asking again does not change."""
+"""Answers of a store that are not retried."""
 _PLACE = re.compile(r"(s3|gs)://[a-z0-9][a-z0-9._-]+(/[\w.=+ -]+)*/?")
 
 Found = TypeVar("Found")
 
 
 def is_url(place: str) -> bool:
-    """Tell whether a place lies in an object store."""
+    """Return whether a place is a URL of an object store."""
     return place.startswith(SCHEMES)
 
 
 def check_place(key: str, place: str) -> None:
-    """Refuse a URL that this package does not store at.
+    """Check the form of a place.
 
     Raises:
-        ValueError: the scheme is unknown, or the URL holds a login, a query or ``..``.
+        ValueError: a URL's scheme is unknown, or the URL contains a login, a query or ``..``.
     """
     if "://" not in place or place.startswith(FILE_SCHEME + "/"):
         return
@@ -76,7 +76,7 @@ def check_place(key: str, place: str) -> None:
 
 
 def access(place: str) -> str:
-    """Return where credentials and the endpoint of a store come from."""
+    """Return advice about a store's credentials and endpoint, for error messages."""
     if place.startswith(GOOGLE_SCHEME):
         return (
             "credentials go into the environment (GOOGLE_APPLICATION_CREDENTIALS) or are the"
@@ -95,11 +95,11 @@ def local_folder(place: str) -> Path:
     if "\0" in place:
         raise ValueError(f"{place!r}: must be a path without a NUL character; leave that out")
     path = Path(place.removeprefix(FILE_SCHEME)).expanduser()
-    return Path(os.path.realpath(path))  # of a link loop the path, which whoever writes finds out
+    return Path(os.path.realpath(path))  # returns a link loop unchanged; a later write fails
 
 
 def place_of(folder: Path) -> str:
-    """Return the place that a folder stands for: the URL of a cache, else the folder's path."""
+    """Return the place of a folder: the URL of a cache, else the folder's path."""
     for scheme in SCHEMES:
         top = _caches() / scheme.removesuffix("://")
         if folder.is_relative_to(top):
@@ -117,24 +117,25 @@ class Store:
 
     Args:
         url: the URL.
-        patience: seconds for which every method asks again while the store does not answer.
+        patience: seconds for which every method retries while the store does not answer.
 
     Raises:
-        OSError: the store does not answer, or refuses the request.
+        OSError: the store does not answer, or rejects the request.
     """
 
     def __init__(self, url: str, patience: float = PATIENCE_SECONDS) -> None:
         self.url, self._patience = url.rstrip("/"), patience
-        # s3fs asks for the size of an object first, to fetch a large one in parts
+        # otherwise s3fs first requests an object's size, to fetch a large object in parts
         self._at_once = {"max_concurrency": 1} if url.startswith(S3_SCHEME) else {}
 
     def put(self, name: str, content: bytes, *, new: bool = False) -> None:
-        """Write an object; with ``new`` only if there is none with other content.
+        """Write an object; with ``new``, never overwrite an object with other content.
 
-        A request whose answer was lost is sent again, so one's own object may be there.
+        An object with equal content is accepted, because it may come from an earlier attempt whose
+        answer was lost.
 
         Raises:
-            FileExistsError: with ``new``, the object is there and has other content.
+            FileExistsError: with ``new``, the object exists and has other content.
         """
         mode = "create" if new else "overwrite"
         try:
@@ -147,27 +148,27 @@ class Store:
         """Return an object's content.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the object does not exist.
         """
         return bytes(self._ask(lambda fs, path: fs.cat_file(path, **self._at_once), name))
 
     def put_file(self, name: str, path: Path) -> None:
-        """Write an object with a file's content; a large one in parts, several at a time."""
-        path.stat()  # so that only the store has something to be not found
+        """Upload a file as an object; a large one in parts, several at a time."""
+        path.stat()  # raises for a missing file, so later FileNotFoundErrors are the store's
 
         def request(fs: Any, place: str) -> None:
             try:
                 fs.put_file(str(path), place)
-            except FileNotFoundError as error:  # an upload in parts that the store has ended
+            except FileNotFoundError as error:  # the store has aborted a multipart upload
                 raise OSError(errno.EIO, str(error)) from None
 
         self._ask(request, name)
 
     def get_file(self, name: str, path: Path) -> None:
-        """Write an object's content to a file, whole or not at all.
+        """Download an object to a file, completely or not at all.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the object does not exist.
         """
         part = path.with_name(f".{path.name}.{os.getpid()}")
         part.unlink(missing_ok=True)  # a link there would be followed
@@ -178,12 +179,12 @@ class Store:
             part.unlink(missing_ok=True)
 
     def get_all(self, names: list[str]) -> list[bytes]:
-        """Return the contents of several small objects, which are fetched at the same time.
+        """Return the contents of several small objects, fetched concurrently.
 
-        Asks again for those alone that failed: of thousands some may fail each time.
+        Only failed requests are retried, because a few of thousands may fail each time.
 
         Raises:
-            FileNotFoundError: there is no object of one of the names.
+            FileNotFoundError: an object does not exist.
         """
         paths = [self._path(name) for name in names]
         found: dict[str, bytes] = {}
@@ -200,13 +201,13 @@ class Store:
         return [found[path] for path in paths]
 
     def names(self, under: str = "") -> list[str]:
-        """Return the names of all objects below ``under``, relative to it, in order."""
+        """Return the sorted names of all objects below ``under``, relative to it."""
         return sorted(self.sizes(under))
 
     def sizes(self, under: str = "") -> dict[str, int]:
         """Return the sizes in bytes of all objects below ``under``, by names relative to it.
 
-        Left out are those whose names would lead out of a folder, such as ``../x`` and ``/x``.
+        Objects whose names would lead out of a folder, such as ``../x`` and ``/x``, are left out.
         """
         top = self._path(under)
         found = self._ask(lambda fs, path: fs.find(path, detail=True), under)
@@ -214,7 +215,7 @@ class Store:
         return {name: size for name, size in sizes.items() if _stays_inside(name)}
 
     def folders(self) -> list[str]:
-        """Return the first parts of the names that have several, in order."""
+        """Return the sorted names of the top-level folders."""
         try:
             found = self._ask(lambda fs, path: fs.ls(path, detail=True), "")
         except FileNotFoundError:
@@ -226,13 +227,13 @@ class Store:
         return sorted(filter(_stays_inside, names))
 
     def age(self, name: str) -> float:
-        """Return the seconds since an object was written, by this machine's clock."""
+        """Return an object's age in seconds, by this machine's clock."""
         info = self._ask(lambda fs, path: fs.info(path), name)
         written = info["LastModified"] if "LastModified" in info else info["mtime"]
         return time.time() - float(written.timestamp())
 
     def remove(self, name: str) -> None:
-        """Remove an object if it is there."""
+        """Remove an object if it exists."""
         with suppress(FileNotFoundError):
             self._ask(lambda fs, path: fs.rm_file(path), name)
 
@@ -251,7 +252,7 @@ class Store:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
             except FINAL:
                 raise
-            except Exception as error:  # the client library has a tree of its own
+            except Exception as error:  # the client libraries have their own exceptions
                 if _is_precondition(error):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
                 if _is_refusal(scheme, error) or waited > self._patience:
@@ -269,21 +270,22 @@ class Store:
 
 
 def _stays_inside(name: str) -> bool:
-    """Tell whether an object's name, as a path, leads to a file below the folder for its store."""
+    """Return whether an object's name, as a path, stays inside its store's local folder."""
     return not {"", ".", ".."} & set(name.split("/"))
 
 
 def _is_precondition(error: Exception) -> bool:
-    """Tell whether an error is S3's answer to ``If-None-Match`` (HTTP status 412).
+    """Return whether an error is S3's answer to ``If-None-Match`` (HTTP status 412).
 
-    Its error number, EINVAL, says too little: s3fs gives it to an upload that broke off, too.
+    Its error number, EINVAL, is ambiguous: s3fs also uses it for interrupted uploads.
     """
     response = getattr(error.__cause__, "response", None) or {}
     return response.get("Error", {}).get("Code") in ("PreconditionFailed", "412")
 
 
 def _is_refusal(scheme: str, error: Exception) -> bool:
-    """Tell whether an error is final, or this machine's own, such as missing credentials."""
+    """Return whether an error is permanent, such as missing credentials, so that retries are
+    useless."""
     if scheme == GOOGLE_SCHEME:
         from gcsfs.retry import HttpError
         from google.auth.exceptions import GoogleAuthError, RefreshError, TransportError
@@ -306,7 +308,7 @@ def _is_refusal(scheme: str, error: Exception) -> bool:
 
 @functools.lru_cache(maxsize=2)
 def _filesystem(scheme: str, process: int) -> Any:
-    """Return the client of a process, which one that it forks does not share."""
+    """Return this process's client; forked processes must not share it, hence ``process``."""
     package, extra = ("gcsfs", "gcs") if scheme == GOOGLE_SCHEME else ("s3fs", "s3")
     try:
         return _google() if scheme == GOOGLE_SCHEME else _s3()
@@ -320,7 +322,7 @@ def _filesystem(scheme: str, process: int) -> Any:
 def _google() -> Any:
     from trainers._compat import google_storage_asked_once
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # of waiting this module tells
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # this module reports waits itself
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="GCS project not set")
         return google_storage_asked_once()(

@@ -1,9 +1,10 @@
-"""What the worker processes of a machine print, and how much of it is kept.
+"""Output of a machine's worker processes, limited in size.
 
 A process prints into a pipe, and the fork server writes to its own standard output, the study's
-``workers.log``. Of each process the first :data:`HEAD` bytes are kept, as they come, and the last
-:data:`TAIL`, so that an error and what led to it are there, however much a process prints. Once the
-file has :data:`FILE` bytes, the last ones are kept alone. What is left out is said in its place.
+``workers.log``. For each process the first :data:`HEAD` bytes are written at once, and the last
+:data:`TAIL` at its end, so the log has errors and their context even if a process prints a lot.
+When the file has :data:`FILE` bytes, only the last bytes are written. A note replaces omitted
+output.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ import time
 
 HEAD, TAIL, FILE = 256 << 10, 16 << 10, 64 << 20
 FLUSH_SECONDS = 600.0
-"""Seconds after which the last bytes of a process that prints on are written, not only at its
-end."""
+"""Seconds after which the last bytes are written even if the process is still printing."""
 PIPE = 1 << 16
-"""Bytes that a pipe holds."""
+"""Capacity of a pipe in bytes."""
 
 
 class Output:
-    """What a process prints.
+    """The output of one process.
 
     Args:
-        descriptor: end of the pipe that is read.
+        descriptor: reading end of the pipe.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -38,13 +38,14 @@ class Output:
         return self._descriptor
 
     def read(self) -> bool:
-        """Take what the process has printed; return False once nobody can print any more."""
+        """Read the available output; return False if all writing ends of the pipe are closed."""
         content = self._next() if self._descriptor >= 0 else None
         self._take(content or b"")
         return content != b""
 
     def close(self) -> None:
-        """Take the rest, and close the pipe, whose other end a child of the process may hold."""
+        """Read the remaining output and close the pipe, even if another process has its other
+        end."""
         while content := self._next():
             self._take(content)
         self._flush()
@@ -52,7 +53,7 @@ class Output:
         self._descriptor = -1
 
     def _next(self) -> bytes | None:
-        """Return some of what was printed; b"" at the end, None where nothing is there yet."""
+        """Return available output; b"" at the end of the pipe, None if there is no output yet."""
         try:
             return os.read(self._descriptor, PIPE)
         except BlockingIOError:
@@ -80,7 +81,7 @@ class Output:
 
 
 def _write(content: bytes) -> None:
-    """Append to this process's standard output; a full disk takes nothing."""
+    """Append to this process's standard output; errors, such as a full disk, are ignored."""
     with contextlib.suppress(OSError):
         while content:
             content = content[os.write(sys.stdout.fileno(), content) :]

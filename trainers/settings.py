@@ -1,4 +1,4 @@
-"""Settings that libraries would take from the current folder, which may be a stranger's."""
+"""Protection against library settings in the current folder, which may be untrusted."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os.path
 import threading
 
 MATPLOTLIB = "matplotlibrc"
-"""File in the current folder that matplotlib reads before it looks for the user's own settings
-(matplotlib 3.11)."""
+"""File in the current folder that matplotlib reads instead of the user's settings (matplotlib
+3.11)."""
 _LOADING = threading.Lock()
 
 
 def load_matplotlib() -> None:
-    """Import matplotlib, unless this process has, without settings of the current folder.
+    """Import matplotlib, if it is not imported yet, without the settings in the current folder.
 
-    Such settings run LaTeX, and until matplotlib 3.10 they run Python code. They change what
-    pictures show. A pipe in the place of the file would block the process. matplotlib has no public
-    way to look elsewhere, and every thread would see a change of the current folder.
+    Such settings can change pictures and run LaTeX, until matplotlib 3.10 also Python code, and a
+    pipe in the place of the file would block the process. matplotlib has no public way to ignore
+    the file, and a change of the current folder would affect all threads.
     """
     with _LOADING:
         exists = os.path.exists

@@ -1,4 +1,4 @@
-"""Words of errors: names that were meant, and what code of the user's raised."""
+"""Parts of error messages: suggestions for misspelled names, and errors of the user's code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CLOSE = 0.6
-"""Similarity from which a known name is suggested as the one that was meant."""
+"""Minimum similarity of a known name to be suggested."""
 LENGTH = 300
-"""Characters kept of what the user's code says in an error."""
+"""Maximum number of characters quoted from an error of the user's code."""
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -1,17 +1,17 @@
-"""Find, hash, load and call what a config names as ``package.module:name`` or ``file.py:name``.
+"""Find, hash, load and call the user's code, which configs name as ``package.module:name`` or
+``file.py:name``.
 
-A file is loaded by its path under a private module name, so that it shadows nothing; where a node
-of a Ray cluster lacks it, a copy that the study sent is taken (:data:`SENT`); its folder is
-appended to ``sys.path``, after everything else, so that it may import its neighbours. A trial loads
-files anew (:func:`forget`), so that nothing is left that an earlier one changed in them. A module
-is imported as usual. Nothing is imported before a process asks for it, and finding and hashing a
-file runs none of it. The digest of code covers what it imports from beside it
+A file is loaded by its path under a private module name, so it cannot shadow another module. If a
+node of a Ray cluster lacks the file, a copy that the study sent is used (:data:`SENT`). Its folder
+is appended to ``sys.path``, so it can import modules from the same folder. Every trial reloads
+files (:func:`forget`), so changes made by an earlier trial are lost. A module is imported as usual.
+Finding and hashing code does not run it. The digest of code covers its imports from the same folder
 (:func:`code_files`).
 
-What is called runs with the random numbers of torch, NumPy and Python seeded, on copies of its
-arguments.
+Functions are called on copies of their arguments, with the random numbers of torch, NumPy and
+Python seeded.
 
-Errors are ``ValueError`` and name the key, the file and line, the rule and the remedy.
+Errors are ``ValueError`` and have the key, the file and line, the rule and the remedy.
 """
 
 from __future__ import annotations
@@ -37,38 +37,37 @@ from typing import Any
 from trainers.text import describe_error, nearest
 
 DIGEST_LENGTH = 12
-"""Hex digits kept of a file's sha256."""
+"""Number of hex digits of a code digest (SHA-256)."""
 LISTED = 20
-"""Most names of a module that an error lists."""
+"""Maximum number of a module's names that an error lists."""
 PRIVATE = "_lns_study_user_"
 """Prefix of the names of modules that are loaded from files."""
 SENT = "lns_study_user_files"
 """Folder on ``sys.path`` with the files that a study sent to a node of a Ray cluster."""
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of installed packages, which are told by their versions."""
+"""Names of folders with installed packages, which are identified by their versions."""
 MISSING = "missing"
-"""What a node says of a package that it lacks."""
+"""Digest of a package that a node lacks."""
 _FOLDERS: set[str] = set()
-"""Folders of the files that are loaded."""
+"""Folders of the loaded files."""
 _APPENDED: set[str] = set()
-"""Folders among them that were put at the end of ``sys.path``."""
+"""The folders among them that were appended to ``sys.path``."""
 _BEFORE: set[str] = set()
-"""Names of the modules that the process had before the first of these files was loaded."""
+"""Names of the modules in ``sys.modules`` before the first file was loaded."""
 
 
 def names_code(name: str) -> bool:
-    """Tell whether ``name`` names code of the user's, not one of ours."""
+    """Return whether ``name`` refers to the user's code, not to a built-in choice."""
     return ":" in name
 
 
 def without_folder(name: str) -> str:
-    """Return ``name`` without the folder of its file: a digest tells its code, wherever it lies."""
+    """Return ``name`` without the folder of its file; a digest identifies the code."""
     return name.rpartition("/")[2]
 
 
 def placeless(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a part of a config, with the file of its factory named without its
-    folder."""
+    """Return a section of a config with :func:`without_folder` applied to its ``name``."""
     return part | {"name": without_folder(part["name"])}
 
 
@@ -76,7 +75,7 @@ def split_name(key: str, name: str) -> tuple[str, str]:
     """Split ``place:attribute``.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: ``name`` does not have that form.
     """
     place, _, attribute = name.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
@@ -89,11 +88,10 @@ def split_name(key: str, name: str) -> tuple[str, str]:
 
 
 def find_source(key: str, name: str) -> Path:
-    """Return the file in which ``name``'s code is, without running it or the packages that it is
-    in.
+    """Return the file with ``name``'s code, without running the file or its packages.
 
     Raises:
-        ValueError: there is no such file or module.
+        ValueError: the file or module does not exist.
     """
     place, _ = split_name(key, name)
     if place.endswith(".py"):
@@ -115,8 +113,11 @@ def find_source(key: str, name: str) -> Path:
 
 
 def _specs(place: str, folders: list[str] | None = None) -> list[ModuleSpec]:
-    """Find a module, on ``sys.path`` or in ``folders``, without importing the packages that it is
-    in: those, from the outside in, and it; nothing if there is no such module."""
+    """Find a module on ``sys.path``, or in ``folders``, without importing its packages.
+
+    Returns:
+        Specs of its packages, outermost first, and of the module; empty if it does not exist.
+    """
     found: list[ModuleSpec] = []
     for name in place.split("."):
         searched = list(found[-1].submodule_search_locations or ()) if found else folders
@@ -135,30 +136,30 @@ def _specs(place: str, folders: list[str] | None = None) -> list[ModuleSpec]:
 
 
 def _package(place: str) -> Path:
-    """Return the folder of the outermost package that a module is in, namespaces aside; the file
-    of one that is in none."""
+    """Return the folder of a module's outermost regular package; without one, the module's file."""
     spec = next(spec for spec in _specs(place) if spec.origin is not None)
     assert spec.origin is not None
     return Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
 
 
 def place_of_sent(folder: Path) -> str:
-    """Return the folder in :data:`SENT` of the files of a folder."""
+    """Return the name of the subfolder of :data:`SENT` for files of ``folder``."""
     return hashlib.sha256(str(folder).encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 def sent_copy(path: Path) -> Path:
-    """Return where a study sent a file to, on a node of a Ray cluster; ``path`` if nowhere."""
+    """Return the copy of a file that a study sent to this node; ``path`` if there is none here."""
     inner = Path(SENT) / place_of_sent(path.parent) / path.name
     return next((copy for entry in sys.path if (copy := Path(entry) / inner).is_file()), path)
 
 
 def digest_source(key: str, name: str) -> str:
-    """Return the digest by which a trial tells ``name``'s code: the first digits of the sha256 of
-    its file, or of those of :func:`code_files`.
+    """Return the digest of ``name``'s code that is part of a trial's identity.
+
+    It is the start of the SHA-256 of its file, or, with several :func:`code_files`, over all.
 
     Raises:
-        ValueError: there is no such file or module, or a file cannot be read.
+        ValueError: the file or module does not exist, or a file cannot be read.
     """
     root, files = code_files(key, name)
     if len(files) == 1:
@@ -167,18 +168,17 @@ def digest_source(key: str, name: str) -> str:
 
 
 def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
-    """Return the files of ``name``'s code: its own, those of the packages that it is in, and what
-    these import from the same folder, directly or through others.
+    """Return the files of ``name``'s code: its own file, the ``__init__`` files of its packages,
+    and their direct and indirect imports from the same folder.
 
-    Import statements are read, wherever they stand, and looked up in that folder alone; what is
-    imported by other means is not found. Of an installed module (:data:`INSTALLED`) it is the file
-    alone.
+    All import statements are considered, also within functions, but only in that folder; imports by
+    other means are not found. For an installed module (:data:`INSTALLED`) it is only its own file.
 
     Returns:
-        The folder in which all of them lie, and the files in order.
+        The common folder, and the sorted files.
 
     Raises:
-        ValueError: there is no such file or module, or a file cannot be read.
+        ValueError: the file or module does not exist, or a file cannot be read.
     """
     path = find_source(key, name)
     place, _ = split_name(key, name)
@@ -206,25 +206,27 @@ def code_files(key: str, name: str) -> tuple[Path, list[Path]]:
 
 
 def _is_below(file: Path, root: Path) -> bool:
-    """Tell whether a file is one of a folder, in no environment with installed packages there."""
+    """Return whether a file is below a folder, but not in an environment's installed packages."""
     if root not in file.parents or not file.is_file():
         return False
     return not INSTALLED & set(file.relative_to(root).parts)
 
 
 def _origins(imported: str, folders: list[str] | None = None) -> list[Path]:
-    """Return the files of a module and of the packages that it is in, from the outside in; the last
-    part of ``imported`` may be no module, but what a module defines."""
+    """Return the files of a module and of its packages, outermost first.
+
+    The last part of ``imported`` may also be a name that the module defines.
+    """
     whole = imported.rpartition(".")[0]
     specs = _specs(imported, folders) or (_specs(whole, folders) if whole else [])
     return [Path(spec.origin) for spec in specs if spec.origin is not None]
 
 
 def _imports_of(key: str, name: str, file: Path) -> tuple[tuple[int, str], ...]:
-    """Return what the import statements of a file of ``name``'s code name.
+    """Return the imports of a file of ``name``'s code, as :func:`_imports` does.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         source = file.read_bytes()
@@ -238,12 +240,12 @@ def _imports_of(key: str, name: str, file: Path) -> tuple[tuple[int, str], ...]:
 
 @lru_cache(maxsize=4096)
 def _imports(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return what import statements name: the number of leading dots, and the rest with the names
-    that are imported from it."""
+    """Return the imports in source code: pairs of the number of leading dots and the dotted name,
+    including the name that is imported from a module."""
     try:
         with warnings.catch_warnings(action="ignore"):
             nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # loading it says so
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # loading it raises the error
         return ()
     found: list[tuple[int, str]] = []
     for node in nodes:
@@ -256,9 +258,11 @@ def _imports(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def digest_package(name: str) -> str:
-    """Return how nodes tell which code they have of the package of ``package.module:name``:
-    :data:`MISSING`, or the first digits of the sha256 over its Python files, and whether it is
-    installed, where :func:`digest_source` is another."""
+    """Return the version of the package of ``package.module:name``, for comparisons between nodes.
+
+    It is :data:`MISSING`, or the start of the SHA-256 over the package's Python files. It includes
+    whether the package is installed, because :func:`digest_source` depends on it.
+    """
     try:
         path, package = find_source("package", name), _package(split_name("package", name)[0])
         kind = ", installed" if INSTALLED & set(path.parts) else ""
@@ -268,7 +272,7 @@ def digest_package(name: str) -> str:
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> str:
-    """Return the first digits of the sha256 over files, by their names below ``root``."""
+    """Return the start of the SHA-256 over the files' contents and their names below ``root``."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
@@ -277,12 +281,12 @@ def digest_files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
-    """Return the callable that ``name`` names.
+    """Import the callable that ``name`` refers to.
 
     Args:
-        key: key of the config, for errors.
+        key: key of the config, for error messages.
         name: ``file.py:name`` or ``package.module:name``.
-        digest: :func:`digest_source` when the study was planned; "" checks nothing.
+        digest: :func:`digest_source` when the study was planned; "" to skip the check.
 
     Raises:
         ValueError: it cannot be loaded, has changed, or is not callable.
@@ -292,8 +296,8 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
     if digest and digest_source(key, name) != digest:
         raise ValueError(
             f"{key}={name!r}: {path}, or what it imports from beside it, has changed since the"
-            " study was planned, or is another on this machine; run the same command again, which"
-            " plans its trials anew"
+            " study was planned, or differs on this machine; run the same command again to plan"
+            " its trials again"
         )
     is_file = place.endswith(".py")
     try:
@@ -318,12 +322,13 @@ def load_code(key: str, name: str, digest: str = "") -> Callable[..., Any]:
 
 
 def _refuse_mixed(key: str, name: str, path: Path) -> None:
-    """Refuse a file that imports a neighbour of which another folder of the trial's has a namesake.
+    """Reject a file whose sibling import is ambiguous: another folder has a module of the same
+    name.
 
-    Python knows one module of a name, so that of the two files one would have the other's.
+    Python has one module per name, so one of two files would get the other's module.
 
     Raises:
-        ValueError: with both neighbours.
+        ValueError: an import is ambiguous; the message has both modules' files.
     """
     root, files = code_files(key, name)
     others = {Path(folder) for folder in _FOLDERS} - {root}
@@ -339,15 +344,15 @@ def _refuse_mixed(key: str, name: str, path: Path) -> None:
 
 
 def named(key: str, name: str) -> str:
-    """Return how errors name a function that was loaded: by its key, its file and its line."""
+    """Return the description of a loaded function in error messages: key, name, file and line."""
     try:
         return f"{key}={name!r} ({where(find_source(key, name), load_code(key, name))})"
-    except ValueError:  # its file is gone since
+    except ValueError:  # its file was removed since
         return f"{key}={name!r}"
 
 
 def where(path: Path, function: Callable[..., Any]) -> str:
-    """Return a file, and the line in which a function of it, or a class's constructor, begins."""
+    """Return a file and the first line of its function, or of its class's constructor, as text."""
     made = inspect.unwrap(function)
     for each in (made, getattr(made, "__init__", None)):
         code = getattr(each, "__code__", None)
@@ -364,18 +369,19 @@ def call(
     seed: int = 0,
     **offered: Any,
 ) -> Any:
-    """Call ``function`` with ``args``, and with those of ``offered`` that it has parameters for.
+    """Call ``function`` with ``args``, and with the ``offered`` arguments that match its
+    parameters.
 
     Args:
-        key: key of the config, for errors.
-        name: name of the function, in the config.
-        function: what is called.
-        args: its arguments, of which it gets a copy.
-        seed: seed of random numbers while it runs.
-        offered: further arguments.
+        key: key of the config, for error messages.
+        name: name of the function in the config.
+        function: the function or class.
+        args: its arguments; it gets a copy.
+        seed: seed of the random numbers during the call.
+        offered: optional further arguments.
 
     Raises:
-        ValueError: it does not take ``args``, needs others, or raises.
+        ValueError: the function does not accept ``args``, needs others, or raises an error.
     """
     path = find_source(key, name)
     try:
@@ -402,8 +408,8 @@ def call(
 
 
 def forget() -> None:
-    """Forget the files that were loaded, the modules beside them, and the packages beside them that
-    they imported."""
+    """Unload the loaded files, and the modules and packages that they imported from their
+    folders."""
     if not _FOLDERS:
         return
     for name in [name for name in sys.modules if name.startswith(PRIVATE) or _is_beside(name)]:
@@ -414,12 +420,13 @@ def forget() -> None:
 
 
 def python_path() -> list[str]:
-    """Return ``sys.path`` without what loading files has appended to it."""
+    """Return ``sys.path`` without the folders appended for loaded files."""
     return [folder for folder in sys.path if folder not in _APPENDED]
 
 
 def _is_beside(name: str) -> bool:
-    """Tell whether a module lies in :data:`_FOLDERS`, or in a package there that is new since."""
+    """Return whether a module is in :data:`_FOLDERS`, or in a package there that was loaded
+    since."""
     outermost = name.partition(".")[0]
     files = [getattr(sys.modules[name], "__file__", None)]
     if outermost not in _BEFORE:
@@ -429,7 +436,7 @@ def _is_beside(name: str) -> bool:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the random numbers of torch, NumPy and Python, and put them back afterwards."""
+    """Seed the random numbers of torch, NumPy and Python, and restore their states afterwards."""
     import numpy as np
     import torch
 
@@ -447,8 +454,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a file, by its absolute path, as a module of a private name, once for each content until
-    :func:`forget`."""
+    """Load a file, by its absolute path, as a module with a private name.
+
+    The module is cached by path and content until :func:`forget`.
+    """
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:DIGEST_LENGTH]
     name = f"{PRIVATE}{digest}_{path.stem}"
     if name in sys.modules:
@@ -476,7 +485,8 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _offers(module: ModuleType, name: str, value: object) -> bool:
-    """Tell whether an attribute is a function or class that the user wrote, or a package shows."""
+    """Return whether an attribute is a function or class defined in a file, or public in a
+    package."""
     return (inspect.isfunction(value) or inspect.isclass(value)) and (
         value.__module__ == module.__name__
         if module.__name__.startswith(PRIVATE)

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, as the loop sees its trial: the context, and what it reports.
+"""Interface for a user's own training loop: the trial's context, reports and checkpoints.
 
 The loop is a function that trains in its own way and calls :func:`report` once an epoch::
 
@@ -14,9 +14,9 @@ The loop is a function that trains in its own way and calls :func:`report` once 
             report({"validation/error": validate(model)}, checkpoint=state)
         return {"test/error": test(model)}
 
-It is called as ``train(config)``, or with a :class:`LoopContext` where it has a parameter of the
-name ``context``. A process trains one such trial at a time, so :func:`report` need not be told
-which. The other side is :mod:`trainers.workers.own_loop`. Loads no torch.
+It is called as ``train(config)``, or with a :class:`LoopContext` if it has a parameter named
+``context``. A process trains one such trial at a time, so :func:`report` needs no argument for the
+trial. The counterpart is :mod:`trainers.workers.own_loop`. Does not import torch.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ if TYPE_CHECKING:
 
 KEY = "trainable.name"
 RESERVED = ("done", "history", "checkpoint_path", "final", "pid", "host", "seconds", "bits")
-"""What a trial's messages say beside its metrics, and what a study measures by itself."""
+"""Names that reports must not use: other entries of a trial's messages, and metrics that the study
+measures itself."""
 
 Checkpoint = Path | dict[str, Any]
-"""A folder, or a dict of what ``torch.load(weights_only=True)`` loads."""
+"""A folder, or a dict of values that ``torch.load(weights_only=True)`` accepts."""
 
 
 class TrialEnded(BaseException):
-    """Unwinds a loop whose trial has ended.
+    """Raised in a loop to unwind it after its trial has ended.
 
-    No ``Exception``, so that it passes where a loop catches those.
+    Not a subclass of ``Exception``, so that loops do not catch it by accident.
     """
 
 
@@ -56,14 +57,13 @@ class LoopContext:
 
     Attributes:
         config: arguments of the loop, ``trainable.args``.
-        trial: config of the whole trial. Of its keys only ``epochs``, ``seed``, ``device``,
-            ``gpus``, ``threads`` and ``workers`` act by themselves.
-        seed: seed of the trial, by which the random numbers of torch, NumPy and Python have been
-            seeded.
+        trial: config of the whole trial. Only ``epochs``, ``seed``, ``device``, ``gpus``,
+            ``threads`` and ``workers`` have an effect without code in the loop.
+        seed: seed of the trial; torch, NumPy and Python are already seeded with it.
         device: ``cpu`` or ``cuda``.
         resume: last checkpoint of an earlier attempt, see :func:`get_checkpoint`.
-        rank, world_size: place among the trial's workers. Several are ranks of torch.distributed's
-            default group.
+        rank, world_size: rank and number of the trial's workers. With several workers,
+            torch.distributed's default group exists.
     """
 
     config: dict[str, Any]
@@ -83,26 +83,26 @@ class LoopContext:
 
 
 _trained: list[LoopContext] = []
-"""The trial whose loop runs in this process, if one does."""
+"""The trial whose loop is running in this process; at most one entry."""
 
 
 def report(metrics: Mapping[str, Any], *, checkpoint: Checkpoint | str | None = None) -> None:
-    """Report an epoch of the trial whose loop calls this; every report is one.
+    """Report an epoch of the current trial; every call counts as one epoch.
 
-    Where the trial ends, by a scheduler or because it has reported ``epochs`` times, the call does
-    not return: it raises :class:`TrialEnded`, so that ``finally`` and ``with`` of the loop are
-    carried out. Of several workers each must report every epoch; the first one's report counts.
+    When the trial ends, because of a scheduler or after ``epochs`` reports, the call raises
+    :class:`TrialEnded` instead of returning, so that the loop's ``finally`` and ``with`` blocks
+    run. With several workers, every worker must report every epoch; rank 0's report counts.
 
     Args:
-        metrics: finite numbers by name, among them those by which the study compares trials.
-            ``epoch`` is filled in, counted from 1.
-        checkpoint: a folder, also as a ``Checkpoint`` of Ray's, or a dict of tensors, numbers,
-            texts, lists and dicts. It has been copied when the call returns. A trial that is
-            interrupted goes on from its last one.
+        metrics: finite numbers by name. They must include the metrics by which the study compares
+            trials. ``epoch`` is added, counted from 1.
+        checkpoint: a folder, a Ray ``Checkpoint``, or a dict of tensors, numbers, texts, lists and
+            dicts. It is copied before the call returns. An interrupted trial resumes from its last
+            checkpoint.
 
     Raises:
-        ValueError: no trial is trained here, a metric is missing or no finite number, or the
-            checkpoint cannot be kept.
+        ValueError: no trial is running in this process, a metric is missing or not a finite number,
+            or the checkpoint cannot be stored.
     """
     _current("report").report(metrics, checkpoint=checkpoint)
 
@@ -111,11 +111,11 @@ def get_checkpoint() -> Checkpoint | None:
     """Return the last checkpoint that the trial reported before it was interrupted.
 
     Returns:
-        A folder if one was reported, with Ray's ``as_directory()`` beside a path's methods, and a
-        dict, with tensors on the CPU, if one was; None where the trial begins.
+        A folder (a path that also has Ray's ``as_directory()``), or a dict with tensors on the CPU,
+        like the reported one; None if the trial starts from scratch.
 
     Raises:
-        ValueError: no trial is trained here.
+        ValueError: no trial is running in this process.
     """
     return _current("get_checkpoint").resume
 
@@ -131,7 +131,7 @@ def _current(name: str) -> LoopContext:
 
 @contextmanager
 def training(context: LoopContext) -> Iterator[None]:
-    """Make a trial the one that :func:`report` reports of."""
+    """Make a trial the current one for :func:`report`."""
     _trained.append(context)
     try:
         yield
@@ -140,15 +140,15 @@ def training(context: LoopContext) -> Iterator[None]:
 
 
 def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
-    """Return the loop that ``trainable.name`` names, as a function of the trial.
+    """Return the loop named by ``trainable.name``, as a function of the context.
 
     Args:
         name: ``file.py:function`` or ``package.module:function``.
-        code: digest of its file when the study was planned; "" checks nothing.
+        code: digest of its file when the study was planned; "" to skip the check.
 
     Raises:
-        ValueError: it cannot be loaded, has changed, is no plain function, or takes something else
-            than ``config`` or ``context``.
+        ValueError: it cannot be loaded, has changed, is not a plain function, or has other required
+            parameters than ``config`` or ``context``.
     """
     loop = load_code(KEY, name, code)
     place = where(find_source(KEY, name), loop)
@@ -183,14 +183,14 @@ def load_loop(name: str, code: str) -> Callable[[LoopContext], Any]:
 
 
 def numbers(values: Any, what: str) -> dict[str, float]:
-    """Return what a loop reported or returned as floats by name.
+    """Convert a loop's report or return value to floats by name.
 
     Args:
-        values: a mapping of names to numbers, also NumPy's or tensors of one element.
-        what: what they are, for errors.
+        values: a mapping of names to numbers; NumPy numbers and one-element tensors are accepted.
+        what: description of the values, for error messages.
 
     Raises:
-        ValueError: it is something else, a name is taken, or a number is not finite.
+        ValueError: it is not such a mapping, a name is reserved, or a number is not finite.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -224,12 +224,12 @@ def check_report(values: Any, epoch: int, wanted: Sequence[str]) -> dict[str, fl
     """Return the metrics of a report, with ``epoch``.
 
     Args:
-        values: what the loop reported.
+        values: the loop's report.
         epoch: number of the report, from 1.
         wanted: names of the metrics by which the study compares trials.
 
     Raises:
-        ValueError: see :func:`numbers`; a metric is missing; or ``epoch`` is another.
+        ValueError: see :func:`numbers`; or a metric is missing; or ``epoch`` is wrong.
     """
     what = f"report {epoch}"
     found = numbers(values, what)
@@ -241,7 +241,7 @@ def check_report(values: Any, epoch: int, wanted: Sequence[str]) -> dict[str, fl
     if found.get("epoch", epoch) != epoch:
         raise ValueError(
             f"{what} has epoch={found['epoch']:g}; every report is one epoch, counted from 1, those"
-            " before an interruption included: leave epoch out, or go on where get_checkpoint()"
+            " before an interruption included: leave epoch out, or continue where get_checkpoint()"
             " left off"
         )
     return {"epoch": float(epoch), **found}

@@ -1,4 +1,4 @@
-"""The command line: argparse and printing; the work is done in the packages beside this one."""
+"""The command line: argument parsing and printing; the other packages do the work."""
 
 from study.cli.entry import main
 

@@ -1,4 +1,4 @@
-"""``lns-study data``: the data sets that there are, where their files are, and their download."""
+"""``lns-study data``: lists the data sets and the places of their files, and downloads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "data",
         help="list data sets; `data fetch NAME` downloads one",
         description=(
-            "List the data sets that data.name may name: examples (training and validation + test),"
-            " shape, arguments, and where their files are. `lns-study data fetch NAME` downloads"
-            " the files of one and checks them."
+            "List the values of data.name: examples (training and validation + test), shape,"
+            " arguments, and where the files are. `lns-study data fetch NAME` downloads the files"
+            " of a data set and checks them."
         ),
     )
     data.add_argument("action", nargs="?", choices=("list", "fetch"), default="list")
@@ -42,7 +42,7 @@ def _data(options: argparse.Namespace) -> int:
             f"data fetch {options.name or ''}: must name a data set that is read from files; use"
             f" one of {', '.join(there_are)}"
         )
-    print(f"Downloading {options.name}; what is there already is kept.", flush=True)
+    print(f"Downloading {options.name}; existing files are kept.", flush=True)
     with refusals():
         folder = fetch(options.name)
     print(f"{options.name} is in {folder}.")

@@ -1,5 +1,4 @@
-"""The command ``doctor``: what studies need of this machine, or one study's ledger and
-checkpoints."""
+"""The command ``doctor``: checks this machine, or one study's ledger and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,31 +12,29 @@ def add_doctor(commands: Commands) -> None:
     """Add the command ``doctor`` to argparse's subparsers."""
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine, or a study's ledger and checkpoints, and repair these",
+        help="check this machine, or a study's ledger and checkpoints; repair a ledger",
         description=(
-            "Check what studies need of this machine, or, of a study, its ledger and checkpoints,"
-            " and say how to mend what is not as it should be."
+            "Check whether this machine can run studies, or check a study's ledger and checkpoints,"
+            " and print how to repair each fault."
         ),
     )
     doctor.add_argument(
         "study",
         metavar="STUDY",
         nargs="?",
-        help="look at this study (its name, or its folder), not at the machine",
+        help="check this study (its name, or its folder) instead of the machine",
     )
     doctor.add_argument(
         "--repair",
         action="store_true",
-        help="repair a damaged ledger from what checkpoints and MLflow know",
+        help="repair a damaged ledger from the checkpoints and from MLflow",
     )
     add_storage(doctor)
     doctor.add_argument(
         "--tracking-uri",
-        help=(
-            "MLflow store to ask (default: the study's, or the storage's database); none asks none"
-        ),
+        help=("MLflow store to use (default: the study's, or the storage's database), or none"),
     )
-    doctor.add_argument("--address", help="Ray cluster to ask (default: start a local Ray)")
+    doctor.add_argument("--address", help="Ray cluster to check (default: start a local Ray)")
     doctor.set_defaults(command=_doctor)
 
 
@@ -49,7 +46,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.repair and options.study is None:
         raise UserError(
-            "--repair: mends the ledger of one study; name it: lns-study doctor STUDY --repair"
+            "--repair: repairs the ledger of one study; name it: lns-study doctor STUDY --repair"
         )
     if options.study is not None:
         with refusals():

@@ -1,8 +1,8 @@
 """The entry point of the command line: ``lns-study run | plan | report | ui | ...``, also ``python
 -m study``.
 
-:data:`EXIT_CODES`, which ``--help`` prints, lists the exit codes. Heavy imports (torch, Ray,
-MLflow) wait until a command needs them, so ``--help`` is quick.
+:data:`EXIT_CODES`, which ``--help`` prints, lists the exit codes. Commands import heavy modules
+(torch, Ray, MLflow) only when they need them, so ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ each, and compare the test errors.
                              minutes, or seconds on digits
   lns-study run table        the full table on MNIST (12 trials of 20 epochs)
   lns-study run table 'seeds=[0,1,2,3,4]'
-                             more seeds; what has run is not run again
+                             more seeds; finished trials are not repeated
   lns-study plan search      what a study would run, and how long it would take
-  lns-study status table     where a study stands, also from another terminal
-  lns-study report table     print the table again, renew the report, send
-                             MLflow what it lacks
+  lns-study status table     progress of a study, also from another terminal
+  lns-study report table     print the table again, rewrite the report, send
+                             missing data to MLflow
   lns-study ui               open the runs in MLflow's web interface
 """
 
@@ -48,7 +48,7 @@ each, and compare the test errors.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
 
-    ``options.began`` is when the command began: with this process, or with a call from Python.
+    ``options.began`` is the time at which this process, or the call from Python, began.
     """
     began = process_began() if arguments is None else time.monotonic()
     _print_whatever_the_locale()
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, began)
     finally:
-        if arguments is not None:  # else a traceback is still to be printed
+        if arguments is not None:  # otherwise a traceback may still be printed
             sys.stdout, sys.stderr = streams
 
 
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str] | None, began: float) -> int:
     for notice in (signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(notice) is not signal.SIG_IGN:
             signal.signal(notice, _interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         signal.signal(signal.SIGHUP, lambda *_: _hang_up(terminals))
     try:
@@ -78,7 +78,7 @@ def _run(arguments: Sequence[str] | None, began: float) -> int:
     except UserError as error:
         print(f"lns-study: error: {error}", file=sys.stderr)
         return 1 if isinstance(error, StorageError) else 2
-    except BrokenPipeError:  # the reader of a pipe has seen enough: lns-study plan NAME | head
+    except BrokenPipeError:  # the reader of a pipe has exited: lns-study plan NAME | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -87,16 +87,16 @@ def _run(arguments: Sequence[str] | None, began: float) -> int:
 
 
 def _print_whatever_the_locale() -> None:
-    """Have characters that the terminal's encoding lacks printed as ``?`` instead of raising."""
+    """Print characters that the terminal's encoding lacks as ``?`` instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def _interrupt(*_: object) -> None:
-    """End as cleanly as with Ctrl-C, at the notice of a job controller.
+    """Exit as cleanly as after Ctrl-C, on a signal from a job controller.
 
-    This works even if a script's ``&`` made this process ignore SIGINT.
+    This also works if the process was started with ``&`` in a script and so ignores SIGINT.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,7 +104,10 @@ def _interrupt(*_: object) -> None:
 
 
 def _hang_up(terminals: Sequence[int]) -> None:
-    """End as cleanly where the terminal, which those descriptors write to, is gone."""
+    """Exit as cleanly as after Ctrl-C if the terminal was closed.
+
+    ``terminals`` are the file descriptors that wrote to it.
+    """
     for stream in terminals:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     _interrupt()
@@ -140,7 +143,7 @@ def _build() -> tuple[argparse.ArgumentParser, Iterable[str]]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options; accept ``run CONFIG --plain key=value``, which argparse alone refuses."""
+    """Parse the command line; unlike argparse, accept ``run CONFIG --plain key=value``."""
     parser, commands = _build()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
@@ -161,7 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _unknown_command(word: str, commands: Iterable[str]) -> str:
-    """Return what is wrong with a command that there is not; "" if nothing is."""
+    """Return an error message if ``word`` is not a command, else ""."""
     if word.startswith("-") or word in commands:
         return ""
     return f"{word!r}: no such command{nearest(word, list(commands))}; see lns-study --help"

@@ -1,5 +1,5 @@
-"""Checks of this machine, or of a study's ledger and checkpoints, each with a remedy: what the
-command ``doctor`` does."""
+"""The checks of the command ``doctor``, each with a remedy: of this machine, or of a study's ledger
+and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainers.object_store import is_url, local_folder, place_of
 
 DAMAGED_SHOWN, RECOVERED_SHOWN = 3, 20
 SHORT_OF_SPACE = 2 << 30
-"""Bytes of free disk below which Ray and checkpoints soon fail."""
+"""The storage counts as short of space below this number of free bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Finding:
 def examine(
     storage: str, tracking_uri: str | None, address: str | None, say: Callable[[str], None]
 ) -> list[Finding]:
-    """Check everything; tell each finding as it is made."""
+    """Check this machine; print each finding at once."""
     findings = []
     for finding in _findings(storage, tracking_uri, address):
         say(str(finding))
@@ -61,10 +61,10 @@ def examine(
 def examine_study(
     study: str, storage: str, tracking_uri: str | None, say: Callable[[str], None]
 ) -> bool:
-    """Check a study's ledger and checkpoints and tell the findings; return whether all is good.
+    """Check a study's ledger and checkpoints, print the findings, and return whether all are good.
 
     Raises:
-        ValueError: there is no such study.
+        ValueError: the study does not exist.
     """
     folder = _folder(study, storage)
     wrong = needs_repair(folder)
@@ -87,7 +87,7 @@ def examine_study(
         f", {len(damaged)} damaged ({', '.join(damaged[:DAMAGED_SHOWN])})" if damaged else ""
     )
     remedy = (
-        "trials go on from an earlier one or from the start, and end with the same figures"
+        "trials resume from an earlier one or from the start, and give the same figures"
         if damaged
         else ""
     )
@@ -103,11 +103,11 @@ def repair_study(
     Args:
         study: name or folder of the study.
         storage: folder of all studies.
-        tracking_uri: MLflow store to ask; None for the study's own, ``none`` for none.
+        tracking_uri: MLflow store to read; None for the study's own, ``none`` for none.
         say: prints a line for the user.
 
     Raises:
-        ValueError: there is no such study, a process runs it, or the store does not answer.
+        ValueError: the study does not exist or is running, or the store does not answer.
     """
     folder = _folder(study, storage)
     wrong = needs_repair(folder)
@@ -133,15 +133,15 @@ def repair_study(
         say(f"Restored: {len(done.recovered) - RECOVERED_SHOWN} more events")
     for line in done.lost:
         say(f"Lost: {line}")
-    again = "the command that ran the study, once more; what its trials have done counts"
+    again = "repeat the command that ran the study; its finished epochs are kept"
     if done.planned:
         again = lns_study("resume", folder.name, storage=storage)
-    say(f"To go on: {again}")
+    say(f"To continue: {again}")
     return not done.lost
 
 
 def _folder(study: str, storage: str) -> Path:
-    """Return the folder of a study, even if its ledger is gone."""
+    """Return the folder of a study, even if its ledger is missing."""
     stored = StudyConfig(name=study, storage=storage).folder
     refresh(stored)
     for folder in (Path(study), stored):
@@ -155,7 +155,7 @@ def _folder(study: str, storage: str) -> Path:
 
 
 def _store(folder: Path, tracking_uri: str | None) -> str | None:
-    """Return the MLflow store that may know the study; None if there is none."""
+    """Return the MLflow store that may have the study's data, or None."""
     plan = fold(read_ledger(folder)).plan
     uri = tracking_uri or default_tracking_uri(place_of(folder.parent))
     if not plan and not tracking_uri:
@@ -237,10 +237,10 @@ def _storage(storage: str) -> Finding:
 
 
 def _passwords(storage: str) -> Iterator[Finding]:
-    """Yield a finding for every ledger that holds a password."""
+    """Yield a finding for every ledger that contains a password."""
     try:
         found = folders(storage)
-    except ValueError:  # a store that does not answer, as is found before
+    except ValueError:  # the object store does not answer; an earlier check reports it
         return
     for folder in found:
         try:

@@ -1,4 +1,4 @@
-"""The command that launches a study on a cluster, and follows it."""
+"""The command ``launch``: runs a study on a cluster and follows its log."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 TARGETS = ("ray", "slurm", "kuberay")
 TEMPLATES = {"slurm": "slurm.sh", "kuberay": "rayjob.yaml"}
-"""File of conf/cluster that a target submits, unless --template names another."""
+"""Default of --template by target: file in conf/cluster that is submitted."""
 LOOK_SECONDS = 2.0
-"""Seconds between looks at a job of Slurm."""
+"""Seconds between two polls of a Slurm job's state."""
 
 DESCRIPTION = """\
 Run a study on a cluster: pack the current folder's files and this version of
 lns-study, submit them, and follow the log. Ctrl-C detaches, and prints the
-command that follows again; the study goes on.
+command that follows the log again; the study keeps running.
 
-  --to ray       a Ray cluster that runs, by its job server (--address)
+  --to ray       a running Ray cluster, by its job server (--address)
   --to slurm     sbatch, with conf/cluster/slurm.sh
   --to kuberay   kubectl apply --server-side, with conf/cluster/rayjob.yaml
 
 storage=... must be an absolute path that all nodes see, or s3:// or
-gs://bucket/prefix. The same command again continues the study.
+gs://bucket/prefix. Repeat the same command to continue the study.
 """
 
 
@@ -61,7 +61,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     launch.add_argument(
         "--dry-run",
         action="store_true",
-        help="write what would be submitted, say what it would cost, and submit nothing",
+        help="write the files, print the expected cost, and submit nothing",
     )
     launch.set_defaults(command=_launch)
 
@@ -139,14 +139,15 @@ def _to_slurm(options: argparse.Namespace, study: StudyConfig, package: Package)
 
 
 def _follow_slurm(job: str, status: str) -> int:
-    """Wait for a job's end; return the exit code. The command ``status`` shows the study."""
+    """Wait for a job's end; return the exit code. ``status`` is the command that shows the
+    study."""
     from study.launch.slurm import Seen, look
 
     before, goes_on = Seen.RUNNING, (Seen.RUNNING, Seen.AWAY)
-    # a job that is queued again has failed for a moment
+    # a requeued job is FAILED for a moment, so only two such polls in a row count
     while (seen := look(job)) in goes_on or (seen is Seen.FAILED and seen is not before):
         if seen is Seen.AWAY and before is not Seen.AWAY:
-            print(f"{Seen.AWAY.value}; job {job} goes on, and is looked for again", file=sys.stderr)
+            print(f"{Seen.AWAY.value}; job {job} may still run, polling again", file=sys.stderr)
         before = seen
         time.sleep(LOOK_SECONDS)
     if seen is Seen.FORGOTTEN:
@@ -186,7 +187,7 @@ def _to_kuberay(options: argparse.Namespace, study: StudyConfig, package: Packag
 
 
 def _launched(options: argparse.Namespace) -> str:
-    """Return the times of a launch that is submitted now; "" if none is."""
+    """Return the launch's times, for the job; "" in a dry run."""
     return "" if options.dry_run else told(options.packing, time.time())
 
 
@@ -194,13 +195,13 @@ def _template(options: argparse.Namespace) -> Path:
     """Return the file to submit.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: the file does not exist.
     """
     from study.config.compose import config_file
 
     path: Path = options.template or config_file(f"cluster/{TEMPLATES[options.to]}")
     if not path.is_file():
-        raise UserError(f"--template {path}: there is no such file; copy one of conf/cluster")
+        raise UserError(f"--template {path}: file not found; copy one of conf/cluster")
     return path
 
 
@@ -211,12 +212,12 @@ def _written(path: Path) -> int:
 
 def _lost(why: Exception, again: str) -> int:
     print(
-        f"\nNot followed any more ({why}); the study may go on. Look again: {again}",
+        f"\nNot followed any more ({why}); the study may still run. Look again: {again}",
         file=sys.stderr,
     )
     return 1
 
 
 def _detached(again: str) -> int:
-    print(f"\nDetached; the study goes on. Follow it again: {again}", file=sys.stderr)
+    print(f"\nDetached; the study keeps running. Follow it again: {again}", file=sys.stderr)
     return 0

@@ -1,4 +1,4 @@
-"""Commands for studies that exist: ``list status show export resume extend retry pause stop cancel
+"""Commands for existing studies: ``list status show export resume extend retry pause stop cancel
 edit import rerun``."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 TRIAL = "the trial's id, or its beginning; `lns-study status STUDY` lists them"
 PLACE = ("address", "insecure", "cpus", "max_concurrent", "tracking_uri")
-"""Keys that say where a study runs, and nothing of what it is."""
-Commands = Any  # argparse's subparsers, generic in stubs alone
+"""Keys that determine where a study runs, without any effect on its results."""
+Commands = Any  # argparse's subparsers; the class is generic only in type stubs
 Run = Callable[["StudyConfig", bool, str, float], int]
 
 
@@ -37,7 +37,7 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--plain", action="store_true", help="separate columns by tabs, without headings"
     )
     status = add_command(
-        commands, "status", _status, "show where a study stands, also while it runs elsewhere"
+        commands, "status", _status, "show a study's progress, also while it runs elsewhere"
     )
     status.add_argument(
         "--watch", action="store_true", help="print it again every two seconds, until Ctrl-C"
@@ -54,8 +54,8 @@ def add_commands(commands: Commands, run: Run) -> None:
         "--output",
         "-o",
         metavar="FILE",
-        help="file to write, - for standard output (default: STUDY.csv and so on in the working"
-        " folder, if there is none yet)",
+        help="file to write, - for standard output (default: STUDY.csv or similar in the working"
+        " folder, if it does not exist yet)",
     )
     export.add_argument(
         "--epochs", action="store_true", help="one row per epoch instead of one per trial"
@@ -77,7 +77,7 @@ def add_commands(commands: Commands, run: Run) -> None:
         commands,
         "rerun",
         _rerun,
-        "train a trial again and say whether every figure has the same bits",
+        "train a trial again and compare whether every figure is bit-equal",
     )
     rerun.add_argument("trial", metavar="TRIAL", help=TRIAL)
 
@@ -90,17 +90,17 @@ def _add_runs(commands: Commands, run: Run) -> None:
         )
         return parser
 
-    resume = "go on with a study: a paused one, or what an interrupted one has left"
-    retry = "run the failed trials of a study again, and nothing else"
+    resume = "continue a paused or interrupted study"
+    retry = "run only the failed trials of a study again"
     for parser in (command("resume", resume, "unfinished"), command("retry", retry, "failed")):
         parser.add_argument(
             "overrides",
             metavar="key=value",
             nargs="*",
-            help=f"where it runs from now on, of {', '.join(PLACE)}; for example address=null",
+            help=f"change where it runs: {', '.join(PLACE)}; for example address=null",
         )
     extend = command(
-        "extend", "change a study and run what that adds: seeds, rows, samples, epochs", "all"
+        "extend", "change a study and run the additions: seeds, rows, samples, epochs", "all"
     )
     extend.add_argument(
         "overrides",
@@ -112,11 +112,11 @@ def _add_runs(commands: Commands, run: Run) -> None:
 
 def _add_wishes(commands: Commands) -> None:
     for name, text in {
-        "pause": "begin no more trials of a running study until `resume`; those that run go on",
-        "stop": "begin no more trials of a running study, and end it when those that run are done",
+        "pause": "start no more trials of a running study until `resume`; running trials continue",
+        "stop": "start no more trials of a running study, and end it after the running trials",
         "cancel": (
-            "end a running study: its trials write a checkpoint after the epoch under way, if that"
-            " takes no longer than 20 s, and go on from it when the study is run again"
+            "end a running study: its trials write a checkpoint after the current epoch, if that"
+            " takes no longer than 20 s, and resume from it when the study is run again"
         ),
     }.items():
         add_command(commands, name, functools.partial(_ask, name), text)
@@ -311,7 +311,7 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
                 f"{state.config.name}: is running; wait for it, or stop it with `{stop}`"
             )
         ask(folder, wish=Wish.RUN)
-        print(f"{state.config.name}: runs; if it was paused it goes on")
+        print(f"{state.config.name}: is running; if it was paused, it continues")
         return 0
     if only == ONLY_FAILED and not state.damage and FAILED not in state.counts():
         return _say_nothing_failed(options, state)
@@ -321,13 +321,17 @@ def _again(options: argparse.Namespace, run: Run, only: str) -> int:
 
 
 def _check_place(options: argparse.Namespace) -> None:
-    """Refuse overrides that change what a study is."""
+    """Check that overrides only change where a study runs.
+
+    Raises:
+        UserError: an override has another key.
+    """
     for override in options.overrides:
         if override.partition("=")[0] not in PLACE:
             extend = lns_study("extend", options.study, override, storage=options.storage)
             raise UserError(
-                f"{override}: would change the study; to go on with it as it is, only"
-                f" {', '.join(PLACE)} can be given; to change it: `{extend}`"
+                f"{override}: would change the study; resume and retry accept only"
+                f" {', '.join(PLACE)}; to change it: `{extend}`"
             )
 
 
@@ -349,9 +353,9 @@ def _ask(name: str, options: argparse.Namespace) -> int:
     folder, state = _running(options)
     ask(folder, wish=Wish[name.upper()])
     left = {
-        "pause": f"`{lns_study('resume', options.study, storage=options.storage)}` goes on",
-        "stop": "it ends when the trials that run are done",
-        "cancel": "its trials end with the epoch under way",
+        "pause": f"`{lns_study('resume', options.study, storage=options.storage)}` continues it",
+        "stop": "it ends after the running trials",
+        "cancel": "its trials end after the current epoch",
     }
     print(f"{state.config.name}: asked to {name}; {left[name]}")
     return 0
@@ -386,13 +390,17 @@ def _edit(options: argparse.Namespace) -> int:
 
 
 def _running(options: argparse.Namespace, else_: str = "") -> tuple[Path, StudyState]:
-    """Return folder and state of a study that runs; ``else_`` is what else the refusal advises."""
+    """Return folder and state of a running study; ``else_`` is added to the error's advice.
+
+    Raises:
+        UserError: the study is not running.
+    """
     from study.ledger.lock import is_locked
 
     folder, state = _open(options)
     if not is_locked(folder):
         again = lns_study("resume", options.study, storage=options.storage)
-        raise UserError(f"{state.config.name}: is not running; to go on with it: {again}{else_}")
+        raise UserError(f"{state.config.name}: is not running; to continue it: {again}{else_}")
     return folder, state
 
 
@@ -441,7 +449,7 @@ def _rerun(options: argparse.Namespace) -> int:
 
 
 def print_table(headings: list[str], lines: list[list[str]], *, plain: bool = False) -> None:
-    """Print a table with aligned columns; ``plain`` has tabs and no headings."""
+    """Print a table with aligned columns; with ``plain``, tabs and no headings."""
     headings, *lines = [list(map(one_line, line)) for line in [headings, *lines]]
     if plain:
         for line in lines:

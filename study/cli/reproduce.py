@@ -1,4 +1,4 @@
-"""The command that runs the studies with claims and writes one page of their verdicts."""
+"""The command ``reproduce``: runs the studies with claims and writes a page of their verdicts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Run, or continue, the studies of conf/study that have claims, one after the
 other, and write one page of their claims: source, published figure, ours with
-its interval, verdict, runs. The page is written anew after every study, with
-the others with claims that ran in the storage in the same form (full or small);
-after an interruption the same command goes on.
+its interval, verdict, runs. The page is rewritten after every study. It also
+has the storage's other studies with claims in the same form (full or small).
+After an interruption, repeat the same command to continue.
 
-NAME is a study file, or the name of one in conf/study; without one, --all takes
-every study there that states claims. key=value changes all of them:
+NAME is a study file, or the name of one in conf/study; --all takes every study
+in conf/study that has claims. key=value changes all of them:
 trial.device=cuda, address=auto (one Ray for all), tracking_uri=none.
 """
 
@@ -91,7 +91,11 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _names(names: list[str], *, every: bool, small: bool) -> list[str]:
-    """Return the studies that were named, or all that state claims, of small forms if wanted."""
+    """Return the named studies, or all studies with claims; with ``small``, with a small form.
+
+    Raises:
+        ValueError: both or neither of names and ``every`` are given.
+    """
     from study.config.compose import studies_with
 
     if names and every:
@@ -108,7 +112,11 @@ def _names(names: list[str], *, every: bool, small: bool) -> list[str]:
 def _load(
     names: list[str], changes: list[str], options: argparse.Namespace
 ) -> dict[str, StudyConfig]:
-    """Return the configs of the studies; refuse one without claims before anything runs."""
+    """Return the configs of the studies by name.
+
+    Raises:
+        ValueError: a study has no claims, or two studies share a results folder.
+    """
     from study.config.compose import load
 
     found: dict[str, StudyConfig] = {}
@@ -124,15 +132,15 @@ def _load(
             raise ValueError(f"reproduce {name}: the study states no claims; add `claims: [...]`")
         if same := [other for other, known in found.items() if known.slug == study.slug]:
             raise ValueError(
-                f"reproduce {' '.join(same)} {name}: both keep their results as {study.slug}; name"
-                " one of them, or give the other file another `name:`"
+                f"reproduce {' '.join(same)} {name}: both keep their results as {study.slug}; run"
+                " only one, or give the other file another `name:`"
             )
         found[name] = study
     return found
 
 
 def _run(name: str, study: StudyConfig, again: str) -> int:
-    """Run a study, or what is left of it; what cannot start is told, and the others go on."""
+    """Run or continue a study; return its exit code. An error is printed, not raised."""
     try:
         return run_config(study, plain=True, again=again)
     except UserError as error:
@@ -141,8 +149,7 @@ def _run(name: str, study: StudyConfig, again: str) -> int:
 
 
 def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Namespace) -> set[str]:
-    """Write the page of the studies that the storage has; return the names of those of
-    ``studies``."""
+    """Write the page of all studies in the storage; return the names of ``studies`` found there."""
     from study.ledger.log import FILE
     from study.ledger.storage import refresh, share
     from study.manage.studies import read
@@ -164,7 +171,7 @@ def _write(studies: dict[str, StudyConfig], output: Path, options: argparse.Name
 
 
 def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced]:
-    """Yield the parts of the storage's other studies with claims, of the same form, as they ran."""
+    """Yield the page's parts for the storage's other studies with claims, in the same form."""
     from study.config.compose import SMALL
     from study.manage.studies import folders, read
 
@@ -175,7 +182,7 @@ def _others(named: set[str], options: argparse.Namespace) -> Iterator[Reproduced
             state = read(folder)
             if state.config.claims:
                 yield _part(state, folder, state.config.name.removesuffix(SMALL), None, options)
-        except (TypeError, ValueError) as error:  # without a plan, or of a later version
+        except (TypeError, ValueError) as error:  # no plan, or from a later version
             print(f"lns-study: {folder.name} is not on the page: {error}", file=sys.stderr)
 
 
@@ -186,17 +193,17 @@ def _part(
     given: StudyConfig | None,
     options: argparse.Namespace,
 ) -> Reproduced:
-    """Return a study's part of the page, with the command that gives what it ran: of its file, or
-    else the one that continues it.
+    """Return a study's part of the page, with the command that repeats it.
+
+    It is ``run`` with the study's file and overrides, or ``resume`` if these do not reproduce the
+    study. Functions of claims run only if the study that this command names has the same functions.
 
     Args:
-        state: the study, as its ledger tells it.
+        state: state of the study, from its ledger.
         folder: folder of the study.
         name: study file, or the name of one.
-        given: the study with the changes of this command, if it names it.
-        options: the command's.
-
-    The functions of its claims are run if the file that this command names has the same.
+        given: the study with this command's changes; None if the command does not name it.
+        options: the command's options.
     """
     from study.claims.stated import overrides_of
     from study.report.reproduction import reproduced
@@ -206,7 +213,7 @@ def _part(
     run_checks = {claim.check for claim in ran.claims if claim.check} <= known
     changes = None if file is None else overrides_of(ran, file)
     if changes is None:
-        # a file that was not named may merely have the name of another study
+        # a file that the command does not name may be an unrelated study of the same name
         file = None if given is None else file or given
         command = lns_study("resume", ran.slug, storage=options.storage)
     else:
@@ -216,16 +223,16 @@ def _part(
 
 
 def _told(name: str) -> str:
-    """Return a study's name, or the path of its file as from the working folder, if it is there."""
+    """Return a study's name, or its file's path relative to the working folder if it is in it."""
     path = Path(os.path.relpath(name))
     return path.name if os.pardir in path.parts else str(path)
 
 
 def _file(name: str, *, small: bool, named: bool) -> StudyConfig | None:
-    """Return a study as its file has it; None where that needs a change to be one, or is gone.
+    """Load a study's file; None if it is missing or invalid without overrides.
 
-    A name that only a ledger in the storage has may be a stranger's (not ``named``): it leads to no
-    Python file, which would be run, and to none in another folder.
+    If the command did not name the study (not ``named``), the name comes from a ledger that may be
+    untrusted. Then Python files, which loading would run, and files in other folders return None.
     """
     from study.config.compose import load
     from study.config.script import is_script

@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 
 LEFT = 3
-"""Exit code of a study that ended in order with trials left."""
+"""Exit code of a study that was stopped on request with trials left."""
 EXIT_CODES = """\
 exit codes:
   0    done
-  1    a trial failed, MLflow lacks something, figures differ (rerun, reconcile,
+  1    a trial failed, MLflow lacks data, figures differ (rerun, reconcile,
        report --verify), studies have not run (reproduce), doctor found a fault,
-       the storage took no more writes while a study ran (full, removed, moved:
-       once that is mended the same command goes on); or a mistake of ours
-       (traceback)
-  2    the input cannot work; nothing was started
-  3    ended in order with trials left: stop, cancel or a limit; the same
-       command goes on (0 with run --job)
-  130  interrupted (Ctrl-C, SIGTERM, SIGUSR1); the same command goes on
+       the storage became unwritable while a study ran (full, removed, moved:
+       repair it and repeat the same command), or a bug (traceback)
+  2    invalid input; nothing was started
+  3    ended in order with trials left: stop, cancel or a limit; repeat the same
+       command to continue (0 with run --job)
+  130  interrupted (Ctrl-C, SIGTERM, SIGUSR1); repeat the same command to
+       continue
 """
 
 RUN_DESCRIPTION = """\
-Run a study, or continue one: trials that have finished are not run again,
-interrupted ones go on from their last checkpoint.
+Run or continue a study: finished trials are not run again, interrupted ones
+resume from their last checkpoint.
 
 CONFIG is a YAML file, the name of one in conf/study (table, quickstart), or a
 Python file that defines a StudyConfig (FILE.py, or FILE.py:NAME if it defines
-several). After it come changes:
+several). Changes follow it:
 
   key=value     set a key              trial.epochs=3  seeds=[0,1]  name=mine
                 trial. may be left out epochs=3        precision.format=lns12
@@ -81,25 +81,26 @@ def add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     run.add_argument(
         "--job",
         action="store_true",
-        help="for job controllers: --plain, exit code 0 where it would be 3, and begun again after"
-        " a run that was killed or ended by a signal, its wishes (stop, pause) and edited limits",
+        help="for job controllers: --plain, and exit code 0 instead of 3; if the controller"
+        " restarts a run that was killed or ended by a signal, the new run keeps its requests"
+        " (stop, pause) and edited limits",
     )
     run.set_defaults(command=_run)
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a study: its config, changes to it, and its small form."""
+    """Add the arguments that select a study: its config, overrides, and its small form."""
     parser.add_argument(
         "config", metavar="CONFIG", help="YAML or Python file, or name in conf/study"
     )
     _add_changes(parser)
     parser.add_argument(
-        "--small", action="store_true", help="the study's small form, as its key `small` says"
+        "--small", action="store_true", help="the study's small form, defined by its key `small`"
     )
 
 
 def _add_changes(parser: argparse.ArgumentParser) -> None:
-    """Add ``key=value``; without its default argparse's errors say that it is required."""
+    """Add ``key=value``; the default keeps argparse from listing it as required in errors."""
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", default=[], help="changes to the config"
     )
@@ -111,10 +112,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "plan",
         help="print the trials, resources and expected time of a study, start nothing",
         description=(
-            "Print what `lns-study run` with the same arguments would run: the trials, those left"
-            " out and why, the resources of a trial, and, from what earlier studies in the storage"
-            " took, the expected time. Trials are checked on their data, where the data are here."
-            " Starts nothing, and runs no code that the study names."
+            "Print what `lns-study run` with the same arguments would run: the trials, excluded"
+            " trials with the reason, the resources per trial, and the expected time, estimated"
+            " from earlier studies in the storage. If the data are on this machine, trials are"
+            " checked on them. Starts nothing, and does not run the study's own code."
         ),
     )
     add_study(plan)
@@ -127,10 +128,10 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "simulate",
         help="estimate how long a study would take on more machines, without running it",
         description=(
-            "Simulate a study's trials and scheduler on numbers of slots, of which a trial takes"
-            " one a worker: makespan, utilisation, what is ended early, load on MLflow. Times and"
-            " curves come from studies in the storage where they have like trials, else from"
-            " --seconds and synthetic curves."
+            "Simulate a study's trials and scheduler on given numbers of slots (a trial takes one"
+            " slot per worker): makespan, utilisation, trials ended early, load on MLflow. Times"
+            " and curves come from similar trials of studies in the storage, else from --seconds"
+            " and synthetic curves."
         ),
     )
     simulate.add_argument(
@@ -138,16 +139,14 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="CONFIG",
         help="YAML or Python file, a name in conf/study, or an existing study: its name or folder",
     )
-    simulate.add_argument(
-        "--storage", help="folder of all studies, in which CONFIG is looked for first"
-    )
+    simulate.add_argument("--storage", help="folder of all studies; CONFIG is searched there first")
     _add_changes(simulate)
     simulate.add_argument(
         "--slots",
         type=int,
         nargs="+",
         default=[1, 10, 100, 1000],
-        help="processes at a time (default: 1 10 100 1000)",
+        help="numbers of slots to simulate (default: 1 10 100 1000)",
     )
     simulate.add_argument(
         "--seconds",
@@ -162,30 +161,30 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command ``report`` to argparse's subparsers."""
     report = commands.add_parser(
         "report",
-        help="print a study's table and renew its report",
+        help="print a study's table and rewrite its report",
         description=(
-            "Print the table of a study, write its report again from its ledger, and send MLflow"
-            " whatever it lacks (after a tracking server was away)."
+            "Print the table of a study, rewrite its report from its ledger, and send missing data"
+            " to MLflow (for example after the tracking server was down)."
         ),
     )
     report.add_argument("study", metavar="STUDY", help="the study's name, or its folder")
     add_storage(report)
     report.add_argument("--tracking-uri", help="MLflow store to send to (default: the study's own)")
-    forms = "the table as Markdown or LaTeX, or the trials as csv or parquet, besides the page"
+    forms = "also write the table as Markdown or LaTeX, or the trials as csv or parquet"
     report.add_argument(
         "--format", choices=("html", "md", "csv", "parquet", "latex"), default="html", help=forms
     )
     report.add_argument(
         "--verify",
         action="store_true",
-        help="write nothing; compute the report's figures again from ledger and MLflow, and print"
-        " what differs",
+        help="write nothing; recompute the report's figures from ledger and MLflow, and print"
+        " the differences",
     )
     report.add_argument(
         "--run-checks",
         action="store_true",
-        help="run the functions of claims (check), which the study's ledger names: only of a study"
-        " whose code you trust (default: their verdicts are those of the last report)",
+        help="run the claims' own functions (check), which the study's ledger names; only use it"
+        " for studies whose code you trust (default: keep the last report's verdicts)",
     )
     report.set_defaults(command=_report)
 
@@ -195,7 +194,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.dry_run:
         print("Loading the study; checking its data and trials ...", flush=True)
-    # the node loads torch for the trials, which this process does without
+    # the node process imports torch for the trials; this process does not need it
     with nullcontext() if options.dry_run else Node() as node:
         from study.config.compose import load
 
@@ -233,8 +232,8 @@ def run_config(
 ) -> int:
     """Run a study's config and print its outcome; return the exit code.
 
-    ``again`` is the command that continues it, ``began`` when this one did; ``job`` tells whether a
-    job controller gave it.
+    ``again`` is the command that continues the study, ``began`` the start time of this one, and
+    ``job`` whether a job controller started it.
     """
     from study.api import run_study
     from study.views.console import PrintableConsole
@@ -283,7 +282,7 @@ SIMULATED = [
     "slots", "makespan", "utilisation", "ended early", "epochs", "epochs saved",
     "MLflow requests/s",
 ]  # fmt: skip
-"""Column heads of what `lns-study simulate` prints."""
+"""Column headings of the output of `lns-study simulate`."""
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -335,7 +334,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 
 def _say_damage(study: StudyConfig, consequence: str = "") -> None:
-    """Say what is wrong with the ledger of a study, if there is one and something is."""
+    """Print a warning if a study's ledger exists and is damaged."""
     from study.manage.studies import damage_of
 
     if damage := damage_of(study.folder):
@@ -343,12 +342,12 @@ def _say_damage(study: StudyConfig, consequence: str = "") -> None:
 
 
 def _study_or_config(options: argparse.Namespace) -> StudyConfig:
-    """Return the config of a file, of a name in conf/study, or of a study that exists.
+    """Return the config of a file, of a name in conf/study, or of an existing study.
 
-    Files and names come first; with ``--storage``, studies of that storage do.
+    They are searched in this order; with ``--storage``, studies of that storage come first.
 
     Raises:
-        ValueError: none is found.
+        ValueError: not found.
     """
 
     from study.config.compose import change, find_study, load
@@ -401,7 +400,7 @@ def _print_download() -> None:
 
 
 def make_view(console: Console, plain: bool = False) -> View:
-    """Return the display of a study on ``console``: a notebook, a terminal, or lines in a log."""
+    """Return a study's progress display for a notebook, a terminal, or a log (plain lines)."""
     from study.views.progress import LiveView, PlainView
 
     if console.is_jupyter:

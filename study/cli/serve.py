@@ -33,7 +33,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     ui.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
     team = ui.add_argument_group("for a team, with logins, see docs/howto/team-mlflow.md")
     team.add_argument(
-        "--team", action="store_true", help="ask for logins; the rest is for this only"
+        "--team", action="store_true", help="require logins; needed by the options below"
     )
     team.add_argument("--workers", type=int, help="processes that answer requests (default: 4)")
     team.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
@@ -41,7 +41,7 @@ def add_ui(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--allow-host",
         action="append",
         metavar="NAME",
-        help="a name by which it may be called, beside 127.0.0.1; can be repeated",
+        help="a host name that requests may use, in addition to 127.0.0.1; can be repeated",
     )
     team.add_argument(
         "--artifacts",
@@ -84,10 +84,10 @@ def _ui(options: argparse.Namespace) -> int:
 
 
 def refuse_password(uri: str) -> None:
-    """Refuse a database's address with its password: the command line stays while the server runs.
+    """Check that a database address has no password, because command lines are public.
 
     Raises:
-        ValueError: it has one.
+        ValueError: it has a password.
     """
     shown = without_password(uri)
     if shown != uri:

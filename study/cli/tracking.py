@@ -1,4 +1,4 @@
-"""Commands that show studies and send them to MLflow: ``sync reconcile compare dashboard``."""
+"""The commands ``sync``, ``reconcile``, ``compare`` and ``dashboard``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ URI_HELP = "MLflow store (default: the study's own)"
 def add_tracking_commands(commands: Commands) -> None:
     """Add the commands to the command line."""
     sync = add_command(
-        commands, "sync", _sync, "send MLflow what it lacks of a study, from its ledger"
+        commands, "sync", _sync, "send a study's missing data to MLflow, from its ledger"
     )
     sync.add_argument("--tracking-uri", help=URI_HELP)
     reconcile = add_command(
         commands,
         "reconcile",
         _reconcile,
-        "compare MLflow with a study's ledger point by point, and mend what differs",
+        "compare MLflow with a study's ledger point by point, and repair differences",
     )
     reconcile.add_argument("--tracking-uri", help=URI_HELP)
     reconcile.add_argument("--check", action="store_true", help="compare only, change nothing")
@@ -54,7 +54,7 @@ def add_tracking_commands(commands: Commands) -> None:
         commands,
         "dashboard",
         _dashboard,
-        "serve a study's report on 127.0.0.1, renewed while it runs, until Ctrl-C",
+        "serve a study's report on 127.0.0.1, updated while it runs, until Ctrl-C",
     )
     dashboard.add_argument(
         "--port", type=int, default=5001, help="port to listen on (default: 5001)"
@@ -64,7 +64,7 @@ def add_tracking_commands(commands: Commands) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="seconds between renewals (default: 10)",
+        help="seconds between updates (default: 10)",
     )
 
 
@@ -116,9 +116,10 @@ def _dashboard(options: argparse.Namespace) -> int:
 
 
 def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, StudyConfig]:
-    """Return folder and config of a study that is not running and whose store answers.
+    """Return folder and config of a study; check that it is not running and its store answers.
 
-    What writes to the store refuses a copy: of the study's runs those of newer trials look false.
+    With ``writes`` a copy of a study is rejected, because the original's newer runs would count as
+    wrong.
     """
     from study.ledger.lock import is_locked
     from study.manage.studies import continued, find, placed, whole
@@ -135,7 +136,7 @@ def _study(options: argparse.Namespace, *, writes: bool = True) -> tuple[Path, S
                 " sqlite:///path/mlflow.db"
             )
         if is_locked(folder):
-            raise UserError(f"{study.name}: is running, and feeds MLflow itself; wait for it")
+            raise UserError(f"{study.name}: is running and sends its data itself; wait for it")
         check_tracking(study.tracking)
     return folder, study
 
@@ -159,7 +160,7 @@ def _sync(options: argparse.Namespace) -> int:
     if not audits[1].equal:
         named = naming(study.tracking, study.storage)
         again = lns_study("reconcile", study.slug, *named, storage=study.storage)
-        print("\n".join([*audits[1].differences(), f"`{again}` mends that"]), file=sys.stderr)
+        print("\n".join([*audits[1].differences(), f"`{again}` repairs this"]), file=sys.stderr)
         return 1
     address = page(where["experiment"], where["view"]) if where else ""
     opens = how_to_open(study.tracking, study.storage, address)
@@ -195,7 +196,7 @@ def _audit(folder: Path, study: StudyConfig, **changes: bool) -> tuple[Audit, Au
         return reconcile(folder, study.tracking, artifacts, report=rewrite_report, **changes)
     except ValueError as error:
         raise UserError(str(error)) from None
-    except Exception as error:  # whatever the store raises
+    except Exception as error:  # any error of the store
         more = where_damaged(study.tracking)
         print(f"lns-study: MLflow at {study.tracking}: {reason(error)}{more}", file=sys.stderr)
         return None

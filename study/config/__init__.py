@@ -1,4 +1,4 @@
-"""Definition of a study: frozen dataclasses, made from YAML files and ``key=value`` overrides."""
+"""Definition of a study: frozen dataclasses, built from YAML files and ``key=value`` overrides."""
 
 from study.config.claims import AmendmentConfig, ClaimConfig
 from study.config.keys import OUTSIDE

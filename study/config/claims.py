@@ -1,7 +1,7 @@
-"""Claims of a study: sentences with a figure that a run decides, and the digest of what was stated.
+"""Claims of a study, which its runs decide, and the digest of the study's statement.
 
-A claim has exactly one check. Its bounds are in the unit in which the study's metric is shown,
-errors in per cent and their differences in percentage points::
+A claim has exactly one check. Its bounds are in the display unit of the study's metric: errors in
+per cent, their differences in percentage points::
 
     claims:
       - name: kahan_wins_back
@@ -9,9 +9,9 @@ errors in per cent and their differences in percentage points::
         source: the talk's table, 3.62 % without and 2.29 % with it
         difference: {rows: [lns everywhere, lns everywhere + kahan], at_least: 1.0}
 
-The statement of a study is what decides its figures and verdicts: question, claims, trials, rows,
-seeds, space, search, metric, limits and statistics. Its SHA-256 enters the ledger with the plan, so
-that a report can tell what was stated before the first trial from what was changed afterwards.
+The *statement* of a study contains all settings that affect its figures and verdicts: question,
+claims, trials, rows, seeds, space, search, metric, limits and statistics. Its SHA-256 is written to
+the ledger with the plan, so that a report can list the changes made after the first trial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainers.config.validation import finite, plain_values, require
 from trainers.user_code import split_name, without_folder
 
 BOUNDS = ("at_most", "at_least", "within")
-"""Tolerances of a check, exactly one of them."""
+"""Kinds of bounds; a check with a bound has exactly one."""
 KINDS: dict[str, tuple[str, ...]] = {
     "value": ("row",),
     "difference": ("rows",),
@@ -35,9 +35,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "importance": ("key",),
     "ranks": ("of", "blocks", "best"),
 }
-"""Checks beside ``check``, each with the keys that it needs beside its bound."""
+"""Built-in checks, each with its required keys apart from the bound."""
 OPTIONAL: dict[str, tuple[str, ...]] = {"no_row_beats": ("by",)}
-"""Keys that a check may have."""
+"""Optional keys of checks."""
 EXAMPLES = {
     "value": "value: {row: lns12, at_most: 2.5}",
     "difference": "difference: {rows: [nearest, kahan], at_least: 1.0}",
@@ -54,7 +54,8 @@ STATISTIC = (
     "final test figures, every seed; 95 % intervals by Student's t; differences paired by seed,"
     " corrected by Bonferroni where several are compared"
 )
-"""Statistic that earlier versions stated for every claim, also where it was another."""
+"""Text that statements of earlier versions have as the statistic of every claim, even of claims
+that use another one."""
 STATISTICS = {
     "value": "mean of final test figures over all seeds, 95 % interval by Student's t",
     "difference": "mean difference of final test figures, paired by seed, 95 % interval by"
@@ -68,22 +69,22 @@ STATISTICS = {
     " of the ranks of each seed, too",
     "check": "that of the claim's function, whose code is stated by its SHA-256",
 }
-"""Statistic of each check, which is stated with the claim."""
+"""Statistic of each check; part of the claim's statement, so a change alters its digest."""
 PICTURES = (
     "law_of_bits", "memory", "ranks", "test_error", "best_of_k", "importance", "pareto",
 )  # fmt: skip
-"""Pictures of a report that a page of claims can have for a study."""
+"""Report pictures that the page of claims can show for a study."""
 
 
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class AmendmentConfig:
-    """A change of a study's design or claims after results were seen, as pre-registrations have it.
+    """A change of a study's design or claims after results were seen, as in a pre-registration.
 
     Attributes:
         date: day of the change, YYYY-MM-DD.
-        change: what was changed, a sentence.
-        reason: why, a sentence.
+        change: one sentence that describes the change.
+        reason: one sentence that gives the reason.
     """
 
     date: str = ""
@@ -97,12 +98,12 @@ class AmendmentConfig:
             "must be a day as YYYY-MM-DD",
             "use for example date: '2026-11-24'",
         )
-        where, rule = f"amendment of {self.date}", "an amendment says what was changed and why"
+        where, rule = f"amendment of {self.date}", "an amendment needs a change and a reason"
         _refuse_empty(where, rule, change=self.change, reason=self.reason)
 
     @property
     def sentence(self) -> str:
-        """The amendment in words."""
+        """The amendment as text."""
         return f"{self.date}: {self.change} Reason: {self.reason}"
 
 
@@ -112,25 +113,25 @@ class ClaimConfig:
     """One claim of a study.
 
     Attributes:
-        name: identifier of the claim, in tags of MLflow and in tables.
-        claim: what is claimed, one sentence.
-        source: paper or talk that claims it, with the published figure in words.
-        published: published figure in the unit of ours; None if there is none.
-        value: ``{row: LABEL, at_most: X}`` (or ``at_least: X``, ``within: [LOW, HIGH]``): bound of
+        name: identifier of the claim in tables and MLflow tags.
+        claim: the claim, in one sentence.
+        source: paper or talk that makes the claim, with the published figure as text.
+        published: published figure in our unit, or None.
+        value: ``{row: LABEL, at_most: X}`` (or ``at_least: X``, ``within: [LOW, HIGH]``): bound on
             a row's mean test figure.
-        difference: ``{rows: [A, B], at_least: X}``: bound of the mean of A - B, paired by seed.
-        no_row_beats: ``{row: LABEL}``: no other row is significantly better; with ``by: X`` none is
-            better by more than X.
-        importance: ``{key: trial.optimizer.lr, at_least: 0.5}``: bound of the share of the metric's
+        difference: ``{rows: [A, B], at_least: X}``: bound on the mean of A - B, paired by seed.
+        no_row_beats: ``{row: LABEL}``: no other row is significantly better; with ``by: X``, no
+            other row is better by more than X.
+        importance: ``{key: trial.optimizer.lr, at_least: 0.5}``: bound on the share of the metric's
             variance that a searched key explains, by fANOVA.
-        ranks: ``{of: KEY, blocks: [KEY, ...], best: VALUE}``: of the values of a trial key, the one
-            with the best mean rank over blocks, by Friedman's test with Nemenyi's. The key ``row``
-            is the row's label.
-        check: ``file.py:function``, of a function that takes the study and returns a mapping with
+        ranks: ``{of: KEY, blocks: [KEY, ...], best: VALUE}``: VALUE has the best mean rank over
+            blocks among the values of a trial key, by Friedman's test with Nemenyi's. The key
+            ``row`` is the row's label.
+        check: ``file.py:function``; the function takes the study and returns a mapping with
             ``figure``, ``low``, ``high`` and ``unit``, or with ``figure`` and ``verdict``.
-        at_most: largest value that the interval of ``check`` may have.
-        at_least: smallest value that the interval of ``check`` may have.
-        within: both of them, ``[LOW, HIGH]``.
+        at_most: upper bound on the interval that ``check`` returns.
+        at_least: lower bound on the interval that ``check`` returns.
+        within: lower and upper bound, ``[LOW, HIGH]``.
     """
 
     name: str = ""
@@ -176,7 +177,7 @@ class ClaimConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the check is given, its bound included."""
+        """Arguments of the check, including its bound."""
         if self.check:
             bounds = {key: getattr(self, key) for key in BOUNDS}
             return {key: value for key, value in bounds.items() if value is not None}
@@ -193,7 +194,7 @@ class ClaimConfig:
 
     @property
     def bound(self) -> tuple[float, float]:
-        """Lowest and highest figure with which the claim holds; infinite where there is none."""
+        """Lowest and highest figure at which the claim holds; infinite if unbounded."""
         arguments = self.arguments
         low, high = arguments.get("within") or (
             arguments.get("at_least", -math.inf),
@@ -247,14 +248,14 @@ class ClaimConfig:
 
 
 def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> None:
-    """Refuse claims of one name, and claims about rows that the study does not have.
+    """Check that claims have different names and that their rows exist.
 
     Args:
         claims: claims of a study.
         labels: labels of its rows.
 
     Raises:
-        ValueError: with value, rule and remedy.
+        ValueError: two claims have the same name, or a claim's row does not exist.
     """
     names = [claim.name for claim in claims]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -274,15 +275,15 @@ def check_claims(claims: Collection[ClaimConfig], labels: Collection[str]) -> No
 def statement(
     study: Mapping[str, Any], code: Mapping[str, str], statistics: bool = True
 ) -> dict[str, Any]:
-    """Return what a study states: its keys that decide figures and verdicts, and its statistics.
+    """Return a study's statement: the settings that affect figures and verdicts, and statistics.
 
-    Keys without a value are left out, so that a key that a later version adds changes nothing.
+    Keys without a value are left out, so that keys added by later versions do not change digests.
 
     Args:
         study: ``StudyConfig.to_dict()``.
         code: SHA-256 of the file of each claim's ``check``, by the claim's name.
-        statistics: whether each claim states its own; ledgers of earlier versions have
-            :data:`STATISTIC` for all.
+        statistics: whether each claim has its own statistic; ledgers of earlier versions have
+            :data:`STATISTIC` for all claims.
     """
     stated = {key: _sparse(study.get(key)) for key in STATED}
     if stated.get("trial"):
@@ -302,7 +303,7 @@ def digest(stated: Mapping[str, Any]) -> str:
 
 
 def _sparse(value: Any) -> Any:
-    """Copy nested values without keys that have none."""
+    """Copy nested values without keys whose value is empty."""
     if isinstance(value, Mapping):
         found = {key: _sparse(entry) for key, entry in value.items()}
         return {key: entry for key, entry in found.items() if not _empty(entry)}

@@ -1,21 +1,21 @@
 """Composition of one validated :class:`~study.config.StudyConfig` from YAML files and overrides.
 
 A study file is YAML. Its optional ``groups`` list names files under ``conf/`` that are merged in
-order, later over earlier; the file itself goes where ``_self_`` stands (last if nowhere)::
+order, later over earlier; ``_self_`` marks the position of the file itself (default: last)::
 
     groups: [model/mlp_512, data/mnist, _self_, budget/full]
 
 On the command line ``model=mlp_128`` swaps the file of a group, and ``trial.epochs=3``, or
 ``epochs=3`` as in rows, sets a key; keys win over files. Values are YAML: ``seeds=[0,1]``,
-``trial.data.train_size=null``; mappings are merged, and ``{}`` empties one. Files are looked for in
-the working folder first (``./conf``), then in those that are installed with this package, so a
-study needs no checkout.
+``trial.data.train_size=null``. Mappings are merged; ``{}`` empties a mapping. Files are searched
+first in the working folder (``./conf``), then among the files installed with this package, so
+studies work without a checkout.
 
-A value may name another key, ``${trial.epochs}``, and nothing else: no resolver reads the
-environment (:mod:`study.config.yaml_loader`).
+A value may refer to another key, ``${trial.epochs}``; OmegaConf's other resolvers, which can read
+the environment, are disabled (:mod:`study.config.yaml_loader`).
 
-The schema is the frozen dataclasses themselves, read by OmegaConf: it refuses unknown keys and
-values of the wrong type, and they refuse values outside their range, with value, rule and remedy.
+OmegaConf uses the frozen dataclasses as its schema and rejects unknown keys and values of the wrong
+type. The dataclasses reject values outside their range. All errors give value, rule and remedy.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ from trainers.text import nearest
 
 SELF = "_self_"
 GROUP = re.compile(r"\w[\w-]*")
-"""Form of a group's name, that of a folder of `conf`."""
+"""Pattern of a group's name, which is the name of a folder in `conf`."""
 _json = partial(json.dumps, ensure_ascii=False)
 SMALL = "-small"
-"""End of the name of a study's small form."""
+"""Suffix of the name of a study's small form."""
 
 
 def load(
@@ -75,18 +75,17 @@ def load(
 
     Args:
         config: path of a YAML or Python file (:mod:`study.config.script`), the name of a YAML file
-            in ``conf/study``, or a config, whose relative names of files are relative to the
-            working folder.
+            in ``conf/study``, or a config. File names in a config are relative to the working
+            folder.
         overrides: ``key=value`` and ``group=file``.
-        say: prints one line for the user: why ``data.name=auto`` is not MNIST.
-        download: whether MNIST may be downloaded to resolve ``data.name=auto``; if not, auto is
-            taken to be MNIST.
-        small: whether it is the study's small form: its changes ``small``, before ``overrides``,
-            and a name that ends in ``-small``.
+        say: prints a line for the user, for example why ``data.name=auto`` is not MNIST.
+        download: whether MNIST may be downloaded to resolve ``data.name=auto``; if not, auto counts
+            as MNIST.
+        small: whether to return the study's small form: its changes ``small`` are applied before
+            ``overrides``, and its name ends in ``-small``.
 
     Raises:
-        ValueError: the file does not exist, a key is unknown or a value is bad; the message names
-            the value, the rule and the remedy.
+        ValueError: the file does not exist, a key is unknown or a value is invalid.
     """
     path = Path("study") if isinstance(config, StudyConfig) else find_study(config)
     if is_script(path):
@@ -102,7 +101,7 @@ def load(
         for layer in _expand(_find_group(group, file, path), groups, set())
     ]
     study = check_new(_check_trial_keys(_with_data(merged, swapped, keys, say, download)))
-    if not small and study.small:  # what cannot be made would be found when somebody wants it
+    if not small and study.small:  # check the small form now, not only when it is used
         groups, keys = _split_overrides(as_overrides(study.small))
         try:
             _with_keys(_merge_layers(config, path, groups), keys)
@@ -132,10 +131,10 @@ def _small_form(merged: DictConfig, path: Path) -> list[str]:
 def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
     """Return an existing study with ``key=value`` changes.
 
-    Groups cannot be swapped: an existing study no longer knows which config files it was made of.
+    Groups cannot be swapped, because an existing study does not record its config files.
 
     Raises:
-        ValueError: a key is unknown or a value is bad.
+        ValueError: a key is unknown, a value is invalid, or an override is a group.
     """
     groups, keys = _split_overrides(overrides)
     if groups:
@@ -149,13 +148,12 @@ def change(study: StudyConfig, overrides: Sequence[str]) -> StudyConfig:
 
 
 def _check_trial_keys(study: StudyConfig) -> StudyConfig:
-    """Return ``study`` if all keys of ``digits``, apart from ``seeds``, and of ``comparable`` are
-    keys of a trial.
+    """Check that all keys of ``digits`` (except ``seeds``) and ``comparable`` are trial keys.
 
-    Unchecked, a wrong key would have no effect, or be found only when the study ends.
+    Otherwise a wrong key would have no effect, or raise an error only at the end of the study.
 
     Raises:
-        ValueError: a key is not one of a trial.
+        ValueError: a key is not a trial key.
     """
     for keys in undotted(study.digits, "digits"):
         if keys.keys() != {"seeds"}:
@@ -182,11 +180,10 @@ def _with_data(
     say: Callable[[str], None],
     download: bool,
 ) -> StudyConfig:
-    """Return the study with ``keys``, ``data.name=auto`` resolved, and its ``digits`` overrides
-    applied to digits.
+    """Return the study with ``keys`` set and ``data.name=auto`` resolved.
 
-    The command line wins over those overrides: files of groups that it names are merged again here,
-    its keys later.
+    If the data are digits, the ``digits`` overrides are applied. The command line has precedence
+    over them, so its group files and then its keys are merged again.
     """
     study = _finish(_with_keys(merged, keys))
     auto = study.trial.data.name == "auto" and not study.trial.own_loop
@@ -208,11 +205,11 @@ def _with_data(
 def find_study(config: str) -> Path:
     """Return the path of the study file called ``config``.
 
-    Looks for the name as given, with .yaml, in ./conf/study, and in the installed package; not for
-    a Python file.
+    Searches for the name as given, with .yaml, in ./conf/study, and in the installed package. The
+    path of a Python file is returned unchecked.
 
     Raises:
-        ValueError: there is none; the message lists the names there are.
+        ValueError: not found; the message lists the known names.
     """
     if is_script(Path(config)):
         return Path(config)
@@ -222,7 +219,7 @@ def find_study(config: str) -> Path:
             return path
     refuse_examples(config, _roots())
     known = sorted({path.stem for root in _roots() for path in root.glob("study/*.yaml")})
-    stored = f"; to go on with a stored study: {lns_study('resume', config)}"
+    stored = f"; to continue a stored study: {lns_study('resume', config)}"
     raise ValueError(
         f"config {config!r}: no such config; it must be a YAML or Python file or one of"
         f" {', '.join(known) or '(none)'}{nearest(config, known)}; copy one of those to write"
@@ -231,14 +228,16 @@ def find_study(config: str) -> Path:
 
 
 def config_file(name: str) -> Path:
-    """Return the path of a file of ``conf``, the working folder's before the installed one."""
+    """Return the path of a file in ``conf``; the working folder has precedence."""
     paths = [root / name for root in _roots()]
     return next((path for path in paths if path.is_file()), paths[-1])
 
 
 def studies_with(key: str) -> list[str]:
-    """Return the names of the studies in conf/study that have a top-level key, sorted: in their own
-    file or in one of its groups, the last of which counts."""
+    """Return the sorted names of the studies in conf/study with a non-empty top-level key.
+
+    The key may be in the study's file or in one of its groups; the last one counts.
+    """
     files = {path.stem: path for root in reversed(_roots()) for path in root.glob("study/*.yaml")}
     return sorted(
         name
@@ -256,7 +255,7 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
         name: name of the key that holds the overrides, for errors.
 
     Raises:
-        ValueError: an override names no key of a trial or has a value of the wrong type.
+        ValueError: an override's key is not a trial key, or its value has the wrong type.
     """
     changes = [] if overrides is None else undotted(overrides, name)
     layers = [(name, {"trial": change}) for change in changes]
@@ -267,18 +266,19 @@ def override_trial(base: dict[str, Any], overrides: Any, name: str = "overrides"
 
 @lru_cache(maxsize=8)
 def _trial_of(base: bytes) -> DictConfig:
-    """Return a pickled trial's dict as a config; rows and domains of a space share it."""
+    """Return a pickled trial's dict as a config; cached, because rows and domains share it."""
     return _merged(trial_schema(), [("trial", {"trial": as_text(pickle.loads(base))})])
 
 
 def overridden(overrides: Any) -> set[str]:
-    """Return the dotted trial keys that a row's overrides set, in whichever form they stand."""
+    """Return the dotted trial keys that a row's overrides set, for all forms of overrides."""
     changes = [] if overrides is None else undotted(overrides, "overrides")
     return set[str]().union(*map(leaves, changes))
 
 
 def group_options(group: str) -> list[str]:
-    """Return the names of the files of a config group, sorted; empty if there is no such group."""
+    """Return the sorted file names of a config group, without suffix; empty if it does not
+    exist."""
     return (
         sorted({path.stem for root in _roots() for path in root.glob(f"{group}/*.yaml")})
         if group.isidentifier()
@@ -287,7 +287,7 @@ def group_options(group: str) -> list[str]:
 
 
 def _roots() -> list[Path]:
-    """Return the folders that hold ``study/``, ``model/`` ..., in order of precedence.
+    """Return the folders with ``study/``, ``model/`` ..., in order of precedence.
 
     The working folder's ``conf`` comes first, then the ``conf`` installed in this package or, in a
     checkout, beside it.
@@ -298,11 +298,11 @@ def _roots() -> list[Path]:
 
 
 def as_overrides(changes: Mapping[str, Any]) -> list[str]:
-    """Return changes as the command line has them.
+    """Convert changes to command-line overrides, ``key=value``.
 
     Raises:
-        ValueError: a value has no form in YAML, or is a number where the schema has a text: 1.10 is
-            1.1 in Python, and either may be meant.
+        ValueError: a value cannot be written as YAML, or is a number where the schema has a text:
+            in Python 1.10 equals 1.1, so the intended text is ambiguous.
     """
     values = {key: plain(key, value) for key, value in changes.items()}
     for key, value in values.items():
@@ -343,9 +343,10 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str
 def _layers(
     config: str | StudyConfig, path: Path, swaps: dict[str, str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the files to merge, or a config and files, in order, each with its name for errors.
+    """Yield the contents to merge, in order, each after its source for error messages.
 
-    Groups that the study does not list come last.
+    They come from files, or from a config and the swapped groups. Groups that the study does not
+    list come last.
     """
     named: set[str] = set()
     if isinstance(config, StudyConfig):
@@ -363,9 +364,9 @@ def _layers(
 def _expand(
     path: Path, swaps: dict[str, str], named: set[str], chain: tuple[Path, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the files of a file's groups and, at ``_self_``, its own body.
+    """Yield the contents of a file's groups and, at ``_self_``, of the file itself.
 
-    A group file may list groups too. The names of the groups are added to ``named``.
+    Group files may also list groups. The names of all groups are added to ``named``.
     """
     chain = _extend(chain, path)
     body = read_mapping(path)
@@ -431,8 +432,8 @@ def _merged(
 
     Args:
         base: the config so far.
-        layers: nested dicts of keys to set, each after where it comes from, for errors.
-        inside: prefix that the user need not write before keys, left out in errors.
+        layers: nested dicts of keys to set, each after its source for error messages.
+        inside: prefix of keys that users can omit; error messages omit it too.
     """
     merged = copy.deepcopy(base)
     for source, values in layers:
@@ -441,18 +442,18 @@ def _merged(
 
 
 def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str) -> None:
-    """Merge ``values`` into ``merged``, which an error leaves half done.
+    """Merge ``values`` into ``merged``, in place; after an error ``merged`` is incomplete.
 
-    Mappings are merged key by key, lists replaced. An empty mapping takes out what was there: a
-    section has its defaults again. A domain of the space replaces the earlier one as a whole: a
-    choice over a range is a choice; null takes it out. The objectives of the search replace the
-    earlier ones: those given are all.
+    - Mappings are merged key by key, lists are replaced. An empty mapping resets a section to its
+      defaults and empties a plain mapping.
+    - A domain of the space replaces the earlier domain as a whole; null removes it.
+    - The objectives of the search replace all earlier objectives.
     """
     check_references(values, source)
     check_lists(values, source, inside)
     if isinstance(values.get("space"), dict) and values["space"]:
         space = flatten_space(values["space"])
-        # at its old position: `when` names earlier keys
+        # keep the old position, because `when` may only name earlier keys
         changed = {key: space.pop(key, spec) for key, spec in merged.space.items()}
         merged.space = {key: spec for key, spec in changed.items() if spec is not None}
         others = {key: value for key, value in values.items() if key != "space"}
@@ -468,11 +469,11 @@ def _merge(merged: DictConfig, values: dict[str, Any], source: str, inside: str)
 
 
 def _empty(node: DictConfig, fresh: Any, values: dict[str, Any]) -> None:
-    """Take out of ``node`` what stands where ``values`` has an empty mapping.
+    """Reset the parts of ``node`` for which ``values`` has an empty mapping.
 
     Args:
-        node: config to change.
-        fresh: the same part of the schema, with its defaults; None where the schema has none.
+        node: config to change, in place.
+        fresh: the same part of the schema, with its defaults; None if the schema lacks it.
         values: values that will be merged.
     """
     for key, value in values.items():
@@ -494,7 +495,11 @@ def _finish(merged: DictConfig) -> StudyConfig:
 
 
 def _plain(merged: DictConfig | ListConfig) -> dict[str, Any]:
-    """Return plain Python values, interpolations resolved; refuse missing values."""
+    """Return plain Python values with interpolations resolved.
+
+    Raises:
+        ValueError: a value is missing.
+    """
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

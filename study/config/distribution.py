@@ -1,4 +1,4 @@
-"""A domain of the search space as Optuna's distribution."""
+"""Conversion of a search space's domain into an Optuna distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from study.config.space import Domain
 
 @cache
 def quiet_optuna() -> Any:
-    """Import Optuna, made quiet; only adaptive searches and importance need it."""
+    """Import Optuna and turn its log output off; only adaptive searches and importance need it."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -22,7 +22,7 @@ def quiet_optuna() -> Any:
 
 
 def distribution(domain: Domain) -> Any:
-    """Return Optuna's distribution of a domain; choices are categories by their index."""
+    """Return the Optuna distribution of a domain; a choice is encoded as its index."""
     optuna = quiet_optuna()
     if domain.categorical:
         return optuna.distributions.CategoricalDistribution(list(range(len(domain.values))))

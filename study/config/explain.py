@@ -1,4 +1,4 @@
-"""Error messages about a config: each states the value, the rule and the remedy."""
+"""Error messages about a config, each with the value, the rule and the remedy."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ EXAMPLES = {
     "comparable": "{epochs: 3}",
     "rows[].comparable": "{epochs: 3}",
 }
-"""Example values for error messages about keys whose default makes no useful example."""
+"""Example values for error messages, for keys whose default is not a useful example."""
 
 
 @cache
 def schema() -> DictConfig:
-    """Return a writable OmegaConf schema of a study, always the same one; only copies are changed.
+    """Return a writable OmegaConf schema of a study. It is cached, so callers must copy it first.
 
-    OmegaConf makes read-only nodes of frozen dataclasses, so the flag is removed from each node.
+    OmegaConf makes the nodes of frozen dataclasses read-only, so the flag is removed from each.
     """
     schema: DictConfig = OmegaConf.structured(StudyConfig)
     _thaw(schema)
@@ -79,7 +79,7 @@ def schema() -> DictConfig:
 
 @cache
 def trial_schema() -> DictConfig:
-    """Return the part of :func:`schema` under ``trial``, there too."""
+    """Return a schema with only the key ``trial`` of :func:`schema`."""
     return OmegaConf.masked_copy(schema(), ["trial"])
 
 
@@ -91,7 +91,7 @@ def _thaw(node: DictConfig) -> None:
 
 
 def explain(error: Exception, values: dict[str, Any], source: str, inside: str) -> ValueError:
-    """Return an OmegaConf error as a ``ValueError`` with value, rule and remedy."""
+    """Convert an OmegaConf error into a ``ValueError`` with value, rule and remedy."""
     key = str(getattr(error, "full_key", None) or _innermost(values))
     kinds = ((RowConfig, "rows"), (ClaimConfig, "claims"), (AmendmentConfig, "amendments"))
     for kind, place in kinds:
@@ -109,10 +109,10 @@ def explain(error: Exception, values: dict[str, Any], source: str, inside: str) 
 
 
 def check_lists(values: dict[str, Any], source: str, inside: str, place: str = "") -> None:
-    """Refuse a mapping where the schema has a list, which OmegaConf would take for its entries.
+    """Check that values are not mappings where the schema has a list; OmegaConf accepts these.
 
     Raises:
-        ValueError: with value, rule and remedy.
+        ValueError: there is one.
     """
     for name, value in values.items():
         key = f"{place}{name}"
@@ -153,7 +153,7 @@ def _innermost(values: Any) -> str:
 
 
 def _lookup(values: Any, key: str) -> Any:
-    """Return what nested dicts hold under a key such as ``seeds[0]``, or :data:`_ABSENT`."""
+    """Return the value of nested dicts under a key such as ``seeds[0]``, or :data:`_ABSENT`."""
     for part in re.findall(r"[^.\[\]]+", key):
         try:
             values = values[int(part)] if isinstance(values, list) else values[part]
@@ -163,7 +163,7 @@ def _lookup(values: Any, key: str) -> Any:
 
 
 def _expected(key: str, inside: str) -> str:
-    """Describe the rule for a key, with an example, from the types and defaults of the schema."""
+    """Describe the rule for a key with an example, from the schema's types and defaults."""
     shown = key.removeprefix(inside)
     entry = re.fullmatch(r"(.*)\[\d+\]", key)
     if entry:
@@ -200,7 +200,7 @@ def _rule(kind: Any) -> str:
 
 
 def _example(key: str) -> str:
-    """Return an example of a value that a key takes."""
+    """Return an example value of a key."""
     if key in EXAMPLES:
         return EXAMPLES[key]
     kind = kind_at(split(key))
@@ -223,7 +223,7 @@ def _example(key: str) -> str:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Return the dotted keys of a study, those of its parts too."""
+    """Return all dotted keys of a study, including the keys of its sections."""
     return tuple(_keys_of(schema()))
 
 
@@ -235,11 +235,11 @@ def _keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest known dotted key, "" if none is near.
+    """Return `` (did you mean 'x'?)`` for the nearest known dotted key; "" without a near one.
 
-    The similarity of the last parts weighs 3/4, that of the parts before them 1/4. It is
-    ``difflib``'s ratio 2 M / T, or at least 0.9 where one part is the other's initials:
-    ``learning_rate`` and ``lr``.
+    The last parts of the keys weigh 3/4, the parts before them 1/4. The similarity is ``difflib``'s
+    ratio 2 M / T, or at least 0.9 if one last part is the other's initials, as ``lr`` for
+    ``learning_rate``.
     """
     scores = {name: _likeness(key, name) for name in known}
     best = max(scores, key=lambda name: scores[name])
@@ -261,14 +261,14 @@ def first_line(error: Exception) -> str:
 
 
 def refuse_examples(config: str, roots: Iterable[Path]) -> None:
-    """Raise if ``config`` is the name of a study in the folder ``examples`` of a checkout.
+    """Check that ``config`` is not the name of a study in the folder ``examples`` of a checkout.
 
     Args:
-        config: what the user named.
-        roots: folders ``conf``; ``examples`` is beside one of them.
+        config: name given by the user.
+        roots: ``conf`` folders; ``examples`` may be beside each.
 
     Raises:
-        ValueError: it is; the message names the file.
+        ValueError: it is; the message has the file.
     """
     name = re.compile(rf"^name: {re.escape(config)}$", re.MULTILINE)
     for root in roots:

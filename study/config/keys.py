@@ -1,4 +1,4 @@
-"""Nested dicts: addressed by dotted keys, ``optimizer.lr``, and told apart by digests."""
+"""Functions on nested dicts with dotted keys, such as ``optimizer.lr``, and their digests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from typing import Any
 from trainers.user_code import without_folder
 
 OUTSIDE = ("data.root", "gpus")
-"""Trial keys that change no result.
+"""Trial keys that do not affect results.
 
-:func:`study.plan.identity.trial_id` leaves them out of a trial's identity, and
-:func:`study.config.claims.statement` out of what a study states.
+They are not part of a trial's identity (:func:`study.plan.identity.trial_id`) or of a study's
+statement (:func:`study.config.claims.statement`).
 """
 _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
 
 
 def locate(values: Any, folder: Path, key: str = "") -> Any:
-    """Complete what a study says of code: relative files of ``name``s, ``file.py:name``, become
-    absolute.
+    """Make the file names in a study's references to code absolute: ``file.py:name``.
 
     Args:
-        values: nested structure, as it was read.
-        folder: folder that files are relative to.
+        values: nested values as read.
+        folder: folder that the files are relative to.
         key: dotted key of ``values``.
     """
     if isinstance(values, dict):
@@ -46,8 +45,7 @@ def locate(values: Any, folder: Path, key: str = "") -> Any:
 
 
 def without_folders(values: Any) -> Any:
-    """Return nested values with located files of code, ``/folder/file.py:name``, named without
-    their folders."""
+    """Undo :func:`locate`: remove the folders from ``/folder/file.py:name`` in nested values."""
     if isinstance(values, Mapping):
         return {name: without_folders(value) for name, value in values.items()}
     if isinstance(values, list | tuple):
@@ -58,8 +56,8 @@ def without_folders(values: Any) -> Any:
 
 
 def spell_out(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a study's values with ``trainable: file.py:function``, of the study or its trial, as
-    the key that it stands for, ``trial.trainable.name``."""
+    """Replace the short form ``trainable: file.py:function``, in a study or its trial, by the key
+    ``trial.trainable.name``."""
     trial = values.get("trial", {})
     short = [part.get("trainable") for part in (trial, values) if isinstance(part, Mapping)]
     names = [name for name in short if isinstance(name, str)]
@@ -106,7 +104,7 @@ def _with(values: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, 
 
 
 def without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    """Copy a nested mapping without what it holds under dotted ``keys``, if anything."""
+    """Copy a nested mapping without the dotted ``keys``; missing keys are ignored."""
     found = dict(values)
     for key in keys:
         head, _, rest = key.partition(".")
@@ -120,14 +118,15 @@ def without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 def sha256_of(values: Any) -> str:
     """Return the SHA-256 of ``values`` as canonical JSON, 64 hex digits.
 
-    Ledgers keep such digests and trial ids are made of them, so the form of the JSON must stay.
+    Ledgers contain these digests and trial ids are derived from them, so the JSON's form must not
+    change.
     """
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def lookup(value: Any, key: str) -> Any:
-    """Return what a nested mapping holds under a dotted key; None if there is no such key."""
+    """Return the value of a nested mapping under a dotted key; None if the key is missing."""
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
@@ -145,5 +144,5 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value of a config is a finite number, and no truth value."""
+    """Return whether a config value is a finite number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,7 +1,7 @@
 """The types of a study's keys, by their place among nested mappings and lists.
 
-The schema says ``Any`` where trial keys stand nested or dotted: in rows, ``digits``,
-``comparable``, ``small`` and the space. There the type is that of the trial's key that is named.
+Rows, ``digits``, ``comparable``, ``small`` and the space contain nested or dotted trial keys, whose
+type is ``Any`` in the schema. For these, this module returns the type of the trial key.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainers.config import TrialConfig
 from trainers.config.validation import field_types
 
 ITEM = "[]"
-"""The part of a place that is an entry of a list."""
+"""Part of a place that denotes an entry of a list."""
 _TRIAL_KEYS: dict[type, tuple[str, ...]] = {
     StudyConfig: ("digits", "comparable"),
     RowConfig: ("overrides", "comparable"),
 }
-"""Fields that hold keys of a trial."""
+"""Fields that contain trial keys."""
 _LABELS = {"row": str, "rows": list[str]}
-"""Keys of a claim's check that hold labels of rows."""
+"""Keys of a claim's check that contain row labels."""
 
 
 def split(key: str) -> tuple[str, ...]:
-    """Return the place of a dotted key, ``rows[0].label`` or ``rows[].label``."""
+    """Return the place of a dotted key such as ``rows[0].label`` or ``rows[].label``."""
     parts: list[str] = []
     for name in key.split("."):
         head, *indices = name.split("[")
@@ -41,11 +41,11 @@ def split(key: str) -> tuple[str, ...]:
 
 @cache
 def kind_at(place: tuple[str, ...], kind: Any = StudyConfig) -> Any:
-    """Return the type of the value at a place; ``Any`` where there is none.
+    """Return the type of the value at a place; ``Any`` if it has none.
 
     Args:
-        place: keys from the outermost, each whole or dotted, and :data:`ITEM` for an entry of a
-            list.
+        place: keys from the outermost inwards, which may be dotted, and :data:`ITEM` for an entry
+            of a list.
         kind: dataclass of the outermost mapping.
     """
     if not place:
@@ -77,7 +77,7 @@ def _of_field(kind: type, name: str, rest: tuple[str, ...]) -> Any:
 
 
 def _in_space(place: Sequence[str]) -> Any:
-    """Return the type at a place of the space: that of the trial key whose values stand there."""
+    """Return the type at a place of the space, which is the type of the trial key."""
     words = (*CATEGORICAL, *RANGES, "when")
     at = next((at for at, part in enumerate(place) if part in words), None)
     if at is None:
@@ -89,7 +89,7 @@ def _in_space(place: Sequence[str]) -> Any:
 
 
 def plain_kind(kind: Any) -> Any:
-    """Return a type without the ``None`` that it may also be."""
+    """Return a type without its ``None`` alternative."""
     args = [each for each in typing.get_args(kind) if each is not NoneType]
     union = typing.get_origin(kind) in (typing.Union, UnionType)
     return args[0] if union and len(args) == 1 else kind

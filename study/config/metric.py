@@ -1,9 +1,9 @@
-"""The metric of a study: the figure that its tables, pictures, tests and answers are about.
+"""The metric of a study: the figure in its tables, pictures, tests and answers.
 
-Whatever shows or ranks that figure asks :class:`Metric` for its name, its unit, its words, and
-which of two values is better. Fractions of wrong answers (``.../error``) are shown in per cent,
-with two decimals, on logarithmic axes, their differences in percentage points; all other figures as
-they are reported, with four digits. *Shown* values are in that unit.
+:class:`Metric` has the figure's name, unit, wording and direction (whether lower is better).
+Fractions of wrong answers (``.../error``) are displayed in per cent with two decimals, on
+logarithmic axes, and their differences in percentage points. All other figures are displayed as
+reported, with four digits. *Shown* values are in this display unit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from trainers.config import TrialConfig
 
 MODES = ("min", "max")
 DERIVED = ("bits", "weight_bits", "seconds")
-"""Objectives that no trial reports: they follow from its config and its events."""
+"""Objectives that are not reported, but computed from a trial's config and events."""
 VALIDATION, TEST = "validation/", "test/"
 WIDE = 20
-"""Ratio of the largest to the smallest of positive values above which an axis is logarithmic."""
+"""An axis of positive values is logarithmic if the largest exceeds the smallest by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A reported figure, and whether lower or higher values of it are better.
+    """A reported figure, and whether lower or higher values are better.
 
     Attributes:
-        name: name under which trials report it: ``validation/error``, ``validation/r2``, ``loss``.
+        name: name in the trials' reports: ``validation/error``, ``validation/r2``, ``loss``.
         mode: ``min`` if lower is better, ``max`` if higher is.
     """
 
@@ -37,14 +37,14 @@ class Metric:
 
     @property
     def test_name(self) -> str:
-        """Name of the figure on the test set; the same name where the figure is of no split."""
+        """Name of the figure on the test set; for a metric without a split, its own name."""
         if not self.name.startswith(VALIDATION):
             return self.name
         return f"{TEST}{self.name.removeprefix(VALIDATION)}"
 
     @property
     def percent(self) -> bool:
-        """Whether it is a fraction, shown in per cent."""
+        """Whether it is a fraction that is shown in per cent."""
         return self.name.endswith("/error")
 
     @property
@@ -54,39 +54,39 @@ class Metric:
 
     @property
     def sign(self) -> int:
-        """Factor with which lower values are better."""
+        """1 or -1; multiplied by it, lower values are better."""
         return 1 if self.mode == "min" else -1
 
     # ---------------------------------------------------------------------------------------------
 
     @property
     def words(self) -> str:
-        """The figure in words: ``validation error``."""
+        """Name of the figure in a sentence: ``validation error``."""
         return self.name.replace("/", " ")
 
     @property
     def test_words(self) -> str:
-        """The figure on the test set in words: ``test error``."""
+        """Name of the test figure in a sentence: ``test error``."""
         return self.test_name.replace("/", " ")
 
     @property
     def final_words(self) -> str:
-        """What a trial that was ended early does not have: ``test error``, ``final accuracy``."""
+        """Name of the figure at a trial's end: ``test error``, ``final accuracy``."""
         return self.test_words if self.test_name != self.name else f"final {self.words}"
 
     @property
     def short(self) -> str:
-        """The figure without its split: ``error``."""
+        """Name without the split: ``error``."""
         return self.name.rpartition("/")[2]
 
     @property
     def plural(self) -> str:
-        """Several of the figure, in words: ``errors``, ``values of r2``."""
+        """Plural of the figure's name: ``errors``, ``values of r2``."""
         return f"{self.short}s" if self.percent else f"values of {self.short}"
 
     @property
     def row_key(self) -> str:
-        """End of the names of MLflow metrics about a row: ``test_error_percent``."""
+        """Suffix of the names of a row's MLflow metrics: ``test_error_percent``."""
         return self.test_name.replace("/", "_") + ("_percent" if self.percent else "")
 
     @property
@@ -101,49 +101,50 @@ class Metric:
 
     @property
     def points(self) -> str:
-        """Unit of differences in a sentence, after a blank; "" if they have none."""
+        """Unit of differences in a sentence, with a leading space; "" without a unit."""
         return " points" if self.percent else ""
 
     def heading(self, words: str) -> str:
-        """Return ``words`` as the head of a column or axis of shown values: ``test error, %``."""
+        """Return ``words`` as the heading of a column or axis of shown values: ``test error,
+        %``."""
         return f"{words}, %" if self.percent else words
 
     # ---------------------------------------------------------------------------------------------
 
     def figure(self, shown: float) -> str:
-        """Return a shown value as a figure of a table, without its unit."""
+        """Format a shown value for a table, without unit."""
         return f"{shown:z.2f}" if self.percent else f"{shown:z.4g}"
 
     def difference(self, shown: float, *, decimals: int = 2) -> str:
-        """Return a difference of shown values with its sign."""
+        """Format a difference of shown values, with sign."""
         return f"{shown:+z.{decimals}f}" if self.percent else f"{shown:+z.4g}"
 
     def rounded(self, shown: float) -> float:
-        """Return a shown value with the digits that a plot needs."""
+        """Round a shown value to the digits that a plot needs."""
         return round(shown, 4) if self.percent else float(f"{shown:.6g}")
 
     def mean(self, shown: float, sd: float | None) -> str:
-        """Return a mean of shown values with their standard deviation, if there is one."""
+        """Format a mean of shown values, with their standard deviation unless it is None."""
         return self.figure(shown) + (f" ± {self.spread(sd)}" if sd is not None else "")
 
     def spread(self, shown: float, *, decimals: int = 2) -> str:
-        """Return a standard deviation or half an interval of shown values."""
+        """Format a standard deviation, or half an interval, of shown values."""
         return f"{shown:.{decimals}f}" if self.percent else f"{shown:.2g}"
 
     def said(self, reported: float) -> str:
-        """Return a reported value as people read it: ``2.14 %``."""
+        """Format a reported value with its unit: ``2.14 %``."""
         return percent(reported) if self.percent else f"{reported:.4g}"
 
     @property
     def unit(self) -> str:
-        """Unit after a shown value in a sentence, after a blank; "" if it has none."""
+        """Unit of a shown value in a sentence, with a leading space; "" without a unit."""
         return " %" if self.percent else ""
 
     def logarithmic(self, shown: Iterable[float]) -> bool:
-        """Tell whether an axis of shown values is logarithmic.
+        """Return whether an axis of shown values is logarithmic.
 
-        Axes in per cent are if a value is positive, and those of positive values that are better
-        the lower and are :data:`WIDE` apart.
+        An axis in per cent is logarithmic if a value is positive. Any other axis is logarithmic if
+        lower is better, and all values are positive and differ by more than :data:`WIDE` times.
         """
         if self.percent:
             return any(value > 0 for value in shown)
@@ -151,15 +152,15 @@ class Metric:
 
 
 def check_reported(given: str, name: str, trial: TrialConfig) -> None:
-    """Refuse a figure of the validation or training examples that a trial does not report.
+    """Check that a trial reports a figure, if it is one of the validation or training examples.
 
     Args:
-        given: key and value that name it, for the error.
+        given: key and value that name the figure, for the error message.
         name: name of the figure.
         trial: the trial.
 
     Raises:
-        ValueError: with what it reports.
+        ValueError: it does not; the message lists the reported figures.
     """
     reported = ["loss", *(["error"] if trial.loss.counts_errors else [])]
     split, _, figure = name.rpartition("/")
@@ -175,15 +176,15 @@ def check_reported(given: str, name: str, trial: TrialConfig) -> None:
         )
         raise ValueError(
             f"{given} with trial.loss.name={trial.loss.name}: of the {split or 'validation'}"
-            f" examples a trial reports {', '.join(reported)}; use one of them, for example"
+            f" examples a trial reports {', '.join(reported)}; use for example"
             f" {VALIDATION}{reported[-1]}, or {other}"
         )
 
 
 def is_wide(values: Iterable[float]) -> bool:
-    """Tell whether values are positive and the largest is more than :data:`WIDE` times the least.
+    """Return whether all values are positive and differ by more than :data:`WIDE` times.
 
-    Those that are no finite numbers do not count.
+    Values that are not finite are ignored.
     """
     known = [value for value in values if math.isfinite(value)]
     return bool(known) and min(known) > 0 and max(known) > WIDE * min(known)

@@ -1,4 +1,4 @@
-"""Rules for the names of new studies; a study that exists keeps its name."""
+"""Checks of the names of new studies; existing studies keep their names."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from study.config.study import StudyConfig
 from trainers.user_code import find_source
 
 NAME_BYTES = 250
-"""Longest name of a study and label of a row, in bytes, that file systems and MLflow take."""
+"""Maximum length of a study's name and a row's label in bytes, for file systems and MLflow."""
 RESERVED = ("artifacts",)
-"""Folder names that no study may have, beside those of MLflow's database and its companions."""
+"""Folder names that a study may not have, in addition to names that begin with ``mlflow.db``."""
 
 
 def check_new(study: StudyConfig) -> StudyConfig:
-    """Return ``study`` if a storage, a table and MLflow can take its name and labels, and its
-    claims' code is there.
+    """Check a new study's name, row labels and claims; return the study.
 
-    Studies that exist already are not checked and keep theirs.
+    Existing studies are not checked.
 
     Raises:
-        ValueError: a name or label is too long, or has characters that are not allowed, or a
-            claim's ``check`` names no file.
+        ValueError: a name or label is too long, reserved, or has characters that are not allowed,
+            or the file of a claim's ``check`` does not exist.
     """
     for claim in study.claims:
         if claim.check:

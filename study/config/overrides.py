@@ -1,4 +1,4 @@
-"""Overrides: ``key=value`` of the command line and of rows, read by the types of the schema."""
+"""Parsing of overrides, ``key=value`` of the command line and of rows, by the schema's types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainers.config import TrialConfig
 
 
 def is_trial_key(name: str) -> bool:
-    """Tell whether a command-line key is a trial's, as in rows and spaces: ``precision.format``."""
+    """Return whether a command-line key is a trial key without ``trial.``: ``precision.format``."""
     first = name.partition(".")[0]
     return (
         first in TrialConfig.__dataclass_fields__ and first not in StudyConfig.__dataclass_fields__
@@ -25,10 +25,10 @@ def is_trial_key(name: str) -> bool:
 
 
 def refuse_numbers(key: str, value: Any) -> None:
-    """Refuse a number or a truth value where the schema has a text.
+    """Check that values are not numbers or booleans where the schema has a text.
 
     Raises:
-        ValueError: with the key and the remedy.
+        ValueError: there is one.
     """
     if isinstance(value, Mapping):
         for name, entry in value.items():
@@ -42,7 +42,7 @@ def refuse_numbers(key: str, value: Any) -> None:
 
 
 def parse_override(override: str) -> dict[str, Any]:
-    """Return ``key=value`` of the command line as nested dicts.
+    """Parse ``key=value`` of the command line into nested dicts.
 
     Raises:
         ValueError: the value is not YAML.
@@ -51,9 +51,12 @@ def parse_override(override: str) -> dict[str, Any]:
 
 
 def undotted(overrides: Any, name: str) -> list[dict[str, Any]]:
-    """Return a study's overrides, in whichever form, as nested dicts to merge in order.
+    """Convert a study's overrides, a mapping or a list, to nested dicts to merge in order.
 
-    Their references are resolved already; ``name`` is their key in errors.
+    References must be resolved already; ``name`` is the overrides' key in error messages.
+
+    Raises:
+        ValueError: they are neither.
     """
     if isinstance(overrides, list) and all("=" in str(item) for item in overrides):
         pairs = [_parse_pair(str(item), name, TrialConfig) for item in overrides]
@@ -68,7 +71,7 @@ def undotted(overrides: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _parse_pair(pair: str, source: str, kind: type = StudyConfig) -> tuple[str, Any]:
-    """Return the key and the value of ``key=value``, of a mapping that has the keys of ``kind``.
+    """Parse ``key=value`` by the field types of the dataclass ``kind``.
 
     Raises:
         ValueError: the value is not YAML; the message begins with ``source``.

@@ -1,14 +1,14 @@
-"""Studies that are defined in Python: files with a :class:`~study.config.StudyConfig` in them.
+"""Studies defined in Python: files that contain a :class:`~study.config.StudyConfig`.
 
 The file is loaded by its path under a private module name (:func:`trainers.user_code.load_file`).
-The study is the one ``StudyConfig`` at the file's top level, whatever its name; with several,
-``file.py:name`` chooses. A file with a ``main`` guard can so be both a script and a config::
+The study is the only ``StudyConfig`` at the file's top level, under any name; with several,
+``file.py:name`` chooses. With a ``main`` guard, a file can be both a script and a config::
 
     from study import ModelConfig, StudyConfig, TrialConfig
 
     small = StudyConfig(name="small", trial=TrialConfig(epochs=3, model=ModelConfig(hidden=[32])))
 
-Trials are processes of their own: they load the file only where a config names code in it.
+Trial processes load the file only if a config refers to code in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCRIPT = re.compile(r"(?P<file>.+\.py)(:(?P<name>[A-Za-z_]\w*))?")
 
 
 def is_script(path: Path) -> bool:
-    """Tell whether ``path`` names a Python file, or a study in one: ``file.py:name``."""
+    """Return whether ``path`` is a Python file, or a study in one: ``file.py:name``."""
     return _SCRIPT.fullmatch(str(path)) is not None
 
 
@@ -35,8 +35,8 @@ def read_script(path: Path) -> StudyConfig:
         path: path of the file, or ``file.py:name`` for one study of several.
 
     Raises:
-        ValueError: there is no such file, it cannot be run, or it does not define one study; the
-            message has the file, and the line of an error in it.
+        ValueError: the file does not exist, raises an error, or does not define exactly one study;
+            the message has the file and, for an error in it, the line.
     """
     found = _SCRIPT.fullmatch(str(path))
     assert found is not None

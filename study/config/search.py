@@ -1,4 +1,4 @@
-"""Options of a search: how the configurations of a study's space are chosen and compared."""
+"""Options of a search: how configurations are sampled from a study's space and compared."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ ADAPTIVE = ("tpe", "gp", "cmaes", "nsga2", "auto")
 SCHEDULERS = ("none", "asha", "hyperband", "median", "halving", "pbt", "pb2")
 POPULATIONS = ("pbt", "pb2")
 OBJECTIVES = {"validation/error": "min"}
-"""Default of the objectives, for which a study of another metric takes that one."""
+"""Default objectives; a study replaces them by its metric and mode."""
 MOST_VALUES = 100_000
-"""Most seeds, or rows, of a study."""
+"""Maximum number of seeds, or rows, of a study."""
 MOST_SAMPLES = 1_000_000
-"""Most configurations of a row."""
+"""Maximum number of configurations of a row."""
 FEW = 250
-"""Most configurations for which ``auto`` takes a Gaussian process.
+"""Maximum number of configurations for which ``auto`` chooses a Gaussian process.
 
-Fitting one takes a time that grows with the cube of their number.
+The time to fit one grows with the cube of that number.
 """
 BOUND = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
 def unique(name: str, values: Sequence[object], remedy: str) -> None:
-    """Refuse a list with a value twice, or of more than :data:`MOST_VALUES`.
+    """Check that a list has no duplicates and at most :data:`MOST_VALUES` values.
 
     Raises:
-        ValueError: it has; the message ends in ``remedy``.
+        ValueError: it does not; the message ends in ``remedy``.
     """
     if len(values) > MOST_VALUES:
         raise ValueError(f"{name}: {len(values):,}; must be at most {MOST_VALUES:,}; {remedy}")
@@ -50,49 +50,49 @@ def unique(name: str, values: Sequence[object], remedy: str) -> None:
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-    """How the search space is searched, alike for every row.
+    """How the search space is searched, in the same way for every row.
 
     Attributes:
-        algorithm: ``random``, ``sobol`` (even cover of the space), ``grid`` (every point of lists),
-            ``tpe`` (Bergstra et al. 2011), ``gp`` (a Gaussian process with expected improvement,
-            Jones et al. 1998), ``cmaes`` (Hansen 2016; ranges only) or ``nsga2`` (Deb et al. 2002;
-            several objectives), these by Optuna, or ``auto``, which takes one of these four by the
-            rule of :func:`choose_sampler`.
+        algorithm: ``random``, ``sobol`` (evenly spread points), ``grid`` (all points of a space of
+            lists), ``tpe`` (Bergstra et al. 2011), ``gp`` (a Gaussian process with expected
+            improvement, Jones et al. 1998), ``cmaes`` (Hansen 2016; ranges only), ``nsga2`` (Deb et
+            al. 2002; several objectives) or ``auto``. The last five use Optuna; ``auto`` chooses
+            among the other four by the rule of :func:`choose_sampler`.
         num_samples: number of configurations per row and grid point; ignored by ``grid``.
         seed: seed of the search; the same seed proposes the same configurations.
-        per_seed: whether every seed of the study is a search of its own, with configurations of its
-            own, of which it has its own best one: a row's figure is then the mean over these, with
-            an interval of what such searches find on average. Otherwise every configuration is
+        per_seed: whether every seed of the study has its own search, with its own configurations
+            and its own best one. A row's figure is then the mean over these best ones, and its
+            interval is about the average result of such searches. Otherwise every configuration is
             trained with every seed.
         objectives: metrics, each with ``min`` or ``max``: metrics that a trial reports
             (``validation/error``, ``validation/loss``, ``train/...``, ``samples_per_second``),
             ``seconds`` (of training), ``bits`` (of the number format) or ``weight_bits`` (of a
-            weight, its copy and compensation included). Only tpe, gp, nsga2 and auto take several.
-            The first one selects a row's best configuration. Left at their default, they are the
-            study's ``metric`` and ``mode``.
-        constraints: metrics as in ``objectives``, each with a bound that the mean over the seeds
-            must keep: ``{bits: "<= 12", seconds: "<= 60"}``. tpe, gp and nsga2 learn from them; no
-            configuration that breaks one is a row's best, in the Pareto front, or confirmed.
+            weight, including its copy and compensation). Only tpe, gp, nsga2 and auto accept
+            several. The first one selects a row's best configuration. The default is the study's
+            ``metric`` and ``mode``.
+        constraints: metrics as in ``objectives``, each with a bound on the mean over seeds:
+            ``{bits: "<= 12", seconds: "<= 60"}``. tpe, gp and nsga2 learn from them. A
+            configuration that violates one cannot be a row's best, in the Pareto front, or
+            confirmed.
         scheduler: scheduler that ends trials early when they fall behind in the first objective:
             ``none``, ``asha`` (asynchronous successive halving, Li et al. 2020), ``hyperband``
             (asha with several brackets, the later ones with a longer grace period) or ``median``
             (Golovin et al. 2017). ``halving`` first compares all configurations on a part of the
             training data, then the best on more (:mod:`study.search.halving`). ``pbt`` and ``pb2``
             instead train ``num_samples`` configurations as a population
-            (:mod:`study.search.population`); they search options of the optimizer, which change
-            during training.
-        grace_period: epochs that asha, hyperband and median give every trial before they may end
-            it.
+            (:mod:`study.search.population`); they search optimizer options, which change during
+            training.
+        grace_period: minimum number of epochs before asha, hyperband or median may end a trial.
         reduction_factor: factor eta of asha, hyperband and halving: one trial in eta is promoted.
-        perturbation_interval: epochs of a generation of pbt and pb2.
-        quantile_fraction: fraction of a pbt or pb2 population that, at the end of a generation,
-            takes over the weights of members from the equally large best fraction.
-        resample_probability: probability with which pbt samples a value anew instead of changing it
-            by a fifth.
-        confirm: number of each row's best configurations that run with more seeds once its search
+        perturbation_interval: number of epochs per generation of pbt and pb2.
+        quantile_fraction: fraction of a pbt or pb2 population that is replaced at the end of a
+            generation by copies of members of the equally large best fraction.
+        resample_probability: probability that pbt resamples a value instead of changing it by a
+            fifth.
+        confirm: number of each row's best configurations that run with more seeds after its search
             has ended; 0 for none. They race: after each seed, configurations significantly worse
             than the leader drop out (:mod:`study.search.racing`).
-        confirm_seeds: seeds of these confirmation runs, in order; none of the study's own.
+        confirm_seeds: seeds of these confirmation runs, in order; must differ from the study's.
     """
 
     algorithm: str = "random"
@@ -128,7 +128,7 @@ class SearchConfig:
             require(
                 f"search.{name}={getattr(self, name)}",
                 0 <= getattr(self, name) <= most,
-                f"must lie in 0 .. {most:g}",
+                f"must be in 0 .. {most:g}",
                 "use for example 0.25",
             )
         self._check_rounds()
@@ -147,8 +147,8 @@ class SearchConfig:
         if self.in_rounds and self.algorithm not in ("random", "sobol"):
             raise ValueError(
                 f"search.scheduler={self.scheduler} with search.algorithm={self.algorithm}: the"
-                " results of each round decide what comes next; use search.algorithm=random or"
-                " sobol, which draw the first one's configurations"
+                " results of each round decide the next one; use search.algorithm=random or"
+                " sobol, which draw the first round's configurations"
             )
         if self.in_rounds and (len(self.objectives) > 1 or self.num_samples < 2):
             raise ValueError(
@@ -224,7 +224,7 @@ class SearchConfig:
         return self.algorithm in ADAPTIVE or self.in_rounds
 
     def by_seed(self, seeds: Sequence[int]) -> list[tuple[SearchConfig, list[int]]]:
-        """Return the searches of a row, each with its seeds: one of all, or one of each seed."""
+        """Return the searches of a row, each with its seeds: one for all seeds, or one per seed."""
         if not self.per_seed:
             return [(self, list(seeds))]
         return [(replace(self, seed=_joined(self.seed, seed)), [seed]) for seed in seeds]
@@ -246,16 +246,16 @@ class SearchConfig:
 
 
 def _joined(search: int, trial: int) -> int:
-    """Return the seed of the search of one seed, of 32 bits."""
+    """Return a 32-bit seed for the search that belongs to the trial seed ``trial``."""
     return int(np.random.SeedSequence([search, trial]).generate_state(1)[0])
 
 
 def excess(name: str, bound: str, value: float) -> float:
     """Return by how much ``value`` exceeds a bound: ``value - b`` for ``<= b``, ``b - value`` for
-    ``>= b``; the bound is kept if that is not positive.
+    ``>= b``. The bound is satisfied if the result is not positive.
 
     Raises:
-        ValueError: ``bound`` is none; the message begins with ``name``.
+        ValueError: ``bound`` is not a valid bound; the message begins with ``name``.
     """
     found = BOUND.fullmatch(bound) if isinstance(bound, str) else None
     sign, number = found.groups() if found else ("", "nan")
@@ -269,9 +269,9 @@ def excess(name: str, bound: str, value: float) -> float:
 
 
 def broken(constraints: Mapping[str, str], values: Mapping[str, float]) -> list[str]:
-    """Return the constraints that ``values`` do not keep, as ``bits 16 <= 12``.
+    """Return the constraints that ``values`` violate, as ``bits 16 <= 12``.
 
-    A value that is not known keeps none.
+    NaN violates every bound.
     """
     return [
         f"{metric} {values[metric]:.4g} {bound.strip()}"
@@ -281,13 +281,16 @@ def broken(constraints: Mapping[str, str], values: Mapping[str, float]) -> list[
 
 
 def choose_sampler(search: SearchConfig, space: Space) -> tuple[str, str]:
-    """Return the algorithm that ``auto`` stands for, and the reason in words.
+    """Return the algorithm that ``auto`` chooses, and the reason as text.
 
-    ``tpe`` where a key is a choice or has a ``when``: it models each group of keys that occur
-    together. Of ranges alone, ``gp`` up to :data:`FEW` configurations, which makes most of few
-    results. Beyond, ``nsga2`` for several objectives, ``cmaes`` for one objective without
-    constraints over two keys or more, and ``tpe`` for the rest. The rule looks at the config only,
-    so a continued study goes on with the same sampler. Any other algorithm stands for itself.
+    - A key is a choice or has a ``when``: ``tpe``, which models each group of keys that occur
+      together.
+    - Otherwise, up to :data:`FEW` configurations: ``gp``, which needs the fewest results.
+    - More configurations: ``nsga2`` for several objectives; ``cmaes`` for one objective without
+      constraints and at least two keys; else ``tpe``.
+
+    The rule depends only on the config, so a continued study keeps its sampler. An algorithm other
+    than ``auto`` is returned unchanged.
     """
     if search.algorithm != "auto":
         return search.algorithm, "as the config says"

@@ -1,4 +1,4 @@
-"""The search space: which keys of a trial vary, and over which values.
+"""The search space: the trial keys that vary, and their values.
 
 A space maps dotted trial keys to domains, written with Ray Tune's names::
 
@@ -17,17 +17,17 @@ A domain is one of::
     {grid: [a, b, ...]}              every value, multiplied out with the other grids; the other
                                      domains are searched at each grid point
     {uniform: [low, high]}           low <= x < high
-    {loguniform: [low, high]}        its logarithm uniform
+    {loguniform: [low, high]}        uniform in the logarithm
     {quniform: [low, high, step]}    low plus multiples of step
-    {randint: [low, high]}           whole numbers low <= n < high
-    {lograndint: [low, high]}        whole numbers low <= n < high, their logarithm uniform
+    {randint: [low, high]}           integers low <= n < high
+    {lograndint: [low, high]}        integers low <= n < high, uniform in the logarithm
 
-``when`` ties a domain to others: the key varies only where every named key has the value given (or
-one of a list); elsewhere it keeps the value of the base trial. A named key is an earlier one of the
-space, or a key inside one of its mappings.
+``when`` makes a domain conditional: the key varies only if every key in ``when`` has the given
+value (or one of a list); otherwise it keeps the value of the base trial. The keys in ``when`` must
+be earlier keys of the space, or keys inside their mappings.
 
-Every domain maps a number of the unit interval to a value, so that random numbers, a Sobol sequence
-and a grid all read one definition.
+Every domain maps a number in [0, 1) to a value, so random numbers, Sobol sequences and grids share
+one definition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from trainers.config.validation import fits
 Params = dict[str, Any]
 """Sampled values by dotted trial key."""
 POINT_BYTES = 256
-"""Least memory that a point of the space takes, in bytes."""
+"""Minimum memory per point of the space, in bytes."""
 
 CATEGORICAL = ("choice", "grid")
 RANGES = {"uniform": 2, "loguniform": 2, "quniform": 3, "randint": 2, "lograndint": 2}
@@ -62,10 +62,10 @@ class Domain:
 
     Attributes:
         key: dotted trial key.
-        kind: kind of domain, as in the module's list.
+        kind: kind of domain, as listed in the module docstring.
         values: the choices, or the limits of the range.
-        when: dotted keys, and for each the values with which this domain varies.
-        real: whether the key takes floats; whole numbers sampled from a range become floats.
+        when: dotted keys, each with the values for which this domain varies.
+        real: whether the key takes floats; integers sampled from a range then become floats.
     """
 
     key: str
@@ -81,7 +81,7 @@ class Domain:
 
     @property
     def sets(self) -> set[str]:
-        """Trial keys that the domain sets: its own, or those inside its mappings."""
+        """Trial keys that the domain sets: its own, or the keys inside its mappings."""
         values = self.values if self.categorical else (None,)
         return {key for value in values for key in leaves({self.key: value})}
 
@@ -107,11 +107,11 @@ class Domain:
         return min(int(low * math.pow(high / low, unit)), int(high) - 1)
 
     def index(self, value: Any) -> int:
-        """Return the place of a value in a list of values; true and 1 are two values."""
+        """Return the index of a value in a list of values; true and 1 are different values."""
         return list(map(canonical, self.values)).index(canonical(value))
 
     def unit(self, value: Any) -> float:
-        """Return a unit number that :meth:`at` maps to ``value``, or near it for reals."""
+        """Return a number in [0, 1] that :meth:`at` maps to ``value``, approximately for floats."""
         if self.categorical:
             return (self.index(value) + 0.5) / len(self.values)
         low, high, *step = map(float, self.values)
@@ -128,7 +128,7 @@ class Domain:
         return min(max(unit, 0.0), 1.0)
 
     def nearest(self, value: float) -> Any:
-        """Return the value of the range that is nearest to a number."""
+        """Return the value of the range nearest to a number."""
         low, high, *step = self.values
         inside = min(max(value, low), high)
         if step:
@@ -139,7 +139,7 @@ class Domain:
         return float(inside) if self.real else inside
 
     def holds(self, value: Any) -> bool:
-        """Tell whether ``value`` lies in the domain."""
+        """Return whether ``value`` is in the domain."""
         if self.categorical:
             return canonical(value) in map(canonical, self.values)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -152,7 +152,7 @@ class Domain:
         )
 
     def applies(self, params: Mapping[str, Any]) -> bool:
-        """Tell whether the key varies, given the values of the keys before it."""
+        """Return whether ``when`` holds, given the values of the keys before it."""
         return all(_among(_value_of(key, params), allowed) for key, allowed in self.when)
 
 
@@ -160,7 +160,7 @@ class Domain:
 class Space:
     """All varying keys, in the config's order.
 
-    Grids are told apart from the other domains because they are multiplied out instead of sampled.
+    Grids are handled separately, because they are multiplied out instead of sampled.
     """
 
     domains: tuple[Domain, ...] = ()
@@ -170,18 +170,18 @@ class Space:
 
     @property
     def sampled(self) -> tuple[Domain, ...]:
-        """Domains that a search algorithm samples."""
+        """Domains that the search algorithm samples."""
         return tuple(domain for domain in self.domains if domain.kind != "grid")
 
     def grid_points(self) -> list[Params]:
-        """Return the product of the grids, later keys fastest; one empty point if there are none.
+        """Return the product of the grids, later keys fastest; without grids, one empty point.
 
-        A grid whose ``when`` does not hold is left out of the point.
+        A point lacks the grids whose ``when`` does not hold.
         """
         return self._product([domain for domain in self.domains if domain.kind == "grid"])
 
     def all_points(self) -> list[Params]:
-        """Return every point of a space without ranges, all lists multiplied out.
+        """Return the product of all lists; the space must not have ranges.
 
         Raises:
             ValueError: a domain is a range.
@@ -198,7 +198,7 @@ class Space:
         """Return the product of all ``domains``, without keys whose ``when`` does not hold.
 
         Raises:
-            ValueError: there are more points than this machine can hold.
+            ValueError: the points do not fit into this machine's memory.
         """
         count = math.prod(len(domain.values) for domain in domains)
         fits(
@@ -212,14 +212,14 @@ class Space:
         return _distinct(self.pruned(point) for point in points)
 
     def point(self, units: Sequence[float], grid: Params) -> Params:
-        """Return the values for one unit number per sampled domain, at one point of the grid."""
+        """Return the point for one number in [0, 1) per sampled domain, at one grid point."""
         drawn = {
             domain.key: domain.at(unit) for domain, unit in zip(self.sampled, units, strict=True)
         }
         return self.pruned(grid | drawn)
 
     def holds(self, params: Params) -> bool:
-        """Tell whether ``params`` are a point of the space."""
+        """Return whether ``params`` are a point of the space."""
         kept: Params = {}
         for domain in self.domains:
             if domain.applies(kept):
@@ -238,11 +238,10 @@ class Space:
 
 
 def parse_space(values: Mapping[str, Any]) -> Space:
-    """Return the space that a config's ``space`` describes.
+    """Parse a config's ``space``.
 
     Raises:
-        ValueError: an entry is no domain, or a ``when`` names no earlier key; the message has the
-            remedy.
+        ValueError: an entry is not a domain, or a key in ``when`` is not an earlier key.
     """
     domains: list[Domain] = []
     for key, spec in flatten_space(values).items():
@@ -252,7 +251,7 @@ def parse_space(values: Mapping[str, Any]) -> Space:
 
 
 def flatten_space(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a space with dotted keys, also if written nested (``{optimizer: {lr: ...}}``)."""
+    """Return a space with dotted keys, even if it is nested (``{optimizer: {lr: ...}}``)."""
     flat: dict[str, Any] = {}
     for key, spec in values.items():
         nested = (
@@ -274,7 +273,7 @@ def describe(params: Mapping[str, Any]) -> str:
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return a name for each dotted key: its last part where no other key ends in it."""
+    """Return a name for each dotted key: its last part if that is unique, else the whole key."""
     last = {key: key.rpartition(".")[2] for key in keys}
     count = Counter(last.values())
     return {key: short if count[short] == 1 else key for key, short in last.items()}
@@ -296,9 +295,9 @@ def show(value: Any) -> str:
 
 
 def params_at(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
-    """Return sampled values after ``epoch`` epochs, or at the end.
+    """Return the sampled values in force after ``epoch`` epochs, by default at the end.
 
-    Some change during training (:mod:`trainers.config.schedule_changes`).
+    Values can change during training (:mod:`trainers.config.schedule_changes`).
     """
     values = {key: value for key, value in params.items() if key != "changes"}
     for change in params.get("changes", []):
@@ -309,7 +308,7 @@ def params_at(params: Mapping[str, Any], epoch: float = math.inf) -> Params:
 
 def _parse_domain(key: str, spec: Any) -> Domain:
     if not isinstance(spec, Mapping):
-        raise ValueError(f"space.{key}: {show(spec)} is no domain; {EXAMPLE}")
+        raise ValueError(f"space.{key}: {show(spec)} is not a domain; {EXAMPLE}")
     kinds = [kind for kind in spec if kind in (*CATEGORICAL, *RANGES)]
     unknown = [name for name in spec if name not in kinds and name != "when"]
     if len(kinds) != 1 or unknown:
@@ -344,7 +343,7 @@ def _check_range(key: str, kind: str, values: Sequence[Any]) -> None:
 
 
 def _broken_rule(kind: str, low: float, high: float, step: float = 1.0) -> str:
-    """Return the rule that the numbers of a range break; "" if none."""
+    """Return the rule that the limits of a range violate, or ""."""
     whole = kind.endswith("randint")
     if whole and not (isinstance(low, int) and isinstance(high, int)):
         return "must be whole numbers"
@@ -357,7 +356,7 @@ def _broken_rule(kind: str, low: float, high: float, step: float = 1.0) -> str:
 
 
 def _mended(kind: str, low: float, high: float, *step: float) -> str:
-    """Return a domain near to a range that breaks a rule."""
+    """Return a valid domain, as text, near to an invalid range."""
     low, high = min(low, high), max(low, high)
     if kind.endswith("randint"):
         low, high = math.floor(low), math.ceil(high)
@@ -387,7 +386,11 @@ def _parse_when(key: str, when: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
 
 
 def _check_when(domains: list[Domain]) -> None:
-    """Refuse a ``when`` of the last domain that names no key set by an earlier domain."""
+    """Check that the keys in the last domain's ``when`` are set by earlier domains.
+
+    Raises:
+        ValueError: they are not.
+    """
     *earlier, domain = domains
     for name, _ in domain.when:
         if not any(_sets(other, name) for other in earlier):
@@ -408,13 +411,13 @@ def _sets(domain: Domain, key: str) -> bool:
 
 
 def _among(value: Any, allowed: Iterable[Any]) -> bool:
-    """Tell whether a value is one of ``allowed``; true and 1 are two values, 1 and 1.0 one."""
+    """Return whether a value is one of ``allowed``; true differs from 1, but 1 equals 1.0."""
     kind = isinstance(value, bool)
     return any(value == other and isinstance(other, bool) is kind for other in allowed)
 
 
 def _value_of(key: str, params: Mapping[str, Any]) -> Any:
-    """Return the value of ``key``, also inside the mapping of a shorter key; None if absent."""
+    """Return the value of ``key``, which may be inside a shorter key's mapping; None if absent."""
     if key in params:
         return params[key]
     for name, value in params.items():
@@ -428,7 +431,7 @@ def _distinct(points: Iterator[Params]) -> list[Params]:
 
 
 def canonical(value: Any) -> str:
-    """Return a value as text that is the same for equal values."""
+    """Return a value as canonical JSON, which is the same for equal values."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -442,10 +445,13 @@ def unit_points(
 ) -> Iterator[Sequence[float]]:
     """Yield ``count`` points of the unit cube.
 
-    The first n points do not depend on ``count``, so that a study can be extended.
+    The first n points do not depend on ``count``, so a study can be extended.
 
     Args:
         algorithm: ``random`` (independent) or ``sobol`` (scrambled, low discrepancy; Owen 1998).
+        dimensions: number of coordinates.
+        count: number of points.
+        seed: seed of the sequence.
     """
     if algorithm == "sobol":
         from torch.quasirandom import SobolEngine

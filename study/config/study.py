@@ -1,13 +1,13 @@
 """Definition of a study: a base trial, rows that change it, a search space, seeds, and its storage.
 
-A study asks one question of several *rows* (for the table: four arithmetics). Every row is the base
-trial with a few overrides, and every row runs once per seed: ``rows x seeds`` trials in all. With a
-*space*, every row is searched for its own best configuration, each with the same effort: ``rows x
-configurations x seeds`` trials. Configurations are chosen by the validation split; nothing is
-chosen by looking at the test set.
+A study compares several *rows* (for the table: four arithmetics). Every row is the base trial with
+a few overrides, and runs once per seed: ``rows x seeds`` trials in total. With a *space*, every row
+is searched for its own best configuration, with the same number of configurations: ``rows x
+configurations x seeds`` trials. Configurations are chosen by the validation split, never by the
+test set.
 
-The dataclasses are frozen and validated once, where they are made. :mod:`study.config.compose`
-makes them from YAML and ``key=value``.
+The dataclasses are frozen and validated on construction. :mod:`study.config.compose` builds them
+from YAML and ``key=value``.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class RowConfig:
         label: name of the row in tables, pictures and MLflow.
         overrides: trial keys to change, nested (``{precision: {scope: matmul}}``) or dotted
             (``{precision.scope: matmul}``).
-        published: published test figure of the study's metric to print beside ours, errors in per
-            cent; None if there is none.
-        within: largest difference of the row's mean test figure from the baseline row's, of errors
-            in percentage points, with which the row passes.
-        worse_by: smallest amount by which the row's mean test figure is worse than the baseline
-            row's, of errors in percentage points, with which the row passes.
-        comparable: values that the row's trials must have for its figures to be comparable, like
-            the study's ``comparable``.
+        published: published test figure of the study's metric, to print beside ours; errors in per
+            cent; None without one.
+        within: requirement: the row's mean test figure differs from the baseline row's by at most
+            this much; percentage points for errors.
+        worse_by: requirement: the row's mean test figure is worse than the baseline row's by at
+            least this much; percentage points for errors.
+        comparable: values that the row's trials must have for its figures to be comparable with the
+            published ones, in addition to the study's ``comparable``.
     """
 
     label: str = ""
@@ -79,16 +79,16 @@ class RowConfig:
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class LimitsConfig:
-    """Limits at which a study stops by itself, as with ``lns-study stop``; None is no limit.
+    """Limits at which a study stops by itself, as with ``lns-study stop``; None for unlimited.
 
-    Running trials then end, and no others begin.
+    Running trials then finish, and no further trials start.
 
     Attributes:
-        trials: number of finished and failed trials, those of earlier runs included.
-        hours: wall time of this run and, with ``run --job``, of those that it continues.
-        gpu_hours: hours times the share of a GPU, over all trials.
-        joules: energy of GPUs, over all trials, each with its share of one (``trial.gpus``); known
-            only with ``trial.telemetry=true``.
+        trials: number of finished and failed trials, including earlier runs.
+        hours: wall time of this run and, with ``run --job``, of the runs that it continues.
+        gpu_hours: sum over all trials of hours times the number or share of GPUs.
+        joules: GPU energy of all trials, scaled by each trial's GPU share (``trial.gpus``); needs
+            ``trial.telemetry=true``.
         failures: number of failed trials.
     """
 
@@ -113,62 +113,63 @@ class StudyConfig:
 
     Attributes:
         name: name of the study's folder, its MLflow experiment and its report.
-        question: question that the study asks, one or two sentences for the report.
+        question: the study's question, in one or two sentences for the report.
         trial: base trial that the rows change.
         rows: rows to compare; if empty, one row named like the study.
         seeds: random seeds; every row, and every configuration of a searched row, runs once per
             seed.
         space: search space (:mod:`study.config.space`); nothing is searched if empty.
         search: how the space is searched.
-        metric: reported name of the figure that tables, pictures, tests and answers are about:
+        metric: reported name of the figure in tables, pictures, tests and answers:
             ``validation/loss``, ``validation/NAME`` with NAME among ``trial.metrics``, or
-            ``accuracy``. Tables have the last ``test/NAME`` of ``validation/NAME``, or the last
-            value of a figure of no split. None for ``validation/error``, or ``validation/loss``
-            where the trial's loss counts no errors.
+            ``accuracy``. For ``validation/NAME`` tables show the last ``test/NAME``, for a metric
+            without a split its last value. None for ``validation/error``, or for
+            ``validation/loss`` if the trial's loss does not count errors.
         mode: whether lower (``min``) or higher (``max``) values of the metric are better.
         limits: limits at which the study stops by itself.
         digits: trial keys, and ``seeds``, to change if the data are digits, a set 40 times smaller
-            than MNIST: by name, or because ``data.name=auto`` found no MNIST.
+            than MNIST: by name, or because ``data.name=auto`` did not find MNIST.
         baseline: label of the row with which the others are compared; None for no comparison.
         comparable: dotted trial keys and the values they must have for figures to be comparable
             with the published ones.
         comparable_seeds: number of seeds that a row needs for its figures to be comparable.
         claims: claims that the study decides (:mod:`study.config.claims`).
         amendments: changes of its design or claims after results were seen, with dates and reasons.
-        picture: picture that the page of claims has; None for one that fits the claims.
-        small: changes that make its small form, by dotted key, as on the command line; {} for none.
+        picture: picture of the study on the page of claims; None to choose one by the claims.
+        small: changes that make the study's small form, by dotted key, as on the command line; {}
+            for none.
         storage: folder of all studies, or s3://bucket/prefix or gs://bucket/prefix: ledgers,
-            checkpoints, reports, the default tracking database (of a URL: in its cache).
+            checkpoints, reports, the default tracking database (for a URL, in its local cache).
         tracking_uri: MLflow tracking server or database; None for ``sqlite`` in ``storage``,
-            ``none`` to send nothing. A password in it is taken out and kept in this process only
+            ``none`` to send nothing. A password in it is removed and kept only in this process
             (:mod:`study.tracking_uri`).
         tensorboard: whether to write TensorBoard event files into the study's folder
             (:mod:`study.tracking.sinks`).
-        alerts: shell commands by the event at which they run: ``finished`` (a run of the study
-            ends, in whichever way), ``failed`` (a trial is given up) and ``best`` (a configuration
-            is better than all before). They find the facts in variables ``LNS_STUDY_...``.
-        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None for this
-            machine alone.
-        insecure: whether to join a cluster that requires no token
+        alerts: shell commands by event: ``finished`` (a run of the study ends, successfully or
+            not), ``failed`` (a trial is given up) and ``best`` (a configuration is better than all
+            earlier ones). Environment variables ``LNS_STUDY_...`` describe the event.
+        address: Ray cluster to join: ``auto`` on one of its nodes, or host:port; None to use only
+            this machine.
+        insecure: whether to join a cluster that does not require a token
             (:mod:`study.execution.ray_session`).
-        cpus: CPUs of this machine that trials may use, also more than it has; None for all.
-        max_concurrent: largest number of trials at a time; None for as many as fit.
+        cpus: CPUs of this machine that trials may use; may exceed the actual number; None for all.
+        max_concurrent: maximum number of concurrent trials; None for as many as fit.
         engine: ``local``: processes on this machine; ``ray``: Ray Tune, at ``address`` or on a Ray
             started here; ``auto``: ``ray`` for clusters, Ray Train, parameter servers, else local.
-        executor: processes of trials of one worker. ``auto``: a reused process, and one process for
-            several small trials on a GPU (:func:`trainers.workers.resources.packs`). ``packed``:
-            one process per GPU (at most 32 trials), or one per machine on CPUs; not of the user's
-            code.
-        gang: what starts the workers of a trial of several. ``train``: Ray Train's ``TorchTrainer``
+        executor: processes for trials with one worker. ``auto``: processes are reused by later
+            trials, and several small trials on a GPU share one
+            (:func:`trainers.workers.resources.packs`). ``packed``: one process per GPU (at most 32
+            trials), or one per machine on CPUs; not for trials that run the user's code.
+        gang: how the workers of a multi-worker trial start. ``train``: Ray Train's ``TorchTrainer``
             (needs Ray); ``forked``: forked processes, which start in milliseconds; ``auto``: Ray
             Train on a cluster unless the trial is short (:mod:`study.plan.gangs`), else forked.
-        checkpoint_every: epochs between checkpoints.
-        max_failures: number of times since its last new epoch that a trial whose process or machine
-            died is restarted from its last checkpoint.
+        checkpoint_every: number of epochs between checkpoints.
+        max_failures: maximum number of restarts of a trial from its last checkpoint, after its
+            process or machine died; counted since its last new epoch.
         heartbeat: seconds without a report after which a trial counts as hung: its processes are
-            killed and it is restarted like one that died. Must be longer than the longest epoch and
-            the starts of the trials that share a process; None waits for ever, and says who is
-            silent (:mod:`study.execution.silence`).
+            killed and it is restarted as after a crash. Must be longer than the longest epoch and
+            the starts of the trials that share a process. None waits forever, and reports silent
+            trials (:mod:`study.execution.silence`).
     """
 
     name: str = "study"
@@ -251,13 +252,13 @@ class StudyConfig:
             return
         if self.limits.joules is not None:
             raise ValueError(
-                f"limits.joules={self.limits.joules:g}: trials do not tell their energy; add"
+                f"limits.joules={self.limits.joules:g}: trials do not report energy; set"
                 " trial.telemetry=true"
             )
         for metric in (*self.search.objectives, *self.search.constraints):
             if metric.startswith("telemetry/") and not self.trial.own_loop:
                 raise ValueError(
-                    f"search: {metric}: trials do not tell it; add trial.telemetry=true"
+                    f"search: {metric}: trials do not report it; set trial.telemetry=true"
                 )
 
     def _check_alerts(self) -> None:
@@ -269,7 +270,11 @@ class StudyConfig:
             require(f"alerts.{event}={command!r}", runs, "must be a shell command", example)
 
     def _check_metric(self) -> None:
-        """Refuse a metric that nothing may be chosen by, or that the base trial cannot report."""
+        """Check that the metric is not a test metric and that the base trial reports it.
+
+        Raises:
+            ValueError: it is, or does not.
+        """
         one_of("mode", self.mode, MODES)
         name = self.primary_metric.name
         split, _, figure = name.rpartition("/")
@@ -295,9 +300,13 @@ class StudyConfig:
             check_reported(f"metric={name}", name, self.trial)
 
     def _check_objectives(self) -> None:
-        """Refuse what a search compares trials by, and no trial reports.
+        """Check that trials report the objectives and constraints of the search.
 
-        What rows or points report that have a loss, metrics or a loop of their own is not known.
+        This is unknown, and not checked, if rows or the space change loss, metrics or training
+        loop.
+
+        Raises:
+            ValueError: a figure is not reported.
         """
         search, first = self.search, next(iter(self.search.objectives))
         if search.ends_early and first in DERIVED:
@@ -317,14 +326,14 @@ class StudyConfig:
 
     @property
     def primary_metric(self) -> Metric:
-        """Figure that the study is about."""
+        """The metric of the study."""
         usual = "error" if self.trial.loss.counts_errors else "loss"
         name = f"{VALIDATION}{usual}" if self.metric is None else self.metric
         return Metric(name=name, mode=self.mode)
 
     @property
     def _objectives(self) -> dict[str, str]:
-        """Objectives of a search that names none."""
+        """Default objectives of the search."""
         return {self.primary_metric.name: self.mode}
 
     def _check_space(self) -> None:
@@ -336,7 +345,7 @@ class StudyConfig:
             SearchConfig(objectives=self._objectives),
         ):
             raise ValueError(
-                "search: there is no space to search; add for example space: {optimizer.lr:"
+                "search: the study has no space to search; add for example space: {optimizer.lr:"
                 " {loguniform: [0.001, 1.0]}}, or leave search out (search={} on the command line)"
             )
         if both := sorted({*self.search.confirm_seeds} & {*self.seeds}):
@@ -364,14 +373,18 @@ class StudyConfig:
             )
 
     def _check_population(self, space: Space) -> None:
-        """Refuse keys that cannot change during training or that decide its length."""
+        """Check that a population only searches keys that can change during training.
+
+        Raises:
+            ValueError: another key is searched, or changes or a decay are configured as well.
+        """
         scheduler = f"search.scheduler={self.search.scheduler}"
         for domain in space.domains:
             if domain.kind != "grid" and domain.key not in CHANGEABLE:
                 raise ValueError(
                     f"space.{domain.key} with {scheduler}: cannot change in the middle of a trial;"
-                    " use {grid: ...} for it, which makes a population for each value; what can"
-                    f" change: {', '.join(CHANGEABLE)}"
+                    " use {grid: ...} for it, which makes a population for each value; keys that"
+                    f" can change: {', '.join(CHANGEABLE)}"
                 )
         if self.trial.changes or any(
             domain.key in ("epochs", "changes") for domain in space.domains
@@ -432,13 +445,13 @@ class StudyConfig:
     def folder(self) -> Path:
         """Absolute path of the folder of this study's ledger, checkpoints and report.
 
-        With a storage at a URL, it is the cache of what is there.
+        If the storage is a URL, it is the local cache.
         """
         return local_folder(self.storage) / self.slug
 
     @property
     def tracking(self) -> str:
-        """MLflow tracking URI in force."""
+        """Effective MLflow tracking URI."""
         return self.tracking_uri or default_tracking_uri(self.storage)
 
     def to_dict(self) -> dict[str, Any]:
@@ -446,7 +459,7 @@ class StudyConfig:
         return as_dict(self)
 
     def to_change(self) -> dict[str, Any]:
-        """Return what :meth:`to_dict` does, with objectives that follow a change of the metric."""
+        """Return :meth:`to_dict`, but reset default objectives so that they follow a new metric."""
         values = self.to_dict()
         if self.search.objectives == self._objectives:
             values["search"]["objectives"] = OBJECTIVES.copy()
@@ -454,10 +467,10 @@ class StudyConfig:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StudyConfig:
-        """Return the config whose :meth:`to_dict` is ``values``, also in ledgers of old versions.
+        """Return the config from the result of :meth:`to_dict`, including older versions'.
 
         Raises:
-            ValueError: a value is outside its range; the message names value, rule and remedy.
+            ValueError: a value is outside its range.
         """
         if values.get("executor") == "train":  # the name of gang=train until 0.1
             values = {**values, "executor": "auto", "gang": "train"}
@@ -473,7 +486,11 @@ class StudyConfig:
 
 
 def check_executor(executor: str) -> None:
-    """Refuse an unknown executor, and the old name of ``gang=train``."""
+    """Check the executor's name; the old name of ``gang=train`` has its own error.
+
+    Raises:
+        ValueError: the executor is unknown.
+    """
     require(
         "executor=train", executor != "train", "is called gang=train since 0.1", "use gang=train"
     )
@@ -481,11 +498,11 @@ def check_executor(executor: str) -> None:
 
 
 def check_tracking_uri(uri: str | None) -> None:
-    """Refuse what is no MLflow tracking URI; None, the default database, passes.
+    """Check the form of an MLflow tracking URI; None means the default database.
 
     Raises:
         ValueError: the scheme is unknown (the message lists the known ones), or the host and port
-            of a server's address cannot be read.
+            of a server's address are malformed.
     """
     shown = without_password(str(uri))
     require(
@@ -511,5 +528,5 @@ def check_tracking_uri(uri: str | None) -> None:
 
 
 def default_tracking_uri(storage: str) -> str:
-    """Return the URI of the sqlite database in a storage folder."""
+    """Return the URI of the SQLite database in a storage folder."""
     return f"sqlite:///{local_folder(storage) / 'mlflow.db'}"

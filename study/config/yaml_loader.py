@@ -1,23 +1,21 @@
-"""A strict reader of study files: YAML's safe subset, without what YAML accepts silently.
+"""A strict reader of study files: YAML's safe subset, without its common pitfalls.
 
-YAML lets a key stand twice and keeps the last value, an alias stand for so much that a few lines
-become gigabytes ("billion laughs"), and an anchor refer to itself. None of these is ever meant, so
-each is refused with its place. The ``${...}`` of OmegaConf may name another key of the study and
-nothing else: its resolvers read the environment or compute, and what they give would be stored and
-sent to MLflow. ``\\${...}`` is text, and stays so where a stored study is read again
-(:func:`as_text`).
+YAML silently accepts duplicate keys (the last value counts), aliases that expand a few lines to
+gigabytes ("billion laughs"), and anchors that contain themselves. These are mistakes, so they raise
+an error with the line. OmegaConf's ``${...}`` may only refer to another key of the study: other
+resolvers read the environment or compute values, and their results would be stored and sent to
+MLflow. ``\\${...}`` is text, and remains text when a stored study is read again (:func:`as_text`).
 
 Plain scalars are read by the core schema of YAML 1.2.2 (chapter 10.3) and the types of the study's
-own schema, not by YAML 1.1, to which ``1.10`` is 1.1, ``on`` true, ``010`` eight and ``1:30``
-ninety:
+own schema, not by YAML 1.1, which reads ``1.10`` as 1.1, ``on`` as true, ``010`` as eight and
+``1:30`` as ninety:
 
-- where the schema has a text, every scalar but ``null`` is that text, as it is spelled;
-- a number is what Python reads as one: ``1e-3``, ``.5``, ``+1``, ``1_000``, also ``0x1f``, ``.inf``
-  and ``.nan``; with leading zeros, as ``010``, it is text, which is 10 where the schema has a whole
-  number. ``1e3`` is whole where the schema has a whole number;
-- ``true`` and ``false`` are truth values; ``yes``, ``no``, ``on`` and ``off`` are where the schema
-  has a truth value, and text elsewhere;
-- dates are text, and so are all keys.
+- If the schema has a text, every scalar except ``null`` is text, exactly as spelled.
+- Numbers follow Python: ``1e-3``, ``.5``, ``+1``, ``1_000``, also ``0x1f``, ``.inf`` and ``.nan``.
+  If the schema has an integer, ``010`` is 10 and ``1e3`` is 1000; elsewhere ``010`` is text.
+- ``true`` and ``false`` are booleans; ``yes``, ``no``, ``on`` and ``off`` are booleans only if the
+  schema has a boolean, and text elsewhere.
+- Dates and all keys are text.
 """
 
 from __future__ import annotations
@@ -33,30 +31,30 @@ import yaml
 from study.config.kinds import ITEM, kind_at, plain_kind
 
 MOST_VALUES = 100_000
-"""Largest number of values that a file may have once its aliases are written out."""
+"""Maximum number of values in a file after its aliases are expanded."""
 _REFERENCE = re.compile(r"\$\{\.*[A-Za-z_][\w.\[\]]*\}")
-"""Pattern of a reference to a key, ``${trial.epochs}``, or a relative one, ``${..epochs}``."""
+"""Pattern of a reference to a key: absolute, ``${trial.epochs}``, or relative, ``${..epochs}``."""
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 """Pattern of ``${`` after an odd number of backslashes, which is text."""
 _OPENED = re.compile(r"(\\*)\$\{")
 
 
 Place = tuple[str, ...]
-"""Keys from the outermost mapping to a value; :data:`study.config.kinds.ITEM` for an entry."""
+"""Keys from the outermost mapping to a value; :data:`study.config.kinds.ITEM` for a list entry."""
 
 
 def parse(text: str, kind_of: Callable[[Place], Any] = lambda place: Any) -> Any:
-    """Return the values of one YAML document.
+    """Parse one YAML document.
 
     Args:
         text: the document.
-        kind_of: returns the type that the schema has at a place of the document.
+        kind_of: returns the schema's type at a place of the document.
 
     Raises:
-        yaml.YAMLError: the text is not YAML, or a key stands twice in a mapping; the message has
-        the line.
-        ValueError: an anchor refers to itself, or its aliases make more than :data:`MOST_VALUES`
-            values.
+        yaml.YAMLError: the text is not YAML, or a mapping has a duplicate key; the message has the
+            line.
+        ValueError: an anchor contains itself, or the aliases expand to more than
+            :data:`MOST_VALUES` values.
     """
     try:
         loader = _Loader(text)
@@ -77,15 +75,14 @@ def parse(text: str, kind_of: Callable[[Place], Any] = lambda place: Any) -> Any
 
 
 def check_references(values: Any, source: str) -> None:
-    """Refuse every ``${...}`` that is not a reference to another key.
+    """Check that every ``${...}`` is a reference to another key.
 
     Args:
         values: nested dicts and lists.
-        source: where the values come from, for errors.
+        source: origin of the values, for error messages.
 
     Raises:
-        ValueError: a ``${...}`` is something else; the message has the text, the rule and the
-            remedy.
+        ValueError: a ``${...}`` is something else.
     """
     if isinstance(values, dict):
         values = [*values, *values.values()]
@@ -95,16 +92,16 @@ def check_references(values: Any, source: str) -> None:
     elif isinstance(values, str) and "${" in _REFERENCE.sub(" ", _ESCAPED.sub(" ", values)):
         raise ValueError(
             f"{source}: {values!r}: ${{...}} may only name another key of the study, such as"
-            " ${trial.epochs}, as what a study reads is stored and sent to MLflow; write the"
+            " ${trial.epochs}, because its value is stored and sent to MLflow; write the"
             ' value itself, or let the shell put it in: key="$NAME"'
         )
 
 
 def as_text(values: Any) -> Any:
-    """Return nested dicts and lists with each ``${`` escaped, so that OmegaConf reads every text as
-    it is: of a study whose references are resolved.
+    """Escape each ``${`` in nested values, so that OmegaConf reads all texts literally.
 
-    OmegaConf halves the backslashes before ``${``; elsewhere it leaves them alone.
+    For studies whose references are already resolved. OmegaConf halves the backslashes before
+    ``${`` and keeps all others.
     """
     if isinstance(values, dict):
         return {key: as_text(value) for key, value in values.items()}
@@ -116,13 +113,13 @@ def as_text(values: Any) -> Any:
 
 
 def dump(values: Any) -> str:
-    """Return values as YAML, keys in their order, from which :func:`parse` and readers of YAML 1.1
-    read the same."""
+    """Return values as YAML, keys in their order; :func:`parse` and YAML 1.1 readers read the same
+    values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes also what YAML 1.1 takes for text, and YAML 1.2 for a number."""
+    """Also quotes texts that are numbers only in YAML 1.2."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,8 +159,8 @@ _SCALARS = {
     r"(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
     "merge": r"<<",
 }
-"""Patterns of plain scalars by their tag."""
-_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1
+"""Patterns of plain scalars by tag."""
+_Loader.yaml_implicit_resolvers = {}  # drop the rules of YAML 1.1
 for _name, _pattern in _SCALARS.items():
     for _kind in (_Loader, _Dumper):
         _kind.add_implicit_resolver(f"{_TAG}{_name}", re.compile(f"(?:{_pattern})\\Z"), None)
@@ -175,13 +172,14 @@ _TRUTHS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 def _fit(
     node: yaml.Node | None, kind_of: Callable[[Place], Any], place: Place, known: set[int]
 ) -> None:
-    """Give each plain scalar the tag of the type that the schema has at its place; of a node that
-    stands in several places, at the first.
+    """Set the tags of plain scalars by the schema's types at their places.
+
+    A node with several places, through aliases, is tagged by its first place.
 
     Args:
-        node: node below which they are.
+        node: root of the nodes to tag.
         kind_of: see :func:`parse`.
-        place: place of the node.
+        place: place of the root.
         known: ids of nodes that have been seen.
     """
     if node is None or id(node) in known:
@@ -218,13 +216,13 @@ def _fit_scalar(node: yaml.ScalarNode, kind: Any) -> None:
 
 def _too_many(size: float) -> ValueError:
     return ValueError(
-        f"its aliases (*) make {size:.3g} values of it, at most {MOST_VALUES} may be; write out"
-        " what is meant"
+        f"its aliases (*) make {size:.3g} values, more than the maximum of {MOST_VALUES}; write"
+        " the values out"
     )
 
 
 def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
-    """Count the values in ``value`` with every alias written out.
+    """Count the values in ``value`` with all aliases expanded.
 
     Raises:
         RecursionError: ``value`` contains itself.
@@ -242,10 +240,10 @@ def _size(value: Any, known: dict[int, int], open_: set[int]) -> int:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping that a study's file or a group's holds; an empty one of an empty file.
+    """Return the mapping in a study's or group's file; an empty mapping for an empty file.
 
     Raises:
-        ValueError: it cannot be read, or holds something else.
+        ValueError: the file cannot be read, or does not contain a mapping.
     """
     try:
         values = parse(path.read_text(encoding="utf-8"), kind_at)

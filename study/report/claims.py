@@ -14,7 +14,7 @@ HEADINGS = ("claim", "verdict", "ours (95 %)", "published", "runs", "source", "r
 
 
 def claim_cells(claim: Mapping[str, Any]) -> list[str]:
-    """Return one line of the table of claims."""
+    """Return a claim's cells in the table of claims."""
     published = "-" if claim["published"] is None else f"{claim['published']:g}"
     late = "" if claim["stated"] == SAME else f"NOT AS STATED: {claim['stated']}"
     remark = "; ".join(part for part in (late, _bound(claim["arguments"]), claim["note"]) if part)
@@ -30,7 +30,7 @@ def claim_cells(claim: Mapping[str, Any]) -> list[str]:
 
 
 def _bound(arguments: Mapping[str, Any]) -> str:
-    """Return the bound of a claim in words; "" if it states none."""
+    """Describe the bound of a claim, as ``at most 2.5``; "" without one."""
     for key in BOUNDS:
         if (bound := arguments.get(key)) is not None:
             ends = bound if isinstance(bound, list) else [bound]
@@ -39,7 +39,7 @@ def _bound(arguments: Mapping[str, Any]) -> str:
 
 
 def claims_text(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return the verdicts for a terminal, a line each; "" without claims."""
+    """Return the verdicts for a terminal, one line each; "" without claims."""
     if not claims:
         return ""
     name = max(len(claim["name"]) for claim in claims)
@@ -59,8 +59,7 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> l
 
 
 def markdown_cell(text: str) -> str:
-    """Return a text as a cell of a Markdown table has it: one line, bars escaped, see
-    :func:`markdown_text` too."""
+    """Escape a text for a cell of a Markdown table: as :func:`markdown_text`, and bars escaped."""
     return markdown_text(text).replace("|", "\\|")
 
 
@@ -69,11 +68,11 @@ _LIVE = re.compile(r"(\\*)(\](?=\s*[(:\[])|<(?=[A-Za-z/!?]))")
 
 
 def markdown_text(text: str) -> str:
-    """Return a text in one line without links, pictures and HTML of Markdown: their brackets are
-    escaped, and what many viewers take for an address is broken by a space.
+    """Return a text in one line, with Markdown links, images and HTML disabled.
 
-    Names and labels may be a stranger's: a picture of theirs would tell them who reads a report, a
-    line of theirs would look like one of the report's.
+    Brackets are escaped, and a space is inserted into texts that viewers turn into links. Names and
+    labels can come from untrusted configs: an image would let its author track readers of the
+    report, and an extra line would look like part of the report.
     """
     broken = _ADDRESS.sub(lambda found: f"{found[0]} ", one_line(text))
     return _LIVE.sub(lambda found: f"{2 * found[1]}\\{found[2]}", broken)

@@ -1,14 +1,15 @@
-"""Comparison of two studies: the configurations that both ran, their figures paired by seed, and a
-test of the difference.
+"""Comparison of two studies: their common configurations, paired by seed, and a test of the
+difference.
 
-The figures are those of the metric that both studies are about. Trials are matched by their whole
-config, without what changes no result; if no trial is the same in both studies, by row, number and
-seed, and the keys in which matched trials differ are named. Trials of other data are refused, as
-their figures cannot be subtracted. A configuration counts with the seeds that finished in both.
-The test of a row, and of all together, is Student's t over the seeds
-(:mod:`study.results.contrasts`): the difference of a seed is the mean over the configurations, so
-that these do not count as if they were seeds. With one seed the test is over the configurations,
-and says so. One correction is over all tests of the comparison.
+Both studies must have the same metric. Trials are matched by all settings that affect results. If
+this matches no trials, they are matched by row, number and seed, and the differing keys are listed.
+Matched trials with different data raise an error, because their figures cannot be subtracted. A
+configuration counts with the seeds that finished in both studies.
+
+Each row, and all rows together, are tested by Student's t over seeds
+(:mod:`study.results.contrasts`). The difference at a seed is the mean over configurations, so that
+configurations do not count as additional seeds. With one seed the test is over configurations, and
+the output says so. All tests of the comparison are corrected together.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from trainers.config.validation import show
 from trainers.user_code import without_folder
 
 OF_TRAINING = ("augment", "stride")
-"""Arguments of our data sets that change the training examples alone."""
+"""Arguments of the built-in data sets that affect only the training examples."""
 MOST_KEYS = 8
-"""Most keys that a sentence names."""
+"""Maximum number of differing keys listed in the verdict."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """One matched trial of each study; errors in per cent.
 
-    ``name`` is the row's label, ``of`` tells the configurations in it apart.
+    ``name`` is the row's label, ``of`` identifies the configuration within the row.
     """
 
     name: str
@@ -74,16 +75,16 @@ class StudyComparison:
         names: names of the two studies.
         pairs: matched trials.
         matched_by: ``config`` or ``row``.
-        metric: metric that both studies are about.
-        measured: ``test error`` or ``validation error``, or the like of another metric.
-        difference: mean of second minus first over all pairs, of errors in percentage points.
-        contrast: contrast of that difference, over seeds, or over configurations if there is one
-            seed; None if nothing can be tested.
+        metric: metric of both studies.
+        measured: name of the compared figure, such as ``test error`` or ``validation error``.
+        difference: mean of second minus first over all pairs, in percentage points for errors.
+        contrast: contrast of that difference over seeds, or over configurations if there is one
+            seed; None without a test.
         rows: contrast of each row, or None.
-        diverged: rows of matched trials of which one diverged or has no finite figure, an entry for
-            each pair.
-        differing: trial keys in which matched trials differ, each with both values in words, "" if
-            those are not the same in all pairs.
+        diverged: row of each matched pair that is left out because a trial diverged or has no
+            finite figure.
+        differing: trial keys in which matched trials differ. The value shows both settings, or is
+            "" if they are not the same in all pairs.
     """
 
     names: tuple[str, str]
@@ -102,7 +103,7 @@ def compare(first: StudyState, second: StudyState) -> StudyComparison:
     """Match the finished trials of two studies.
 
     Raises:
-        ValueError: no trials match, or the studies are about different metrics or data.
+        ValueError: no trials match, or the studies have different metrics or data.
     """
     metric = _shared_metric(first, second)
     ours, theirs, matched_by = _matched(first, second)
@@ -151,15 +152,15 @@ def compare(first: StudyState, second: StudyState) -> StudyComparison:
 
 
 def _group(trial: TrialState) -> Hashable:
-    """Tell a trial's configuration from others of its row, of which some may have its number."""
+    """Return a key of a trial's configuration within its row; the number alone can be ambiguous."""
     return trial.number, json.dumps(trial.params, sort_keys=True)
 
 
 def _shared_metric(first: StudyState, second: StudyState) -> Metric:
-    """Return the metric that both studies are about, or refuse two.
+    """Return the metric of both studies.
 
     Raises:
-        ValueError: they are about different ones.
+        ValueError: the studies have different metrics.
     """
     ours, theirs = first.config.primary_metric, second.config.primary_metric
     if ours != theirs:
@@ -176,10 +177,10 @@ def _shared_metric(first: StudyState, second: StudyState) -> Metric:
 def _refuse_other_data(
     first: StudyState, second: StudyState, matched: list[tuple[TrialState, TrialState]]
 ) -> None:
-    """Refuse matched trials that were tested on other examples.
+    """Check that matched trials were tested on the same examples.
 
     Raises:
-        ValueError: with both data sets.
+        ValueError: they were not; the message has both data sets.
     """
     names = f"{first.config.name} and {second.config.name}"
     remedy = "; compare studies of the same data"
@@ -199,7 +200,7 @@ def _refuse_other_data(
 
 
 def _data_of(trial: TrialState) -> str:
-    """Return the data set of a trial in words: its name, and the arguments that change its test."""
+    """Describe a trial's data set: its name, and the arguments that affect the test examples."""
     data = trial.config["data"]
     args = {key: value for key, value in data.get("args", {}).items() if key not in OF_TRAINING}
     return f"{without_folder(data['name'])}{f' {show(args)}' if args else ''}"
@@ -218,8 +219,8 @@ def _differing(matched: list[tuple[TrialState, TrialState]]) -> dict[str, str]:
 
 
 def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
-    """Return the contrast of pairs, over the seeds that every configuration has, or over all where
-    each has one of its own (``search.per_seed``)."""
+    """Return the contrast of pairs over seeds (:func:`study.results.statistics.seed_means`), or
+    over configurations if there is one seed."""
     gaps: dict[tuple[str, Hashable], dict[int, float]] = {}
     for pair in pairs:
         gaps.setdefault((pair.name, pair.of), {})[pair.seed] = pair.second - pair.first
@@ -233,7 +234,11 @@ def _contrast(pairs: Iterable[Pair]) -> Contrast | None:
 def _matched(
     first: StudyState, second: StudyState
 ) -> tuple[dict[str, TrialState], dict[str, TrialState], str]:
-    """Return the finished trials of both studies by a common key, and the key's name."""
+    """Return the finished trials of both studies by a common key, and the kind of key.
+
+    Raises:
+        ValueError: no trials match.
+    """
     for matched_by, key in (("config", lambda trial: results_key(trial.config)), ("row", _row_key)):
         ours, theirs = (
             {key(trial): trial for trial in state.trials if trial.status == FINISHED}
@@ -264,7 +269,8 @@ def _figure(trial: TrialState, metric: Metric, tested: bool) -> float | None:
 
 
 def lines(found: StudyComparison) -> list[list[str]]:
-    """Return one line per row: label, pairs, both means, mean difference (errors: in points)."""
+    """Return the table's lines, one per row: label, number of pairs, both means, mean difference
+    (in percentage points for errors)."""
     metric, groups = found.metric, dict[str, list[Pair]]()
     for pair in found.pairs:
         groups.setdefault(pair.name, []).append(pair)
@@ -329,7 +335,7 @@ def verdict(found: StudyComparison) -> str:
 
 
 def draw(found: StudyComparison, theme: Theme = LIGHT) -> bytes:
-    """Draw a PNG with a dot per pair, one study on each axis; on the line they are equal."""
+    """Draw a PNG with a dot per pair, one study on each axis; the line marks equal figures."""
     figure, axes = canvas(theme, height=6.4)
     rows = list(dict.fromkeys(pair.name for pair in found.pairs))
     for number, row in enumerate(rows):

@@ -18,16 +18,16 @@ SPECIAL = {
     "^": r"\textasciicircum{}",
     **{char: f"\\{char}" for char in "&%$#_{}"},
 }
-"""Characters with a meaning in LaTeX, and how they are written."""
+"""Escapes of the characters that have a meaning in LaTeX."""
 
 
 def write_format(state: StudyState, folder: Path, form: str) -> Path:
-    """Write the results as ``csv``, ``parquet`` or ``latex`` into a report; return the file's path.
+    """Write the results into a report's folder in another format; return the file's path.
 
     Args:
         state: state of the study.
         folder: folder of the report (:func:`study.report.write.write_report`).
-        form: one of these, or ``md``, which every report has already.
+        form: ``csv``, ``parquet`` or ``latex``; or ``md``, which every report already has.
     """
     if form in ("csv", "parquet"):
         path = folder / f"trials.{form}"
@@ -40,7 +40,7 @@ def write_format(state: StudyState, folder: Path, form: str) -> Path:
 
 
 def render_latex(state: StudyState) -> str:
-    """Return the table for a paper; it needs the package ``booktabs``."""
+    """Return the table in LaTeX; it needs the package ``booktabs``."""
     summary = summarise(state)
     lines = table_of(state, summary)
     body = [" & ".join(map(escape, line)) + r" \\" for line in lines]
@@ -65,6 +65,6 @@ def render_latex(state: StudyState) -> str:
 
 
 def escape(text: str) -> str:
-    """Return text that LaTeX prints as it is."""
+    """Escape text for LaTeX."""
     text = re.sub(r"[\\~^&%$#_{}]", lambda match: SPECIAL[match[0]], printable(text))
     return text.replace("±", r"\(\pm\)")

@@ -31,7 +31,7 @@ def render_html(
     where: Links,
     claims: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the page, with the pictures inside; ``claims`` as in :mod:`study.claims.record`."""
+    """Return the page with embedded pictures; ``claims`` as in :mod:`study.claims.record`."""
     environment = Environment(
         loader=PackageLoader("study.report"), autoescape=True, undefined=StrictUndefined,
         finalize=shown,
@@ -53,19 +53,19 @@ def render_html(
 
 
 def shown(value: Any) -> Any:
-    """Return a value as a page shows it: the control characters of texts are escaped."""
-    return printable(value) if type(value) is str else value  # markup is ours
+    """Escape the control characters of a text; return any other value unchanged."""
+    return printable(value) if type(value) is str else value  # Markup is the template's own
 
 
 def interval_lines(summary: Summary) -> dict[str, str]:
-    """Return the 95 % confidence intervals of the rows' means by label, from two seeds on."""
+    """Return the rows' 95 % confidence intervals by label; rows with one seed have none."""
     metric = summary.metric
     found = {row.label: interval_of(row, metric) for row in summary.rows}
     return {label: " to ".join(map(metric.figure, ends)) for label, ends in found.items() if ends}
 
 
 SHOWN = 100
-"""Largest number of configurations listed in the page; the CSV file has all."""
+"""Maximum number of configurations listed in the page; the CSV file has all."""
 
 
 def _objective_names(state: StudyState) -> list[str]:
@@ -73,7 +73,7 @@ def _objective_names(state: StudyState) -> list[str]:
 
 
 def _ranked_lines(state: StudyState) -> list[list[str]]:
-    """Return the best configurations of all rows."""
+    """Return the table lines of the best configurations of all rows."""
     objectives = state.config.search.objectives
     every = configurations(state.trials, objectives, state.config.search.constraints)
     found = [entry for entry in every if entry.whole]
@@ -90,7 +90,7 @@ def _ranked_lines(state: StudyState) -> list[list[str]]:
 
 
 def _front_lines(state: StudyState) -> list[list[str]]:
-    """Return the Pareto front of all rows together, if there are several objectives."""
+    """Return the table lines of the Pareto front over all rows; empty with one objective."""
     objectives = state.config.search.objectives
     if len(objectives) < 2:
         return []

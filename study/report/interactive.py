@@ -1,10 +1,9 @@
-"""Interactive plots of a report: plotly and its data, inside the page, so that they work offline
-and from a file.
+"""Interactive plots of a report: plotly and the data are embedded, so the page works offline.
 
-plotly.js has 4.8 MB; packed with gzip it takes 1.9 MB of base64, which the browser unpacks
-(``DecompressionStream``). The page's content security policy admits two scripts by their hashes,
-plotly and our own, so that no text of a study can become a third. Data are JSON with ``<`` written
-as ``\\u003c``.
+plotly.js has 4.8 MB; as gzip in base64 it takes 1.9 MB, which the browser unpacks
+(``DecompressionStream``). The page's content security policy allows two scripts by their hashes,
+plotly and our own, so text from a study cannot run as a script. The data are JSON with ``<``
+written as ``\\u003c``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MOST_SETTINGS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Interactive:
-    """Values for the template; ``policy`` is the script-src of the content security policy."""
+    """Values for the template; ``policy`` is the content security policy's script-src."""
 
     policy: str
     plotly: str
@@ -47,7 +46,7 @@ class Interactive:
 def interactive(state: StudyState) -> Interactive | None:
     """Return the interactive part of a study's page.
 
-    Returns None before a trial has reported, and on a host without plotly.
+    Returns None before a trial has reported, or if plotly is not installed.
     """
     data = explore_data(state)
     if data is None or importlib.util.find_spec("plotly") is None:
@@ -63,12 +62,12 @@ def interactive(state: StudyState) -> Interactive | None:
 
 
 def explore_text(data: dict[str, Any]) -> str:
-    """Return :func:`explore_data` as it is in a page, which shows names as they are there."""
+    """Serialise :func:`explore_data` for the page, with control characters escaped."""
     return json.dumps(_shown(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _shown(value: Any) -> Any:
-    """Return JSON's values with the control characters of texts and names escaped."""
+    """Escape control characters in all texts and keys of a JSON value."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -78,7 +77,7 @@ def _shown(value: Any) -> Any:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """Return plotly.js, packed, and the hash of the unpacked text."""
+    """Return plotly.js as gzip in base64, and the SHA-256 of the unpacked text."""
     from plotly.offline import get_plotlyjs
 
     text = get_plotlyjs()
@@ -90,7 +89,10 @@ def _sha256(text: str) -> str:
 
 
 def explore_data(state: StudyState) -> dict[str, Any] | None:
-    """Return trials with the figures that can be chosen as axes, and their curves."""
+    """Return the trials with their curves and the values that can be chosen as axes.
+
+    Returns None before a trial has reported.
+    """
     trials = [trial for trial in state.trials if trial.reports][:MOST_TRIALS]
     if not trials:
         return None
@@ -122,14 +124,14 @@ def explore_data(state: StudyState) -> dict[str, Any] | None:
 
 
 def scatter(state: StudyState, x: str = "", y: str = "") -> Any:
-    """Return plotly's figure of a study's trials, a dot each, one colour a row.
+    """Return a plotly figure of a study's trials, one dot per trial, one colour per row.
 
     Args:
         state: state of the study.
-        x, y: names of the axes, as in the page's menus; "" for those that the page begins with.
+        x, y: names of the axes, as in the page's menus; "" for the page's default.
 
     Raises:
-        ValueError: no trial has reported, or there is no such axis.
+        ValueError: no trial has reported, or the axis does not exist.
     """
     from plotly import graph_objects
 
@@ -199,5 +201,5 @@ def _line(
 
 
 def _finite(value: Any) -> float | None:
-    """Return a finite number with six digits, as JSON can hold it, else None."""
+    """Round a finite number to six digits; return None for any other value (JSON has no NaN)."""
     return float(f"{value:.6g}") if is_number(value) else None

@@ -1,8 +1,8 @@
-"""Pictures and tables of a report's page beyond its first table, in their order.
+"""Pictures and further tables of a report's page, in page order.
 
-A picture is drawn twice, for light and dark pages. Each has a description for those who cannot see
-it. The links lead to the study's runs in MLflow, if ``mlflow.json``, which the writer leaves in the
-study's folder, says where they are.
+Each picture is drawn twice, for light and dark pages, and has a description (alt text). The links
+point to the study's runs in MLflow; they are available if the writer has left ``mlflow.json`` in
+the study's folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from study.text import duration
 from study.tracking.address import HOST, PORT, WHERE, is_server, page
 from trainers.files import read_own_json
 
-if TYPE_CHECKING:  # the folder of pictures loads matplotlib first
+if TYPE_CHECKING:  # study.report.figures must import matplotlib first
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Picture:
 
     @property
     def sources(self) -> tuple[str, str]:
-        """Light and dark picture as data addresses."""
+        """Light and dark picture as data URLs."""
         light, dark = (
             f"data:image/png;base64,{base64.b64encode(data).decode()}"
             for data in (self.light, self.dark)
@@ -107,8 +107,8 @@ TITLES = {
     ),
     "ranks": (
         "Ranks",
-        "Dots: mean ranks by {test} over blocks; bars join what the critical difference does not"
-        " part",
+        "Dots: mean ranks by {test} over blocks; bars join ranks closer than the critical"
+        " difference",
     ),
     "test_error": (
         "",
@@ -126,7 +126,7 @@ TITLES = {
     ),
     "pareto": (
         "{Short} against cost",
-        ("Dots: {words} over each other measure; the line joins those that none beats in both"),
+        ("Dots: {words} against each other measure; the line joins the Pareto front"),
     ),
     "heat_map": (
         "Formats and layouts",
@@ -169,17 +169,17 @@ TITLES = {
     "slots": (
         "Slots",
         (
-            "Bars: which trial held which slot when in the last run, pale during its start;"
-            " what is empty was idle"
+            "Bars: trials in the slots that they held during the last run, pale while they started;"
+            " gaps are idle time"
         ),
     ),
 }
-"""Title and description of each picture by the name of its file, with places for the metric."""
+"""Title and description of each picture by file name, as format strings for the metric's words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts of a page beyond its first table; ``failed`` says which could not be made, and why."""
+    """Further parts of a page; ``failed`` describes the parts that could not be made, and why."""
 
     pictures: list[Picture]
     tables: list[Table]
@@ -188,7 +188,7 @@ class Parts:
 
 
 def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
-    """Make every part by itself: an error in one leaves a note, and the others are made.
+    """Make every part of the page; an error in one adds a note and does not affect the others.
 
     Args:
         state: state of the study.
@@ -210,15 +210,15 @@ def parts(state: StudyState, summary: Summary, use: list[str]) -> Parts:
 
 @dataclass
 class _PartMaker:
-    """A maker of parts of a report; ``failed`` describes those that could not be made."""
+    """Makes parts of a report; ``failed`` describes the parts that could not be made."""
 
     failed: list[str] = field(default_factory=list)
 
     def __call__(self, what: str, make: Callable[[], T]) -> T | None:
-        """Return the part, or None and warn."""
+        """Return the part; on an error warn and return None."""
         try:
             return make()
-        except Exception as error:  # whatever it is, the rest of the report is right
+        except Exception as error:  # any error: the rest of the report is still correct
             why = " ".join(f"{type(error).__name__}: {error}".split())
             self.failed.append(f"{what[0].upper()}{what[1:]} could not be made ({why}).")
             warnings.warn(f"Report: {self.failed[-1]}", RuntimeWarning, stacklevel=2)
@@ -228,9 +228,9 @@ class _PartMaker:
 def _drawings(
     state: StudyState, summary: Summary, use: list[str]
 ) -> dict[str, Callable[[], Picture]]:
-    """Return a function that draws each picture, by the name of its file.
+    """Return a function that draws each picture, by file name.
 
-    A picture in which there is nothing to show has no bytes.
+    The bytes are empty if there is nothing to show.
     """
     draw = drawings(state, summary)
     notes = {"slots": " ".join(use)}
@@ -250,7 +250,7 @@ def _drawings(
 
 
 def caption(name: str, metric: Metric) -> tuple[str, str]:
-    """Return a picture's title and what it shows in words, by its name in :data:`TITLES`."""
+    """Return a picture's title and description, by its name in :data:`TITLES`."""
     title, alt = (
         text.format(
             words=metric.words, test=metric.test_words, short=metric.short,
@@ -266,9 +266,9 @@ def _png(figure: Figure | None) -> bytes:
 
 
 def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme], Figure | None]]:
-    """Return a function that draws the figure of each picture, by its name in :data:`TITLES`.
+    """Return a function that draws each picture's figure, by its name in :data:`TITLES`.
 
-    It returns None if there is nothing to show.
+    The function returns None if there is nothing to show.
     """
 
     metric = summary.metric
@@ -308,7 +308,7 @@ def drawings(state: StudyState, summary: Summary) -> dict[str, Callable[[Theme],
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A titled table; the first column is words."""
+    """A titled table; the first column contains text."""
 
     title: str
     headings: list[str]
@@ -317,7 +317,7 @@ class Table:
 
 
 def tables(state: StudyState) -> list[Table]:
-    """Return the tables beyond the first, without empty ones."""
+    """Return the further tables of the page, without empty ones."""
     metric = state.config.primary_metric
     tests = [_tests(group, metric) for group in groups(state)]
     made = [_formats(entries(state), metric), *tests, _failures(state), _costs(state)]
@@ -429,19 +429,19 @@ class Links:
     """Addresses of a study's runs in MLflow's interface; empty if unknown."""
 
     study: str = ""
-    local: bool = False  # whether `lns-study ui` must run for them
+    local: bool = False  # whether the links need a running `lns-study ui`
     rows: dict[str, str] | None = None
     trials: dict[str, str] | None = None
 
 
 def links(state: StudyState, folder: Path) -> Links:
-    """Return the addresses of the runs, from the writer's note in the study's folder."""
+    """Return the addresses of the runs, from ``mlflow.json`` in the study's folder."""
     try:
         place: dict[str, Any] = read_own_json(folder / WHERE)
         local = not is_server(place["uri"])
         base = f"http://{HOST}:{PORT}/" if local else f"{place['uri'].rstrip('/')}/"
         whole = base + page(place["experiment"], place["view"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # anybody may have written
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file is untrusted
         return Links()
 
     def search(condition: str) -> str:
@@ -456,5 +456,5 @@ def links(state: StudyState, folder: Path) -> Links:
 
 
 def _quoted(text: str) -> str:
-    """Return a string of MLflow's search language."""
+    """Quote a string for MLflow's search syntax."""
     return f'"{text}"' if "'" in text else f"'{text}'"

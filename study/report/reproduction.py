@@ -1,8 +1,8 @@
-"""One page of the claims of several studies, with the verdicts that runs of them gave, as Markdown
-and as HTML: claim, source, published figure, ours with its interval, verdict, runs, and of each
-study its picture, statement, machine, date, commit and command.
+"""One page with the claims of several studies and their verdicts, as Markdown and as HTML.
 
-It is made from the studies' ledgers, so it can be written again at any time.
+Each claim has its source, the published figure, ours with its interval, the verdict and the number
+of runs; each study has a picture, statement, machine, date, commit and command. The page is
+computed from the studies' ledgers, so it can be rewritten at any time.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from trainers.files import write_whole
 
 PAGE = "claims"
 RULE = (
-    "A claim holds if all of the 95 % interval of its figure lies within its bounds, fails if none"
-    " of it does, and is undecided otherwise; its remark has the bounds. A claim without bounds is"
-    " about ranks (Nemenyi's distance, where Friedman's test rejects and, for blocks of one data"
-    " set, the seeds by themselves agree) or about no better row (none is found), or follows the"
-    " rule of its own function (`check` in its file), of which the runs are all that the function"
-    " was given. Every interval is of one claim, with no correction for how many claims the page"
-    " has: where the truth lies on a bound one claim in twenty is decided all the same. What was"
-    " stated, and when, is in each study's list."
+    "A claim holds if the whole 95 % interval of its figure is within its bounds, fails if the"
+    " whole interval is outside, and is undecided otherwise; its remark has the bounds. Claims"
+    " without bounds are of three kinds. A claim about ranks uses Nemenyi's distance; Friedman's"
+    " test must reject and, for blocks of one data set, the seeds by themselves must agree. A claim"
+    " that no row is better holds if no better row is found. A claim with its own function (`check`"
+    " in the study's file) follows that function's rule; its runs are all runs passed to the"
+    " function. Each interval is for one claim, without a correction for the number of claims on"
+    " the page: if the true value is exactly at a bound, one claim in twenty is still decided. Each"
+    " study's list gives its statement and the time of the statement."
 )
 SHOWN_FACTS = ("Statement", "Code", "Time", "Failures")
 WIDTH = 100
-"""Longest line of the Markdown page's prose."""
+"""Maximum line length of the Markdown page's prose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,10 @@ class Reproduced:
     """A study on the page of claims.
 
     Attributes:
-        name, slug, question: the study's own.
-        claims: its claims as :mod:`study.claims.record` has them.
+        name, slug, question: taken from the study.
+        claims: its claims, in the form of :mod:`study.claims.record`.
         facts: statement, data, machine, time and command, by heading.
-        picture: PNG; empty if it has none.
+        picture: PNG; empty without a picture.
         alt: description of the picture.
     """
 
@@ -70,7 +71,7 @@ class Reproduced:
 
     @property
     def lines(self) -> list[list[str]]:
-        """Cells of its table of claims."""
+        """Cells of the study's table of claims, one line per claim."""
         return [claim_cells(claim) for claim in self.claims]
 
     @property
@@ -90,12 +91,12 @@ def reproduced(
     """Return a study's part of the page.
 
     Args:
-        state: the study, as its ledger tells it.
+        state: state of the study, from its ledger.
         folder: folder of the study.
-        command: command that runs it.
-        file: the study as its file is now, which may have amendments that the ledger lacks; None
-            for as it ran.
-        run_checks: whether the functions of its claims are run, see
+        command: command that runs the study.
+        file: the study's current config file, which may have amendments that the ledger lacks; None
+            to use the config as it ran.
+        run_checks: whether to run the functions of its claims, see
             :func:`study.claims.verdicts.judge`.
     """
     summary = summarise(state)
@@ -143,7 +144,7 @@ def _markdown(studies: Sequence[Reproduced]) -> str:
 
 
 def _fill_words(text: str, indent: str = "") -> str:
-    """Return a text in lines; a link, and each word of a command, is one word with its hyphens."""
+    """Wrap a text into lines without breaking words, so links and command options stay whole."""
     return fill(
         text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
@@ -166,7 +167,7 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
     found = {name: known[name] for name in SHOWN_FACTS if name in known} | amended(file)
     if otherwise := differences_of(state.plan, file.to_dict()):
         found["Its file now"] = (
-            f"says otherwise of {', '.join(otherwise)}; what is said here is as it ran."
+            f"differs in {', '.join(otherwise)}; this page describes the study as it ran."
         )
     found["Data"] = (
         "; ".join(
@@ -190,8 +191,8 @@ def _facts(state: StudyState, summary: Summary, command: str, file: StudyConfig)
 
 
 def _picture(state: StudyState, summary: Summary, wanted: str | None) -> tuple[bytes, str]:
-    """Return the picture that the study names, or else that says most about the claims, and its
-    description."""
+    """Return a picture and its description: the one that the study names, else the one most
+    relevant to its claims."""
     draw = drawings(state, summary)
     several = len(state.config.search.objectives) > 1
     about = {claim.kind for claim in state.config.claims}

@@ -1,8 +1,8 @@
-"""Tables and text of a report, from the state of the ledger alone: for the terminal, for Markdown,
-as CSV, and for the HTML page.
+"""Tables and text of a report, computed from the ledger state: for the terminal, Markdown, CSV and
+the HTML page.
 
-Labels and names come from configs, so the HTML template escapes everything; pictures, and the
-scripts of :mod:`study.report.interactive`, are the only raw values.
+Labels and names come from configs, so the HTML template escapes everything; the only raw values are
+pictures and the scripts of :mod:`study.report.interactive`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from study.text import counted, duration, one_line, when
 
 HEADINGS = ("row", "{figure}", "seeds", "published", "minus {baseline}", "required", "verdict")
 MOST_FAILURES = 3
-"""Largest number of failures listed one by one above the table; the rest are counted."""
+"""Maximum number of failures listed one by one above the table; the rest are counted."""
 LEAST_LABEL, LEAST_HEAD = 12, 9
-"""Smallest number of characters that a narrow terminal shows of a row's label, and of the head of
-another column."""
+"""Minimum number of characters to which a row's label, and a column heading, are cut on a narrow
+terminal."""
 BEST = "best of {count}, by {metric}"
 
 
@@ -42,7 +42,7 @@ def render_text(state: StudyState, width: int | None = None) -> str:
 
     Args:
         state: state of the study.
-        width: columns of the terminal; None for one line a row, as for a pipe or a file.
+        width: columns of the terminal; None for unwrapped lines, as for a pipe or a file.
     """
     summary = summarise(state)
     said = [one_line(sentence) for sentence in sentences(state, summary)]
@@ -62,7 +62,7 @@ def render_markdown(
 ) -> str:
     """Return the table, the claims and the remarks as Markdown.
 
-    ``notes`` say how the slots were used, and which parts could not be made.
+    ``notes`` are further sentences: how the slots were used, and which parts could not be made.
     """
     names, *rows = table_of(state, summary)
     lines = markdown_table(names, rows)
@@ -85,7 +85,7 @@ def render_markdown(
 
 
 def render_csv(state: StudyState) -> str:
-    """Return every configuration as a CSV line, ranked.
+    """Return all configurations as CSV, best first.
 
     The columns are row, number, sampled values, objectives, state.
     """
@@ -106,14 +106,14 @@ def render_csv(state: StudyState) -> str:
 
 
 def table_of(state: StudyState, summary: Summary) -> list[list[str]]:
-    """Return the table with its heads first, without columns that are empty in every row."""
+    """Return the table, headings first, without columns that are empty in every row."""
     table = [headings(state, summary), *(cells(row, summary) for row in summary.rows)]
     shown = shown_columns(summary)
     return [[line[place] for place in shown] for line in table]
 
 
 def shown_columns(summary: Summary) -> list[int]:
-    """Return the columns in which any row of the table has something, and the first three."""
+    """Return the indices of the first three columns and of all columns that are not empty."""
     lines = [cells(row, summary) for row in summary.rows]
     return [
         place
@@ -123,7 +123,7 @@ def shown_columns(summary: Summary) -> list[int]:
 
 
 def headings(state: StudyState, summary: Summary) -> list[str]:
-    """Return the table's column heads; one more if rows were searched."""
+    """Return the table's column headings; one more if rows were searched."""
     study, metric = state.config, summary.metric
     counts = sorted({row.searched for row in summary.rows})
     count = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "0"
@@ -137,8 +137,8 @@ def headings(state: StudyState, summary: Summary) -> list[str]:
 def cells(row: Row, summary: Summary) -> list[str]:
     """Return one row of the table: errors in per cent, gaps in percentage points, two decimals.
 
-    Published figures and requirements are shown only if the study is comparable with what was
-    published.
+    Published figures and requirements are shown only if the study is comparable with the published
+    one.
     """
     metric = summary.metric
     mean = metric.mean(row.mean, row.sd) if row.mean is not None else "-"
@@ -154,7 +154,7 @@ def cells(row: Row, summary: Summary) -> list[str]:
 
 
 def remarks(state: StudyState, summary: Summary) -> list[str]:
-    """Return what a reader must know before trusting the table, in sentences."""
+    """Return warnings about the table, one sentence each: damage, divergence, failures etc."""
     texts = [f"DAMAGED: {state.damage}; figures may lack what it had."] if state.damage else []
     said = stated(state)
     if said and (said.changed or said.claims):
@@ -179,7 +179,7 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
     if unfinished:
         texts.append(
             f"INCOMPLETE: {unfinished} of {len(state.trials)} trials have not finished;"
-            " where nothing runs them, the same command goes on."
+            " if no process is running them, repeat the command to continue."
         )
     for trial in (trial for trial in state.trials if trial.relief):
         texts.append(
@@ -203,7 +203,7 @@ def remarks(state: StudyState, summary: Summary) -> list[str]:
 
 
 def _without_figures(state: StudyState, summary: Summary) -> list[str]:
-    """Name the rows with trials that diverged, and the searched rows without a best one."""
+    """List the rows with diverged trials, and the searched rows without a best configuration."""
     texts, metric = [], summary.metric
     ended = Counter(trial.row for trial in state.trials if trial.status in ENDED)
     lost = Counter(trial.row for trial in state.trials if diverged(trial, metric.name))
@@ -212,21 +212,21 @@ def _without_figures(state: StudyState, summary: Summary) -> list[str]:
         listed = ", ".join(f"{row}: {count} of {ended[row]}" for row, count in lost.items())
         texts.append(
             f"DIVERGED: {lost.total()} of {counted(len(state.trials), 'trial')}, whose last"
-            f" {figures} is no finite number ({listed}); no choice, test, picture or importance"
-            " has their configurations in it, and the mean of a row that was not searched has."
+            f" {figures} is not finite ({listed}); their configurations are left out of selections,"
+            " tests, pictures and importance, but count in the mean of a row without a search."
         )
     if without := [row.label for row in summary.rows if not row.trials]:
         search = "the search" if summary.searches < 2 else "the search of one seed or more"
         texts.append(
             f"NO FIGURE: {', '.join(without)}: {search} has no configuration whose trials all"
-            " finished and keep the constraints; no claim about the row is decided."
+            " finished and satisfy the constraints; claims about the row stay undecided."
         )
     return texts
 
 
 def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
-    """Say of which values of an optimizer's the best of rows is the first or last that was tried,
-    so that the optimum may not be among them."""
+    """Warn about optimizer settings whose best value is the smallest or largest one tried, because
+    the optimum may be beyond it."""
     texts = []
     for domain in state.config.parsed_space.domains:
         if not (domain.key.startswith("optimizer.") and domain.categorical):
@@ -245,21 +245,21 @@ def _at_an_end(state: StudyState, summary: Summary) -> list[str]:
 
 
 def _infeasible(state: StudyState) -> str:
-    """Say how many configurations break a constraint; "" if none does."""
+    """Describe how many configurations break a constraint; "" if all satisfy them."""
     search = state.config.search
     found = configurations(state.trials, search.objectives, search.constraints)
     count = sum(bool(entry.broken) for entry in found)
     bounds = ", ".join(f"{metric} {bound}" for metric, bound in search.constraints.items())
     return (
-        f"INFEASIBLE: {count} of {len(found)} configurations break a constraint ({bounds}); none of"
-        " them is a best one."
+        f"INFEASIBLE: {count} of {len(found)} configurations break a constraint ({bounds}) and"
+        " cannot be chosen as the best."
         if count
         else ""
     )
 
 
 def protocol(state: StudyState) -> str:
-    """Describe how the figures came about, in sentences."""
+    """Describe how the figures were obtained, in a few sentences."""
     sizes = "; ".join(
         f"{data_name(d)}: {d['train']:,} train, {d['validation']:,} validation, {d['test']:,} test"
         for d in state.plan["data"]
@@ -267,8 +267,8 @@ def protocol(state: StudyState) -> str:
     seeds = ", ".join(map(str, state.config.seeds))
     return (
         _choice(state.config) + "The recipe is fixed in the config before anything runs. The"
-        f" {state.config.primary_metric.test_words} is that of the last epoch, over every seed"
-        f" ({seeds}); spread is the"
+        f" {state.config.primary_metric.test_words} is measured after the last epoch, for every"
+        f" seed ({seeds}); spread is the"
         " sample standard deviation. Any choice uses the validation split, the last examples of"
         f" the training set, which no trial trains on ({sizes})." + _differences(state.config)
     )
@@ -285,12 +285,12 @@ def _differences(study: StudyConfig) -> str:
 
 
 def data_name(entry: Mapping[str, Any]) -> str:
-    """Return a data set's name, and its arguments, which tell it from others of that name."""
+    """Return a data set's name and arguments."""
     return f"{entry['name']} {entry.get('args') or ''}".rstrip()
 
 
 def _choice(study: StudyConfig) -> str:
-    """Describe how a search chose the configurations that a report tells of; "" without one."""
+    """Describe how a search chose the configurations in the report; "" without a search."""
     if not study.space:
         return ""
     search = study.search
@@ -301,20 +301,20 @@ def _choice(study: StudyConfig) -> str:
     bounds = ",".join(f" {metric} {bound}" for metric, bound in search.constraints.items())
     if search.per_seed:
         return (
-            f"Each row is searched alike ({method}), by a search of its own for every seed; its"
-            f" figures are those of each seed's configuration with the {best}"
-            + (f", of those with{bounds}. " if bounds else ". ")
+            f"Each row is searched in the same way ({method}), separately for every seed; its"
+            f" figures come from each seed's configuration with the {best}"
+            + (f", subject to{bounds}. " if bounds else ". ")
         )
     return (
-        f"Each row is searched alike ({method}); its figures are those of the configuration with"
-        f" the {best}, mean over seeds,"
-        + (f" of those with{bounds}," if bounds else "")
-        + " so that gaps between rows are exploratory: they have the luck of the choice in them. "
+        f"Each row is searched in the same way ({method}); its figures come from the configuration"
+        f" with the {best}, mean over seeds"
+        + (f", subject to{bounds}. " if bounds else ". ")
+        + "Gaps between rows are exploratory, because they include the luck of this choice. "
     )
 
 
 def facts(state: StudyState) -> dict[str, str]:
-    """Return where the figures come from: data, code, machine, time."""
+    """Return the provenance of the figures by heading: statement, data, code, machine, time."""
     code = state.plan["provenance"]
     ended = [trial.ended for trial in state.trials if trial.ended]
     began = [trial.started for trial in state.trials if trial.started]
@@ -346,7 +346,7 @@ def facts(state: StudyState) -> dict[str, str]:
 
 
 def amended(study: StudyConfig) -> dict[str, str]:
-    """Return the amendments of a study in words, under a heading; empty without any."""
+    """Return the amendments of a study as text, by heading; empty without amendments."""
     said = " ".join(each.sentence for each in study.amendments)
     return {"Amendments": said} if said else {}
 
@@ -354,8 +354,8 @@ def amended(study: StudyConfig) -> dict[str, str]:
 def fit_table(table: list[list[str]], width: int) -> tuple[list[list[str]], list[str]]:
     """Return a table that fits into ``width`` columns, and the texts that moved below it.
 
-    Columns of words move below, the widest first, until the rest fits; if it never does, long heads
-    and labels are cut.
+    Text columns move below the table, the widest first, until the rest fits; if that is not enough,
+    long headings and labels are cut.
     """
     heads, *rows = [list(line) for line in table]
     below: list[str] = []
@@ -381,7 +381,7 @@ def fit_table(table: list[list[str]], width: int) -> tuple[list[list[str]], list
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text in at most ``most`` characters."""
+    """Cut a text to at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -390,19 +390,19 @@ def _width(table: list[list[str]]) -> int:
 
 
 def _is_words(rows: list[list[str]], place: int) -> bool:
-    """Tell whether a column has texts in place of figures, which the first three never have."""
+    """Return whether a column has text instead of figures; the first three columns never do."""
     return place > 2 and any(line[place][:1].isalpha() for line in rows)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return a text in lines of at most ``width`` columns; a line that fits stays as it is."""
+    """Wrap a text into lines of at most ``width`` columns; a line that fits is unchanged."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _align(table: list[list[str]]) -> list[str]:
-    """Return a table's lines with padded columns, words to the left and figures to the right."""
+    """Return a table's lines with padded columns, text left-aligned and figures right-aligned."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     left = {0, *(place for place in range(1, len(table[0])) if _is_words(table[1:], place))}
     rows = [

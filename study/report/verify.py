@@ -1,25 +1,25 @@
-"""Verification of a report: every figure computed again and compared to the last printed digit.
+"""Verification of a report: recomputes every figure and compares it to the last printed digit.
 
-The figures are those of ``figures.json`` and of the printed page. They are computed from two
-sources, by SciPy and not by what made the report: from the events of the ledger, and from MLflow's
-metrics. What differs is told in a sentence each:
+The figures of ``figures.json`` and of the printed page are recomputed from two sources, the
+ledger's events and MLflow's metrics, with SciPy instead of the report's own code. Each difference
+is reported in a sentence. The checks cover:
 
 - the statement's digest, from the first plan;
-- which trials a row's figures are of (of a searched row, by seeds, constraints and the first
+- the trials behind each row (for a searched row, chosen by seeds, constraints and the first
   objective);
 - each row's mean, spread and interval, as numbers and as printed;
-- figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats``; other claims are
-  judged again as the report did, those of a function of the study only if the user has it run;
-- in MLflow every trial's final figure, each row's mean and spread, and the tags of the claims; then
-  every point, param and status of every trial (:mod:`study.tracking.reconcile`), since a validation
-  figure that was altered chooses another configuration;
-- all else that ``figures.json``, the pages, the pictures and ``configurations.csv`` have, made
+- figure, interval and verdict of ``value``, ``difference`` and ``no_row_beats`` claims. Other
+  claims are judged again by the report's own code; functions of the study run only on request;
+- in MLflow, every trial's final figure, each row's mean and spread, and the tags of the claims;
+  also every point, param and status of every trial (:mod:`study.tracking.reconcile`), because an
+  altered validation figure changes which configuration is chosen;
+- everything else in ``figures.json``, the pages, the pictures and ``configurations.csv``, made
   again by the report's own code (:mod:`study.report.verify_pages`).
 
-Of a damaged ledger the damage is told, and nothing is compared with what is left of it.
+If the ledger is damaged, only the damage is reported.
 
-Limits: a loss that diverged is compared by what is printed. Whoever alters the ledger, its
-checksums, the report and MLflow alike leaves nothing to compare.
+Limits: losses that diverged are compared as printed. An attacker who alters the ledger, its
+checksums, the report and MLflow consistently is not detected.
 """
 
 from __future__ import annotations
@@ -112,15 +112,17 @@ class Source:
         return 100.0 if self.metric.name.endswith("/error") else 1.0
 
     def diverged(self, ids: Sequence[str]) -> bool:
-        """Tell whether a loss of one of the trials, or what they are chosen by, is not finite."""
+        """Return whether a loss, the metric or the objective of one of the trials is not finite."""
         names = "train/loss", "validation/loss", self.objective, self.metric.name
         last = (self.reports[id_][1] for id_ in ids if id_ in self.reports)
         return not all(math.isfinite(found.get(name, 0.0)) for found in last for name in names)
 
     def of_row(self, label: str) -> list[str]:
-        """Return the ids of the trials whose figures are a row's; of a searched row those of the
-        configuration with the best mean of the first objective, the first of equals, or of the best
-        of every seed that is a search of its own."""
+        """Return the ids of the trials behind a row's figures.
+
+        For a searched row these are the trials of the configuration with the best mean of the first
+        objective, the first of equal ones; with ``search.per_seed``, of each seed's best.
+        """
         mine = [trial for trial in self.trials.values() if trial["row"] == label]
         groups: dict[tuple[int | None, str], list[str]] = {}
         for trial in mine:
@@ -148,14 +150,14 @@ class Source:
         return [] if lacks else [id_ for seed in self.alone for id_ in first[seed]]
 
     def _is_early(self, id_: str) -> bool:
-        """Tell whether a trial is of a round before the search's last."""
+        """Return whether a trial belongs to a round before the search's last one."""
         asked = self.trials[id_].get("asked", {})
         return bool(asked.get("round", 0) + 1 < asked.get("rounds", 1))
 
     def _mean(self, metric: str, ids: Sequence[str]) -> float:
-        """Return the mean of an objective or of a constraint's metric over trials, as compared."""
+        """Return the mean of a metric over trials, rounded for comparisons."""
         values = [self.reports[id_][1].get(metric, math.nan) for id_ in ids]
-        if metric in DERIVED:  # of the config and of the events' times
+        if metric in DERIVED:  # computed from the config and the events' times
             found = [objective(self.known[id_], metric) for id_ in ids]
             values = [math.nan if value is None else value for value in found]
         return compared(float(np.mean(values)))
@@ -168,23 +170,23 @@ class Source:
 def verify(
     folder: Path, tracking_uri: str | None = None, *, run_checks: bool = False
 ) -> Iterator[str]:
-    """Yield what differs between a study's report and what it should say, a sentence each.
+    """Yield the differences between a study's report and the recomputed one, one sentence each.
 
     Args:
         folder: folder of the study.
         tracking_uri: MLflow store to read; None for the study's own.
-        run_checks: whether the functions of claims are run, which the ledger names; otherwise their
-            verdicts are those of the report itself.
+        run_checks: whether to run the claims' functions, which the ledger names; otherwise the
+            report's own verdicts of these claims are used.
 
     Raises:
-        ValueError: the study has no report with figures, or its ledger holds no plan.
+        ValueError: the study has no report with figures, or its ledger has no plan.
     """
     fetch_report(folder)
     figures = read_record(folder / "report")
     if not figures:
         raise ValueError(
-            f"{folder / 'report' / FILE}: there is no such file, so nothing can be verified; write"
-            f" the report first with `lns-study report {folder.name}`"
+            f"{folder / 'report' / FILE} does not exist, so nothing can be verified; write the"
+            f" report first with `lns-study report {folder.name}`"
         )
     state = read(folder)
     if state.damage:
@@ -236,7 +238,8 @@ def _statement(figures: Mapping[str, Any], source: Source) -> Iterator[str]:
 
 
 def _missing(figures: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Say which rows and claims the report leaves out or adds, and what it hides of changes."""
+    """Yield missing or additional rows and claims, and changes of the statement it does not
+    show."""
     for part, key in (("rows", "label"), ("claims", "name")):
         ours, theirs = ([entry[key] for entry in each[part]] for each in (figures, wanted))
         if ours != theirs:
@@ -279,7 +282,7 @@ def _printed(mean: float | None, sd: float | None, source: Source) -> str:
 
 
 def _interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, float]:
-    """Return the interval of a mean, by SciPy's t distribution; the mean itself without spread."""
+    """Return the interval of a mean, by SciPy's t distribution; without spread, the mean twice."""
     from scipy import stats
 
     mean, error = float(np.mean(values)), float(stats.sem(values))
@@ -290,7 +293,7 @@ def _interval(values: Sequence[float], alpha: float = ALPHA) -> tuple[float, flo
 
 
 def _differ(what: str, ours: float | None, theirs: float | None) -> Iterator[str]:
-    """Say what differs where the report's figure ``ours`` is not the computed one ``theirs``."""
+    """Yield a sentence if the report's figure ``ours`` is not the recomputed one ``theirs``."""
     both = ours is not None and theirs is not None
     if both and (math.isclose(ours or 0, theirs or 0, rel_tol=LIKE, abs_tol=LIKE)):
         return
@@ -348,8 +351,11 @@ def _decided(arguments: Mapping[str, Any], low: float, high: float) -> str:
 def _rival(
     row: Mapping[int, float], others: Sequence[str], source: Source
 ) -> tuple[float, float, float]:
-    """Return the largest advantage over a row of any other, with its corrected interval: from the
-    largest of the lower ends to the largest of the upper ones."""
+    """Return the largest advantage of any other row over ``row``, as ``(low, mean, high)``.
+
+    The interval is corrected for the number of rows; it goes from the largest lower end to the
+    largest upper end.
+    """
     sign = 1.0 if source.metric.mode == "min" else -1.0
     gains = []
     for label in others:

@@ -1,16 +1,16 @@
-"""Verification of the files of a report: each made again from the ledger's events and compared.
+"""Verification of a report's files: recreates each from the ledger's events and compares.
 
-The figures that count are computed again by other code (:mod:`study.report.verify`); here every
-file of the report is compared, byte for byte, with what this version writes from the same ledger,
-pictures and scripts included, and all values of ``figures.json``. So whatever was altered,
-exchanged with another, added, hidden or taken out is told.
+The main figures are recomputed by independent code (:mod:`study.report.verify`). This module
+compares every file of the report byte for byte, pictures and scripts included, with the file that
+this version writes from the same ledger, and all values of ``figures.json``. It thereby detects
+anything that was altered, swapped, added, hidden or removed.
 
-A page says which parts could not be made when it was written, has no plots to explore where plotly
-was missing, and links to MLflow where the study was sent there. It is compared with a page of the
-same parts.
+A page lists the parts that could not be made when it was written, has no interactive plots if
+plotly was missing, and links to MLflow if the study was sent there. It is compared with a page of
+the same parts.
 
-Limits: the addresses of links are not read, nor the reason for which a part could not be made; a
-report of other versions of this program, matplotlib, Pillow or plotly may differ.
+Limits: the addresses of links are not compared, nor the reasons why parts could not be made.
+Reports of other versions of this program, matplotlib, Pillow or plotly may differ.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from study.results.summary import Summary
 from trainers.files import MOST_JSON, read_own
 
 LINKED = ">All runs in MLflow"
-"""Text of the link of a page whose study has runs in MLflow."""
+"""Link text on the page of a study with runs in MLflow."""
 LOCAL = f"{LINKED} (while lns-study ui runs)"
 ADDRESS = re.compile(r'<a href="[^"]*"')
 EXPLORE = '<section id="explore"'
-"""Begin of the part of a page that a machine without plotly does not write."""
+"""Start of the page section that is only written if plotly is installed."""
 SHOWN = 80
-"""Characters of a text that a sentence shows."""
+"""Number of characters of a differing text that a sentence quotes."""
 BEFORE = 20
-"""Of them, those before the first that differs."""
+"""Number of quoted characters before the first difference."""
 NOT_MADE = re.compile(
     r"The (picture (?P<picture>\w+)|(?P<tables>further tables)|plots to explore) could not be made"
     r" \([A-Za-z_.]+: .*\)\."
 )
-"""What a report says of a part that failed, which may succeed now."""
+"""Matches a report's note about a part that could not be made; it may succeed now."""
 
 
 def verify_pages(
     state: StudyState, summary: Summary, claims: Sequence[Mapping[str, Any]], folder: Path
 ) -> Iterator[str]:
-    """Yield what the files of a report have and the ledger does not give, a sentence each.
+    """Yield the differences between a report's files and the recreated ones, one sentence each.
 
     Args:
         state: state of the study, from its ledger.
-        summary: its table.
+        summary: summary of the study.
         claims: its claims, judged again.
         folder: folder of the report.
     """
@@ -80,12 +80,12 @@ def verify_pages(
 
 
 def verify_record(found: Any, wanted: Any, place: str = "figures.json") -> Iterator[str]:
-    """Yield the values of a record that are not those wanted, a sentence each.
+    """Yield the differing values of a record, one sentence each.
 
     Args:
         found: JSON values of the report.
-        wanted: the same, computed again.
-        place: name of the place in the record.
+        wanted: the recomputed values.
+        place: path in the record, for the sentences.
     """
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for key in dict.fromkeys([*found, *wanted]):
@@ -99,9 +99,11 @@ def verify_record(found: Any, wanted: Any, place: str = "figures.json") -> Itera
 
 
 def has_form_of(found: Any, wanted: Any) -> bool:
-    """Tell whether a record has the keys and the types of values of another one, whatever they are
-    and however many entries a list has; a number may be None, and each kind of claim has arguments
-    of its own."""
+    """Return whether a record has the same keys and value types as ``wanted``.
+
+    Lists can have different lengths, numbers can be None, and the ``arguments`` of claims are not
+    compared because they depend on the kind of claim.
+    """
     if isinstance(wanted, Mapping):
         whole = isinstance(found, Mapping) and found.keys() >= wanted.keys()
         inner = wanted.keys() - {"arguments"}
@@ -113,8 +115,7 @@ def has_form_of(found: Any, wanted: Any) -> bool:
 
 
 def _parts_of(text: str, page: str, made: Parts) -> Parts:
-    """Return of the parts of a page those that the report has: without what it says could not be
-    made."""
+    """Return the parts without the ones that the report lists as not made."""
     said = [NOT_MADE.fullmatch(line.removeprefix("- ")) for line in text.split("\n")]
     lost = [match for match in said if match]
     files = {f"{match['picture']}.png" for match in lost}
@@ -128,7 +129,7 @@ def _parts_of(text: str, page: str, made: Parts) -> Parts:
 
 
 def _links_of(page: str, state: StudyState) -> Links:
-    """Return links where a page has them, whatever their addresses."""
+    """Return placeholder links in the places where the page has links."""
     if LINKED not in page:
         return Links()
     trials = dict.fromkeys((trial.id for trial in state.trials), "-")
@@ -143,7 +144,7 @@ def _text(content: bytes) -> str:
 
 
 def _differences(file: str, wanted: str, found: str) -> Iterator[str]:
-    """Say where the lines of a file differ."""
+    """Yield a sentence for each place where the lines of a file differ."""
     if found == wanted:
         return
     lines = wanted.splitlines(keepends=True), found.splitlines(keepends=True)
@@ -160,7 +161,7 @@ def _differences(file: str, wanted: str, found: str) -> Iterator[str]:
 
 
 def _name(entry: Any, number: int) -> str:
-    """Return the name by which an entry of a list is known."""
+    """Return an entry's ``label`` or ``name``, or else its position in the list."""
     named = entry if isinstance(entry, Mapping) else {}
     return str(named.get("label", named.get("name", number)))
 

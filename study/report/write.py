@@ -1,14 +1,14 @@
-"""The files of a report, each written whole (a new file renamed over the old)::
+"""The files of a report, each written atomically (a new file renamed over the old)::
 
 report.html            everything, pictures inside; light and dark; nothing fetched
 report.md              the table, the claims and the protocol
 figures.json           the figures and verdicts as data (:mod:`study.claims.record`)
-differences.png        the answer: how far each row is from the reference row
+differences.png        the answer: difference of each row from the reference row
 error_per_epoch.png    the study's metric per epoch, validation error or another
-test_error.png         its final figures on the test set beside the published ones
+test_error.png         final figures on the test set beside the published ones
 pareto.png ...         the pictures of :mod:`study.report.pictures`, if there is something to
                        show
-configurations.csv     of a search: every configuration, ranked
+configurations.csv     every configuration of a search, best first
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from study.text import printable
 from trainers.files import check_own_folder, write_whole
 
 PICTURES = tuple(f"{name}.png" for name in TITLES)
-"""Names of the files of all pictures that a report may have."""
+"""File names of all pictures that a report may have."""
 
 
 def write_report(
@@ -42,12 +42,12 @@ def write_report(
     Args:
         state: the study's state.
         folder: folder of the report.
-        study: folder of the study, for the checks of its claims; None if the report lies in it.
-        run_checks: whether the functions of its claims are run, see
+        study: folder of the study, for the checks of its claims; None for the parent of ``folder``.
+        run_checks: whether to run the functions of its claims, see
             :func:`study.claims.verdicts.judge`.
 
     Raises:
-        ValueError: the folder of the report is a link.
+        ValueError: the folder of the report is a symbolic link.
     """
     check_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,10 @@ def write_report(
 
 
 def rewrite_report(folder: Path) -> Path | None:
-    """Write the report of the study in ``folder`` again if it has one, and return its folder.
+    """Rewrite the report of the study in ``folder`` if it has one, and return the report's folder.
 
-    What lies there may be a stranger's, and is not sent to MLflow; functions of claims are not run.
+    The study may come from an untrusted source, so functions of claims are not run and nothing is
+    sent to MLflow.
     """
     report = folder / REPORT
     if not report.exists():
@@ -84,7 +85,7 @@ def render_files(
     where: Links,
     claims: Sequence[Mapping[str, Any]],
 ) -> dict[str, bytes]:
-    """Return the files of a report by their names, without ``figures.json``."""
+    """Return the contents of a report's files by name, without ``figures.json``."""
     files = {picture.file: picture.light for picture in made.pictures}
     if state.config.space:
         files["configurations.csv"] = printable(render_csv(state)).encode()

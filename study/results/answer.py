@@ -1,19 +1,19 @@
-"""A study's answer in words: how each row compares with the reference row, the ``baseline``.
+"""A study's answer as text: how each row compares with the reference row, the ``baseline``.
 
 Every finished row is compared with the reference seed by seed, using the paired contrast of
 :mod:`study.results.contrasts`, whose 95 % intervals are corrected for the number of comparisons. A
 row is one of:
 
 - *worse* or *better*: the interval excludes 0.
-- *as good within X*: the interval lies inside the margin. The margin is what the row requires
+- *as good within X*: the interval is inside the margin. The margin is the row's requirement
   (``within``, ``worse_by``), if the study is comparable with the published one, or the bound of a
   claim that compares the row with the reference.
-- *open*: the interval contains 0 and is wider than the margin. The answer then names the number of
+- *open*: the interval contains 0 and is wider than the margin. The answer then gives the number of
   seeds that would show a difference as large as the margin, and the command that adds them.
-- without a margin: the largest loss that the interval allows.
+- without a margin: the answer gives the largest loss that the interval allows.
 
 Without a reference row, or with one seed, nothing is compared, and the answer says why. A row with
-a diverged trial is named but not compared.
+a diverged trial is listed but not compared.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from study.results.ties import compared
 from study.text import counted, duration
 
 MOST_ROWS = 6
-"""Largest number of rows of one outcome that are named; the table has all."""
+"""Maximum number of rows listed per outcome; the table has all rows."""
 MOST_SEEDS = 100
-"""Largest number of seeds that the answer proposes."""
+"""Maximum number of seeds that the answer proposes."""
 FEW_SEEDS = 3
 """Number of seeds that the answer proposes for a study with one."""
 SIZEABLE = 0.25
-"""Smallest ratio of one test example to half an interval from which the answer names the former."""
+"""The answer mentions the size of one test example if it is at least this share of half an
+interval."""
 WHOLE = 0.01
-"""Largest distance of a number of wrong test examples from a whole number; reported shares have
-seven digits."""
+"""Tolerance for a count of wrong test examples to be a whole number; reported shares have seven
+digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,10 @@ class Comparison:
 
     Attributes:
         row: the row.
-        contrast: row minus reference over the seeds that both have, of errors in percentage points;
-            None with a single common seed, or if all seeds have the same difference.
-        margin: lowest and highest difference with which the row counts as good as the reference;
-            None if nothing states them.
+        contrast: row minus reference over their common seeds, in percentage points for errors; None
+            with a single common seed, or if all seeds have the same difference.
+        margin: lowest and highest difference at which the row counts as good as the reference; None
+            if the config sets no margin.
     """
 
     row: Row
@@ -84,12 +85,12 @@ class Comparison:
 
 
 def answer(state: StudyState, summary: Summary) -> str:
-    """Return what the study found, in a few sentences."""
+    """Return the study's finding as a few sentences in one string."""
     return " ".join(sentences(state, summary))
 
 
 def sentences(state: StudyState, summary: Summary) -> list[str]:
-    """Return what the study found, one sentence an entry."""
+    """Return the study's finding, one sentence per entry."""
     ended = [row for row in summary.rows if row.mean is not None and row.finished == row.seeds]
     whole = [row for row in ended if not row.diverged]
     if not whole:
@@ -122,12 +123,12 @@ def _none(state: StudyState) -> str:
 
 
 def capital(text: str) -> str:
-    """Return ``text`` with a capital as its first letter."""
+    """Return ``text`` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def compare(base: Row, others: list[Row], metric: Metric) -> list[Comparison]:
-    """Return each row's contrast with ``base``, corrected for how many there are."""
+    """Return each row's contrast with ``base``, corrected for the number of contrasts."""
     reference = figures_by_seed(base.trials, metric)
     found = []
     for row in others:
@@ -163,10 +164,10 @@ def compare_rows(state: StudyState, summary: Summary) -> list[Comparison]:
 
 
 def margin_of(label: str, study: StudyConfig, summary: Summary) -> tuple[float, float] | None:
-    """Return the lowest and highest difference with which a row counts as good as the reference.
+    """Return the lowest and highest difference at which a row counts as good as the reference.
 
-    Requirements and claims about published figures count only if the study is comparable with what
-    was published. Returns None if nothing limits a loss.
+    Requirements and claims about published figures count only if the study is comparable with the
+    published one. Returns None if no requirement or claim limits the loss.
     """
     row = next((row for row in study.rows if row.label == label), None)
     sizes = (row.within, row.worse_by) if row and summary.comparable else ()
@@ -182,9 +183,10 @@ def margin_of(label: str, study: StudyConfig, summary: Summary) -> tuple[float, 
 def _range_of(
     claim: ClaimConfig, label: str, reference: str, metric: Metric
 ) -> list[tuple[float, float]]:
-    """Return the differences, row minus reference, that a claim allows; empty if 0 is not inside.
+    """Return the range of differences, row minus reference, that a claim allows.
 
-    A claim that the row is worse or better than the reference is no margin.
+    The list is empty if the range excludes 0: then the claim is that the row is worse or better
+    than the reference, which does not define a margin.
     """
     low, high = claim.bound
     if claim.kind == "difference" and claim.rows == [label, reference]:
@@ -234,7 +236,7 @@ def _loss(found: Comparison, metric: Metric) -> float:
 
 
 def _decided(found: list[Comparison], word: str, base: Row, metric: Metric) -> str:
-    """Say which rows are worse or better, with the size of the difference and its interval."""
+    """List the rows that are worse or better, each with its difference and the interval."""
     listed = []
     for number, each in enumerate(found):
         assert each.contrast is not None, "decided by its interval"
@@ -255,7 +257,7 @@ def _margin(found: Comparison, metric: Metric) -> str:
 
 
 def _inside(found: list[Comparison], base: Row, metric: Metric) -> str:
-    """Say which rows are as good as the reference within their margins."""
+    """List the rows that are as good as the reference within their margins."""
     listed = [
         f"{each.row.label}{f' is as good as {base.label}' if number == 0 else ''} within"
         f" {_margin(each, metric)}{metric.points if number == 0 else ''} ({_ends(each, metric)})"
@@ -265,7 +267,8 @@ def _inside(found: list[Comparison], base: Row, metric: Metric) -> str:
 
 
 def _bounded(found: list[Comparison], metric: Metric) -> str:
-    """Say how much the rows can lose at most that show no difference and have no margin."""
+    """List the rows without a margin or a visible difference, each with its largest possible
+    loss."""
     listed = []
     for number, each in enumerate(found):
         assert each.contrast is not None, "bounded by its interval"
@@ -276,7 +279,7 @@ def _bounded(found: list[Comparison], metric: Metric) -> str:
 
 
 def _open(found: list[Comparison], state: StudyState, metric: Metric) -> list[str]:
-    """Say which rows are open, and which command would decide them."""
+    """List the open rows, and the command that adds enough seeds to decide them."""
     if not found:
         return []
     listed = [
@@ -307,9 +310,9 @@ def _seeds_for(found: Comparison, metric: Metric) -> int:
 
 
 def _more_seeds(state: StudyState, missing: int) -> str:
-    """Return the command that adds ``missing`` seeds to the study, and what it would take.
+    """Return the command that adds ``missing`` seeds to the study, and its estimated cost.
 
-    A search that confirms its best configurations with more seeds gets more of those.
+    If a search confirms its best configurations with extra seeds, those are the ones extended.
     """
     study, search = state.config, state.config.search
     key, seeds = "seeds", list(study.seeds)
@@ -322,7 +325,7 @@ def _more_seeds(state: StudyState, missing: int) -> str:
     )
     added = itertools.islice(unused, missing)
     words = f"{key}=[{','.join(map(str, [*seeds, *added]))}]"
-    # as on every machine: `report --verify` compares pages byte for byte
+    # the same quoting on every platform: `report --verify` compares pages byte for byte
     command = shlex.join(["lns-study", "extend", study.slug, words])
     seconds = trials * sum(trial.spent for trial in state.trials) / len(state.trials)
     cost = f"{counted(trials, 'more trial')}, about {duration(seconds)} of trial time"
@@ -330,7 +333,7 @@ def _more_seeds(state: StudyState, missing: int) -> str:
 
 
 def _untested(found: list[Comparison], base: Row, metric: Metric) -> list[str]:
-    """Name the rows that differ by the same amount at every seed, so that there is no spread."""
+    """List the rows whose difference is the same at every seed: a test needs some spread."""
     equal = [each.row.label for each in found if each.row.gap == 0]
     shifted = [
         f"{each.row.label} by {metric.difference(each.row.gap)}{metric.points}"
@@ -348,7 +351,8 @@ def _untested(found: list[Comparison], base: Row, metric: Metric) -> list[str]:
 def _scope(
     found: Sequence[Comparison], base: Row, state: StudyState, summary: Summary
 ) -> list[str]:
-    """Say what the differences are of: metric, level, seeds, test examples and their grain."""
+    """Describe the basis of the differences: metric, level, seeds, test set, size of one
+    example."""
     metric = summary.metric
     counts = sorted({round(each.contrast.df) + 1 for each in found if each.contrast})
     if not counts:
@@ -366,17 +370,17 @@ def _scope(
 
 
 def _test_size(state: StudyState) -> int:
-    """Return the number of test examples; 0 if it is unknown, or if rows differ in it."""
+    """Return the number of test examples; 0 if it is unknown or not the same for all rows."""
     sizes = {int(entry.get("test") or 0) for entry in state.plan.get("data", [])}
     measured = state.config.primary_metric.test_name.startswith("test/")
     return sizes.pop() if len(sizes) == 1 and measured else 0
 
 
 def _grain(size: int, found: Iterable[Comparison], base: Row, metric: Metric) -> float:
-    """Return what one test example adds to the error, in points, if that is sizeable; else 0.
+    """Return how much one test example adds to the error, in points; 0 if that is negligible.
 
-    It is sizeable from :data:`SIZEABLE` of half the narrowest interval. An example with several
-    answers, like a text, has no such grain: its errors are no whole numbers of examples.
+    It is negligible below :data:`SIZEABLE` times half the narrowest interval. Also returns 0 if an
+    example has several answers, like a text, because then errors are not whole examples.
     """
     halves = [each.contrast.half for each in found if each.contrast]
     if not (metric.percent and size and halves):
@@ -389,13 +393,13 @@ def _grain(size: int, found: Iterable[Comparison], base: Row, metric: Metric) ->
 
 
 def _ends(found: Comparison, metric: Metric) -> str:
-    """Return the ends of a difference's interval with their signs."""
+    """Return the ends of a difference's interval, with signs."""
     assert found.contrast is not None, "asked for rows with an interval"
     return " to ".join(map(metric.difference, found.contrast.interval))
 
 
 def _best(rows: list[Row], metric: Metric) -> str:
-    """Name the rows with the best means, untested."""
+    """Name the rows with the best and second-best mean, without a test."""
     figures = {row.label: metric.sign * compared(row.mean or 0.0) for row in rows}
     first, *rest = sorted(
         rows, key=lambda row: (math.isnan(figures[row.label]), figures[row.label])
@@ -409,7 +413,7 @@ def _best(rows: list[Row], metric: Metric) -> str:
 
 
 def _no_reference(rows: list[Row], state: StudyState) -> str:
-    """Say why no rows are compared."""
+    """Explain that rows are not compared without a reference row."""
     why = "Nothing is compared, because no row is the reference"
     return f"{why}; `baseline={rows[0].label}` makes one." if len(rows) > 1 else f"{why}."
 
@@ -421,7 +425,7 @@ def _diverged(ended: list[Row]) -> list[str]:
 
 
 def _enumerate(listed: list[str]) -> str:
-    """Join texts as a sentence does: ``a, b and c``; beyond :data:`MOST_ROWS` they are counted."""
+    """Join texts as in a sentence: ``a, b and c``; beyond :data:`MOST_ROWS`, ``and 3 more``."""
     more = len(listed) - MOST_ROWS
     *first, last = [*listed[:MOST_ROWS], f"{more} more"] if more > 0 else listed
     return f"{', '.join(first)} and {last}" if first else last

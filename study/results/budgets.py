@@ -1,16 +1,16 @@
-"""What the best of k configurations is worth: results against the budget of a random search.
+"""Expected result of a random search as a function of its budget: the best of k configurations.
 
-A row whose n configurations were drawn at random says what a smaller search would have found: draw
-k of the n with replacement and take the best. With the values sorted, the best first, the best one
+A row with n configurations sampled at random shows what a smaller search would have found: draw k
+of the n with replacement and take the best. With the values sorted from best to worst, the best one
 drawn is the j-th with probability::
 
     ((n - j + 1) / n)^k - ((n - j) / n)^k
 
-so mean and quantiles of the bootstrap are exact, and nothing is drawn. What is drawn twice makes
-the mean a little worse than that of a search of k (R. Tang et al. 2020, "Showing Your Work Doesn't
-Always Work", arXiv:2004.13705): of 20 normal values -1.41 sd for k = 10, where -1.54 is true. For k
-near n the band is too sure: the best of all is in most draws. Rows whose search learned from its
-results have no such figure.
+This makes the mean and the quantiles of the bootstrap exact, without sampling. Because draws can
+repeat, the mean is slightly worse than for a real search of k configurations (R. Tang et al. 2020,
+"Showing Your Work Doesn't Always Work", arXiv:2004.13705): with 20 normal values and k = 10 it is
+-1.41 sd, while the true value is -1.54. For k near n the band is too narrow, because most draws
+contain the best configuration. Searches that learn from earlier results have no such curve.
 
 Sources: M. Lucic et al. 2018, "Are GANs Created Equal?" (arXiv:1711.10337); J. Dodge et al. 2019,
 "Show Your Work" (arXiv:1909.03004).
@@ -28,18 +28,18 @@ from study.ledger.state import StudyState
 from study.results.statistics import METRIC, entries
 
 BAND = 0.9
-"""Share of the bootstrap between the lower and the upper end of a band."""
+"""Probability mass of the bootstrap between the two ends of a band."""
 FEWEST = 4
-"""Configurations below which a row has no curve."""
+"""Minimum number of configurations for a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestOf:
-    """The best of k configurations, k from 1 to their number, in the unit that is shown.
+    """Metric of the best of k configurations, for k from 1 to n, in its display unit.
 
     Attributes:
-        mean: mean over the bootstrap, by k.
-        low, high: ends of the band, by k.
+        mean: mean over the bootstrap; ``mean[k - 1]`` is for k.
+        low, high: ends of the band, indexed alike.
     """
 
     mean: list[float]
@@ -48,7 +48,7 @@ class BestOf:
 
 
 def values_by_row(state: StudyState) -> dict[str, list[float]]:
-    """Return the shown metric of each row's finished configurations, means over their seeds."""
+    """Return the metric of each row's finished configurations, as means over seeds."""
     rows: dict[str, list[float]] = {}
     for entry in entries(state):
         if entry.number is not None:
@@ -57,7 +57,7 @@ def values_by_row(state: StudyState) -> dict[str, list[float]]:
 
 
 def best_of_k(state: StudyState) -> dict[str, BestOf]:
-    """Return the curve of each row; empty where the search is no random one."""
+    """Return the curve of each row; empty unless the search samples at random."""
     search = state.config.search
     if search.algorithm != "random" or search.adaptive or search.ends_early:
         return {}

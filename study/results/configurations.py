@@ -39,11 +39,11 @@ class Configuration:
         trials: its trials, one per seed.
         objectives: mean over seeds by metric; NaN if a trial has no value or has diverged. A
             trial that was stopped early has its last epoch's value.
-        whole: whether it is of the last round (:mod:`study.search.rounds`); in earlier rounds
-            trials had fewer epochs or examples.
+        whole: whether it belongs to the last round (:mod:`study.search.rounds`); trials of earlier
+            rounds had fewer epochs or examples.
         broken: texts of the constraints that its means over seeds violate; empty until all trials
-            have ended, and if one has diverged.
-        diverged: number of its trials that have diverged.
+            have ended, or if one has diverged.
+        diverged: number of its diverged trials.
     """
 
     row: str
@@ -67,7 +67,7 @@ class Configuration:
 
     @property
     def ended(self) -> bool:
-        """Whether every seed's trial has ended, in whichever way."""
+        """Whether every seed's trial has ended, successfully or not."""
         return all(trial.status in ENDED for trial in self.trials)
 
 
@@ -80,7 +80,7 @@ def configurations(
 
     Args:
         trials: trials of a study.
-        metrics: objectives wanted.
+        metrics: names of the objectives to compute.
         constraints: bounds by metric, as in :class:`study.config.search.SearchConfig`.
     """
     groups = groups_of_seeds(trials, metrics, constraints)
@@ -90,10 +90,10 @@ def configurations(
 def groups_of_seeds(
     trials: Iterable[TrialState], metrics: Iterable[str], constraints: Mapping[str, str] = NONE
 ) -> list[Configuration]:
-    """Group trials that differ only in their seeds, by number.
+    """Group trials that differ only in their seeds; groups are ordered by number.
 
-    The groups are the configurations among ``trials``, and every row that is not searched. Numbers
-    alone do not tell configurations apart: a study whose space was changed keeps earlier trials.
+    A group is a configuration, or a row that is not searched. The number alone does not identify a
+    configuration, because a study keeps its earlier trials when its space is changed.
     """
     groups: dict[tuple[str, int | None, str], list[TrialState]] = {}
     for trial in trials:
@@ -130,9 +130,9 @@ def _broken(group: Sequence[TrialState], constraints: Mapping[str, str]) -> tupl
 
 
 def _is_whole(trial: TrialState, budget: tuple[int, float]) -> bool:
-    """Tell whether a trial is of its search's last round.
+    """Return whether a trial belongs to its search's last round.
 
-    Ledgers of earlier versions do not say how many rounds there are.
+    Ledgers of earlier versions lack the number of rounds.
     """
     if "round" not in trial.asked:
         return True
@@ -147,11 +147,11 @@ def _budget(trial: TrialState) -> tuple[int, float]:
 
 
 def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configuration | None:
-    """Return the best eligible configuration by the first objective, the first of equals
-    (:mod:`study.results.ties`), or None.
+    """Return the best eligible configuration by the first objective, or None.
 
-    Only configurations with the most seeds take part: one with fewer seeds dropped out of a race
-    (:mod:`study.search.racing`), or was never in it.
+    The first of equal ones wins (:mod:`study.results.ties`). Only configurations with the largest
+    number of seeds compete: the others dropped out of a race (:mod:`study.search.racing`) or did
+    not enter it.
     """
     metric, mode = next(iter(objectives.items()))
     usable = [
@@ -165,9 +165,10 @@ def best(found: Iterable[Configuration], objectives: dict[str, str]) -> Configur
 
 
 def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """Return the eligible configurations that no other dominates, by their first objective.
+    """Return the Pareto front of the eligible configurations, sorted by the first objective.
 
-    One dominates another if it is at least as good in every objective and better in one.
+    A configuration dominates another if it is at least as good in every objective and better in
+    one.
     """
     usable = [
         entry
@@ -182,9 +183,9 @@ def pareto_front(found: Iterable[Configuration], objectives: dict[str, str]) -> 
 
 
 def undominated(points: Sequence[Sequence[float]]) -> list[int]:
-    """Return the indices of the points that no other dominates, sorted by their coordinates.
+    """Return the indices of the non-dominated points, sorted by their coordinates.
 
-    A point dominates another if it is nowhere larger and somewhere smaller.
+    Lower is better: a point dominates another if no coordinate is larger and one is smaller.
     """
     values = np.array(points)
     beaten = (np.all(values <= point, axis=1) & np.any(values < point, axis=1) for point in values)
@@ -195,7 +196,7 @@ def undominated(points: Sequence[Sequence[float]]) -> list[int]:
 
 
 def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[Configuration]:
-    """Return configurations by rank, most seeds first as in :func:`best`, unusable ones last."""
+    """Sort configurations as :func:`best` does, most seeds first; unusable ones come last."""
     metric, mode = next(iter(objectives.items()))
 
     def rank(entry: Configuration) -> tuple[bool, int, float]:
@@ -211,10 +212,10 @@ def ranked(found: Iterable[Configuration], objectives: dict[str, str]) -> list[C
 
 
 def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[dict[str, Any]]:
-    """Return one flat dict per configuration, by rank.
+    """Return one flat dict per configuration, best first.
 
-    It has row, number, sampled values, objectives and states; an objective that is called as one of
-    the others has a column of its own (:func:`study.results.objectives.column_of`).
+    The keys are row, number, sampled values, objectives and state. An objective whose name is
+    already taken gets a prefix (:func:`study.results.objectives.column_of`).
     """
     lines = ranked(found, objectives)
     taken = {"row", "number", "state"}.union(*(entry.params for entry in lines))
@@ -231,10 +232,10 @@ def table(found: Iterable[Configuration], objectives: dict[str, str]) -> list[di
 
 
 def condition(entry: Configuration) -> str:
-    """Describe the states of a configuration's trials, how many diverged, and the constraints that
-    it breaks.
+    """Describe a configuration's state: trial states, number of diverged trials, broken
+    constraints.
 
-    Says no more of one of an early round.
+    For a configuration of an early round it is just ``early round``.
     """
     if not entry.whole:
         return "early round"
@@ -245,5 +246,5 @@ def condition(entry: Configuration) -> str:
 
 
 def signed(value: float, mode: str) -> float:
-    """Return ``value`` with the sign for which lower is better."""
+    """Return ``value``, negated if ``mode`` is ``max``, so that lower is better."""
     return value if mode == "min" else -value

@@ -1,28 +1,27 @@
-"""Tests whether two means differ, by Student's t, and the difference that the replicates could
-show.
+"""Student's t tests of the difference of two means, and the smallest detectable difference.
 
-A contrast is tested against no difference over replicates: seeds, each with one figure, or
-configurations sampled alike. Figures that belong together (the same seed) are paired, so that what
-they share does not count as noise::
+The null hypothesis is that the means are equal. The replicates are seeds, each with one figure, or
+configurations sampled from the same space. Figures of the same seed are paired, so variation that
+both sides share does not count as noise::
 
     paired:       t = mean(d) / (s_d / sqrt(n)),  n - 1 degrees of freedom, d the differences
                   Student 1908
-    independent:  t = (mean(a) - mean(b)) / sqrt(s_a^2 / n_a + s_b^2 / n_b),  Welch 1947, his
-                  degrees of freedom
+    independent:  t = (mean(a) - mean(b)) / sqrt(s_a^2 / n_a + s_b^2 / n_b),  Welch 1947, with
+                  Welch's degrees of freedom
 
-Where several contrasts are reported together, each is tested at ``alpha / tests`` (Dunn 1961), and
-its interval has that level too, so that the interval contains 0 exactly if the corrected p is not
-below alpha; Holm's correction rejects more, but no intervals go with it.
+Contrasts that are reported together are each tested at ``alpha / tests`` (Dunn 1961), and their
+intervals have the same level: an interval excludes 0 exactly if the corrected p is below alpha.
+Holm's correction rejects more hypotheses but provides no simultaneous intervals.
 
-The smallest difference that could have been shown is the one that such a test finds with
-probability :data:`POWER` if the spread is the observed one: ``delta = ncp * se``, where the
-noncentral t with noncentrality ncp exceeds the critical value with that probability (J. Cohen,
-"Statistical Power Analysis for the Behavioral Sciences", 2nd ed. 1988, chapter 2)::
+The smallest detectable difference is the one that the test finds with probability :data:`POWER`,
+given the observed spread: ``delta = ncp * se``, where the noncentral t with noncentrality ncp
+exceeds the critical value with that probability (J. Cohen, "Statistical Power Analysis for the
+Behavioral Sciences", 2nd ed. 1988, chapter 2)::
 
     P(|Z + ncp| > t_crit sqrt(V / df)) = POWER,  Z normal, V chi-squared with df degrees of freedom
 
-Limits: normal differences are assumed, as everywhere with few seeds; without any spread there is
-nothing to measure against and no test.
+Limits: the tests assume normally distributed differences, and they need some spread: if all
+differences are equal, there is no contrast.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from study.results.ties import plain_mean
 
 ALPHA, POWER = 0.05, 0.8
 ROUNDING = 1e-12
-"""Relative spread below which figures count as equal."""
+"""Figures count as equal if their relative spread is below this."""
 LARGEST = 1e75
-"""Largest figure that is tested: a test takes its fourth power."""
+"""Maximum size of a tested figure; its fourth power must not overflow."""
 POINTS = 4000
-"""Number of chi-squared quantiles over which power is averaged; enough for three digits."""
+"""Number of chi-squared quantiles that power is averaged over; enough for three digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class Contrast:
         difference: first mean minus second, in the figures' unit.
         error: standard error of the difference.
         df: degrees of freedom.
-        over: kind and number of the replicates: ``4 seeds``.
+        over: number and kind of the replicates: ``4 seeds``.
         tests: number of contrasts reported together, this one included.
     """
 
@@ -87,9 +86,9 @@ class Contrast:
 
     @property
     def least(self) -> float:
-        """Smallest difference that such a test shows with probability :data:`POWER`.
+        """Smallest difference that the test detects with probability :data:`POWER`.
 
-        See the head of this file.
+        The module docstring has the formula.
         """
         from scipy.optimize import brentq
         from scipy.special import gammaincinv, ndtr
@@ -103,10 +102,7 @@ class Contrast:
         return float(brentq(lacking, 0.0, 10.0 * (1.0 + self._critical))) * self.error
 
     def over_pairs(self, number: int) -> Contrast:
-        """Return the paired contrast over ``number`` pairs with the same mean and spread.
-
-        It predicts what more pairs would show.
-        """
+        """Predict the paired contrast over ``number`` pairs, given the same mean and spread."""
         error = self.error * math.sqrt((self.df + 1) / number)
         return replace(self, error=error, df=number - 1, over=f"{number} pairs")
 
@@ -118,9 +114,9 @@ class Contrast:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation of two values or more.
+    """Return the sample standard deviation of two values or more.
 
-    It is NaN where one of them is not finite, and infinite where it is too large for a number.
+    It is NaN if a value is not finite, and infinite if it overflows.
     """
     try:
         return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
@@ -129,9 +125,9 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def paired(differences: Sequence[float], of: str) -> Contrast | None:
-    """Return the contrast of figures that belong together pair by pair.
+    """Return the contrast of paired figures, from their differences.
 
-    Returns None below two pairs, or if all differences are equal or one of them is not finite or
+    Returns None with fewer than two pairs, if all differences are equal, or if one is not finite or
     above :data:`LARGEST`.
 
     Args:
@@ -148,10 +144,10 @@ def paired(differences: Sequence[float], of: str) -> Contrast | None:
 
 
 def independent(first: Sequence[float], second: Sequence[float], of: str) -> Contrast | None:
-    """Return the contrast of figures that do not belong together.
+    """Return the contrast of two independent samples (Welch).
 
-    Returns None below two figures on either side, or if all are equal or one of them is not finite
-    or above :data:`LARGEST`.
+    Returns None if a sample has fewer than two figures, if neither sample varies, or if a figure is
+    not finite or above :data:`LARGEST`.
 
     Args:
         first: figures of the first mean.

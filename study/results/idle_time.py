@@ -1,8 +1,8 @@
 """Causes of a run's idle time, and the notices about low utilisation.
 
 :func:`what_held` splits the idle part of ``integral c_r dt`` (:mod:`study.results.utilisation`) by
-cause. It works on the finished timeline: a trial that started later was *waiting* from the moment
-when it was known.
+cause. It analyses the recorded timeline: a trial counts as *waiting* from its addition to the plan
+(or the end of an attempt that is to be repeated) until its start.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ CAUSES = {
     FEW: "because there were fewer trials than slots",
     TAIL: "at the end, when no trial was left to start",
 }
-"""Descriptions of the causes for which capacity lay idle."""
+"""Descriptions of the causes of idle capacity."""
 
 
 def what_held(run: Run) -> dict[str, float]:
     """Return the idle share of the run's capacity for each of :data:`CAUSES`, largest first.
 
-    The capacity is measured in the bottleneck resource. These shares and the utilisation add up
-    to 1. :data:`STARTS` is listed in addition.
+    The capacity is that of the bottleneck resource. These shares and the utilisation add up to 1.
+    The result also has :data:`STARTS`, which is part of the utilisation.
     """
     use = utilisation(run)
     if use is None:
@@ -92,9 +92,9 @@ def what_held(run: Run) -> dict[str, float]:
 
 
 def remark(run: Run | None) -> str:
-    """Explain in a sentence why a run trained with less than half of its capacity.
+    """Explain in a sentence why a run used less than half of its capacity for training.
 
-    Returns "" for any other run, and for one that lasted less than a minute.
+    Returns "" if it used more, or lasted less than a minute.
     """
     use = utilisation(run) if run is not None and run.over else None
     if run is None or use is None or run.end - run.begin <= LEAST_SECONDS:
@@ -121,14 +121,14 @@ def remark(run: Run | None) -> str:
 
 
 class UseWatch:
-    """Reports once, during a run, that less than half of its capacity trains.
+    """Reports once, during a run, that less than half of its capacity is training.
 
     Checks :data:`LOOK_SECONDS` after the first trial's start, and again whenever the elapsed time
     has doubled, because a check takes longer with more trials.
     """
 
     def __init__(self) -> None:
-        self._since = time.time() - time.monotonic()  # as a ledger's clock
+        self._since = time.time() - time.monotonic()  # converts to the ledger's wall-clock time
         self._next = LOOK_SECONDS
 
     def _seconds(self, run: Run) -> float:
@@ -155,10 +155,10 @@ class UseWatch:
 
 
 def sentences(state: StudyState) -> list[str]:
-    """Return the sentences beside the picture of a study's slots.
+    """Return the sentences beside the picture of a study's slots, about its last run.
 
-    They have the utilisation, the epochs per second and the causes of idle time of its last run.
-    The list is empty if the ledger has no slots or capacity.
+    They give utilisation, epochs per second and the causes of idle time. The list is empty if the
+    ledger has no slots or capacity.
     """
     run = state.run
     if run is None or (use := utilisation(run)) is None:
@@ -187,14 +187,15 @@ def sentences(state: StudyState) -> list[str]:
 
 @dataclass(kw_only=True)
 class _Moment:
-    """A span of time in which nothing changes.
+    """A period during which no trial starts or ends and the capacity stays the same.
 
     Attributes:
-        have, held: amount of every resource that the run had, and that trials held.
-        needed: amount of every resource that all trials of the run take together.
-        next: the waiting trial that started first; None if none waited.
-        full: whether as many trials ran as the config allows.
-        begun, more: whether a trial had started, and whether one was still to start, known or not.
+        have, held: capacity and amount in use, by resource.
+        needed: amount that all trials of the run would take together, by resource.
+        next: the waiting trial that started first; None if no trial waited.
+        full: whether the number of running trials had reached ``max_concurrent``.
+        begun: whether a trial had started.
+        more: whether a trial started later, even one not yet proposed at this time.
     """
 
     have: dict[str, float]
@@ -207,7 +208,7 @@ class _Moment:
 
 
 def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the causes for which a resource is idle, each with the idle amount."""
+    """Yield the causes of a resource's idleness, each with the idle amount."""
     idle = max(0.0, moment.have[name] - moment.held[name])
     if not moment.begun:
         yield BEFORE, idle
@@ -228,7 +229,7 @@ def _causes(moment: _Moment, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _moments(run: Run) -> Iterator[tuple[float, _Moment]]:
-    """Yield the spans of a run in which nothing changes, in order, each with its seconds."""
+    """Yield the periods of a run between two changes, in order, each with its seconds."""
     trials = {interval.trial: interval for interval in run.intervals}.values()
     needed = {
         name: float(sum(getattr(interval, name) for interval in trials)) for name in RESOURCES
@@ -252,7 +253,7 @@ def _moments(run: Run) -> Iterator[tuple[float, _Moment]]:
             sign = (0, 0, 1, -1)[what]
             running, started = running + sign, started + (what == 2)
             held = {name: amount + sign * getattr(change, name) for name, amount in held.items()}
-        if until <= max(at, run.begin):  # trials may have waited before a run seen from later on
+        if until <= max(at, run.begin):  # trials may have waited since before ``run.begin``
             continue
         step, later = (
             capacity_at(run.capacity, at),

@@ -1,25 +1,28 @@
-"""Importance of each hyperparameter, by Optuna: fANOVA over a random forest, and PED-ANOVA.
+"""Importance of each hyperparameter, computed with Optuna: fANOVA and PED-ANOVA.
 
-fANOVA (F. Hutter, H. Hoos, K. Leyton-Brown 2014) says how much of the error's variance over the
-whole space a key explains; it takes complete configurations, so only keys that all of them have.
-PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) says how much a key decides whether a
-configuration is among the best tenth: how far its distribution there is from that of all that have
-the key. It counts keys with a ``when`` too. Of noise it tells something of every key, of those with
-many values most: a share is of what it tells beyond the mean of :data:`SHUFFLES` shuffles of the
-metric, and there is none where no key tells more than each of them.
+fANOVA (F. Hutter, H. Hoos, K. Leyton-Brown 2014) fits a random forest and estimates the share of
+the metric's variance over the whole space that a key explains. It needs complete configurations, so
+it covers only the keys that every configuration has.
 
-A share is of the variance over the space as it is searched, where every value of a choice is as
-likely as the others and the logarithm of a ``loguniform`` range is uniform. Optuna's fANOVA (5.0)
-weighs otherwise, so it is given other columns (docs/decisions/0072-measure-of-importance.md):
+PED-ANOVA (S. Watanabe, A. Bansal, F. Hutter 2023) compares a key's distribution among the best
+tenth of the configurations with its distribution among all configurations that have the key, so it
+also covers keys with a ``when``. Even on pure noise it returns a positive value for every key,
+larger for keys with many values. Therefore the mean over :data:`SHUFFLES` shuffles of the metric is
+subtracted from each value, and the remainders are scaled to add up to 1. If no key's value is above
+all of its shuffled values, no shares are reported.
 
-- It takes a range as uniform, one with ``log=True`` too: of rates from 0.001 to 1 nine tenths of
-  its mean would be rates above 0.1. It gets the logarithm, as a uniform range.
-- It gives a choice one column per value, each 0 or 1 with equal weight, so that one value of nine
-  would have half of it; and it walks each tree once for every combination of the columns'
-  thresholds, 2^values of them. It gets one column of places, in the order of the values' mean
-  metric: the order in which a tree finds every best split of a mean (W. D. Fisher 1958). With fewer
-  than :data:`REPEATS` configurations a value the order of three or more would be the metric itself,
-  and such a choice is left out.
+The variance is taken over the distribution that the search samples from: all values of a choice are
+equally likely, and a ``loguniform`` range is uniform in its logarithm. Optuna's fANOVA (5.0) weighs
+values differently, so its input is transformed (docs/decisions/0072-measure-of-importance.md):
+
+- It treats every range as uniform, even with ``log=True``: with rates from 0.001 to 1, rates above
+  0.1 would have nine tenths of the weight. It gets the logarithm instead, as a uniform range.
+- It encodes a choice as one 0/1 column per value and weighs 0 and 1 equally, so one value of nine
+  would have half of the weight. It also walks each tree once for every combination of the columns'
+  thresholds (2^values). It gets one column instead: the value's rank by mean metric. A tree finds
+  every best split of a mean in this order (W. D. Fisher 1958). A choice of three values or more is
+  left out if there are fewer than :data:`REPEATS` configurations per value, because then the ranks
+  mostly repeat the metric itself.
 """
 
 from __future__ import annotations
@@ -41,31 +44,32 @@ from study.results.likeness import Entry
 from study.results.statistics import DEPTH, METRIC, PAIR_DEPTH, PAIRED, TREES, entries
 
 FOREST = 500
-"""Largest number of configurations, the first ones, that enter importance and dependence."""
+"""Maximum number of configurations used for importance and dependence; later ones are left out."""
 REPEATS = 3
-"""Least number of configurations a value of a choice of three values or more."""
+"""Minimum number of configurations per value of a choice, if it has three values or more."""
 ROW = "row"
-"""The name of the row as a key."""
+"""Key under which the row itself counts as a hyperparameter."""
 PLACES = 24
-"""Number of places on the axis of a range."""
+"""Number of points on a range's axis at which partial dependence is computed."""
 BEST = 0.1
-"""Share of the configurations that PED-ANOVA tells from the others."""
+"""Share of the configurations that PED-ANOVA counts as the best."""
 SHUFFLES = 19
-"""Shuffles of the metric: one key in twenty without effect tells more than each of them."""
+"""Number of shuffles of the metric. A key without effect exceeds all 19 shuffled values with
+probability 1/20."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """Shares of the variance of the study's metric.
+    """Importance of the sampled keys for the study's metric.
 
     Attributes:
-        single: share by key, largest first.
+        single: fANOVA's share of the variance by key, largest first.
         pairs: share that two keys explain together beyond each alone, largest first.
-        curves: partial dependence by key: places on the axis and mean predicted metric as it is
-            shown; places are values, or texts of choices.
+        curves: partial dependence by key: values of the key (texts for a choice), and the mean
+            predicted metric at each, in its display unit.
         configurations: number of configurations that the shares are computed from.
-        best: share by key in what tells the best tenth of the configurations from the others,
-            largest first, keys with a ``when`` included; empty if it cannot be computed.
+        best: PED-ANOVA's share by key, largest first, keys with a ``when`` included; empty if it
+            cannot be computed.
     """
 
     single: dict[str, float]
@@ -76,9 +80,9 @@ class Importance:
 
 
 def importance(state: StudyState) -> Importance | None:
-    """Compute how much the metric depends on each sampled key, all rows together.
+    """Compute how much the metric depends on each sampled key, over all rows together.
 
-    The row is a key too. Returns None with fewer than ten configurations, or if a scheduler ends
+    The row counts as a key. Returns None with fewer than ten configurations, or if the search ends
     trials early.
     """
     sampled = _sampled(state)
@@ -99,8 +103,8 @@ def importance(state: StudyState) -> Importance | None:
 
 
 def resampled_shares(state: StudyState, samples: int) -> list[dict[str, float]]:
-    """Return the share of the metric's variance by key of the configurations, and of ``samples``
-    draws of as many of them with replacement; empty as for :func:`importance`."""
+    """Return the fANOVA shares by key, followed by those from ``samples`` bootstrap resamples of
+    the configurations; empty if :func:`importance` returns None."""
     sampled = _sampled(state)
     first = _shares(sampled.ordered, sampled.observed, 0) if sampled else None
     if sampled is None or first is None:
@@ -118,11 +122,11 @@ def resampled_shares(state: StudyState, samples: int) -> list[dict[str, float]]:
 def fanova(
     params: Sequence[Params], figures: Sequence[float], domains: Sequence[Domain], seed: int = 0
 ) -> dict[str, float] | None:
-    """Return the share of the figures' variance by key, largest first, for a check of a claim.
+    """Return the share of the figures' variance by key, largest first; used to check claims.
 
     Args:
-        params: sampled values by dotted key, one mapping a configuration.
-        figures: figure of each configuration.
+        params: sampled values by dotted key, one mapping per configuration.
+        figures: one figure per configuration.
         domains: domains of the keys.
         seed: seed of the forest.
 
@@ -142,8 +146,8 @@ class _Sampled:
     """The configurations of a search.
 
     Attributes:
-        study: the same configurations as a study of Optuna's.
-        ordered: the same for fANOVA, with choices as places.
+        study: the configurations as an Optuna study.
+        ordered: the same for fANOVA, with choices as ranks.
     """
 
     found: list[Entry]
@@ -154,8 +158,11 @@ class _Sampled:
 
 
 def _sampled(state: StudyState) -> _Sampled | None:
-    """Return the configurations; None if there are fewer than ten, all have one figure, or those
-    that were ended early have none: the others are no sample of the space."""
+    """Return the configurations; None with fewer than ten, or if their metrics are all equal.
+
+    Also None if the search ends trials early, because the trials that finish are then a biased
+    sample of the space.
+    """
     if state.config.search.ends_early:
         return None
     found = [entry for entry in entries(state) if entry.number is not None][:FOREST]
@@ -175,8 +182,10 @@ def _sampled(state: StudyState) -> _Sampled | None:
 def _ordered(
     found: Sequence[Entry], observed: Sequence[Domain]
 ) -> tuple[Sequence[Entry], Sequence[Domain]]:
-    """Return both with choices as places, without those of which too little is known; see the head
-    of this file."""
+    """Replace the values of choices by ranks, and drop choices with too few configurations.
+
+    The module docstring explains why.
+    """
     for domain in observed:
         if not domain.categorical:
             continue
@@ -214,7 +223,7 @@ def _shares(study: Any, observed: Sequence[Domain], seed: int) -> dict[str, floa
 def _of_the_best(
     state: StudyState, found: Sequence[Entry], domains: Mapping[str, Domain]
 ) -> dict[str, float]:
-    """Return each key's share by PED-ANOVA; see the head of this file."""
+    """Return each key's PED-ANOVA share, corrected for noise as in the module docstring."""
     observed = _all_observed(found, domains, [key for key in domains if _values(found, key)])
     mode = state.config.primary_metric.mode
     told = _tells_the_best(_optuna_study(found, observed, mode), observed)
@@ -257,7 +266,7 @@ def _values(found: Sequence[Entry], key: str) -> list[Any]:
 def _all_observed(
     found: Sequence[Entry], domains: Mapping[str, Domain], keys: Sequence[str]
 ) -> list[Domain]:
-    """Return the domains of what was tried, and of the row where there are several."""
+    """Return the domains of the sampled values, plus one for the row if there are several rows."""
     observed = [_observed(domains[key], _values(found, key)) for key in keys]
     rows = list(dict.fromkeys(entry.row for entry in found))
     if len(rows) > 1:
@@ -266,10 +275,10 @@ def _all_observed(
 
 
 def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
-    """Return the domain of what was tried, in the space or before the space was narrowed.
+    """Return the domain that covers the sampled values, even if the space was narrowed since.
 
-    Choices are texts. A range of whole numbers or steps ends half a step outside of them, so that
-    each weighs alike; one of whole numbers drawn by their logarithm weighs n by log(1 + 1 / n).
+    Choices become texts. A range of integers or steps is extended by half a step at both ends, so
+    that all values have equal weight; in a ``lograndint`` range n has weight log(1 + 1 / n).
     """
     if domain.categorical:
         texts = dict.fromkeys(show(value) for value in (*domain.values, *values))
@@ -284,7 +293,7 @@ def _observed(domain: Domain, values: Sequence[Any]) -> Domain:
 
 
 def _optuna_study(found: Sequence[Entry], observed: Sequence[Domain], mode: str) -> Any:
-    """Return the configurations as an Optuna study; keys that one lacks are left out of it."""
+    """Return the configurations as an Optuna study; each trial has only its own keys."""
     optuna = quiet_optuna()
     distributions = {domain.key: _distribution(domain) for domain in observed}
     direction = {"min": "minimize", "max": "maximize"}[mode]
@@ -313,14 +322,14 @@ def _has(entry: Entry, domain: Domain) -> bool:
 
 
 def _distribution(domain: Domain) -> Any:
-    """Return Optuna's distribution of :func:`_plain` values."""
+    """Return the Optuna distribution of :func:`_plain` values."""
     if domain.categorical:
         return distribution(domain)
     return quiet_optuna().distributions.FloatDistribution(*_ends(domain))
 
 
 def _plain(domain: Domain, entry: Entry) -> int | float:
-    """Return a value as Optuna gets it: the index of a choice, or the place on the axis."""
+    """Encode a value for Optuna: the index of a choice, or the place on the axis of a range."""
     if domain.categorical:
         return domain.values.index(_text(domain, entry))
     return _place(domain, entry.params[domain.key])
@@ -334,7 +343,7 @@ def _place(domain: Domain, value: float) -> float:
 
 
 def _ends(domain: Domain) -> tuple[float, float]:
-    """Return the ends of a range on that axis."""
+    """Return the ends of a range on the axis of :func:`_place`."""
     low, high = domain.values
     return (math.log10(low), math.log10(high)) if domain.kind.startswith("log") else (low, high)
 
@@ -344,9 +353,9 @@ def _text(domain: Domain, entry: Entry) -> str:
 
 
 def _pairs(study: Any, names: Sequence[str], of: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Compute what two keys explain together beyond each alone.
+    """Compute the share of the variance that two keys explain together beyond each alone.
 
-    Optuna's evaluator offers single keys only, so its trees are read.
+    Optuna's evaluator only returns single keys, so this reads its trees directly.
     """
     optuna = quiet_optuna()
     distributions = study.trials[0].distributions
@@ -386,7 +395,10 @@ def _dependence(study: Any, domains: Sequence[Domain]) -> dict[str, tuple[list[A
 
 
 def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> np.ndarray:
-    """Return the encoded configurations with one key set; ``trial`` is any of them."""
+    """Return the encoded configurations with key ``name`` set to ``place`` in all rows.
+
+    ``trial`` can be any trial of the study.
+    """
     columns = transform.column_to_encoded_columns[list(trial.distributions).index(name)]
     moved = x.copy()
     moved[:, columns] = transform.transform(trial.params | {name: place})[columns]
@@ -394,14 +406,14 @@ def _with(trial: Any, transform: Any, x: np.ndarray, name: str, place: Any) -> n
 
 
 def _places(domain: Domain) -> list[Any]:
-    """Return the indices of a choice, or places along the axis of a range."""
+    """Return all indices of a choice, or :data:`PLACES` points along the axis of a range."""
     if domain.categorical:
         return list(range(len(domain.values)))
     return [float(place) for place in np.linspace(*_ends(domain), PLACES)]
 
 
 def _values_at(domain: Domain, places: Sequence[Any]) -> list[Any]:
-    """Return what :func:`_places` stand for: texts of a choice, values of a range."""
+    """Convert :func:`_places` back: texts of a choice, values of a range."""
     if domain.categorical:
         return list(domain.values)
     values = np.power(10.0, places) if domain.kind.startswith("log") else places

@@ -1,8 +1,8 @@
-"""Entries of a comparison, and which are alike but for one category: those that it pairs.
+"""Matching of entries that differ only in one category, so that a comparison can pair them.
 
-The closest likeness that two values have anything in common by is taken: the same row; the same
-recipe, all that decides results; the same task. Entries of different tasks, which train on other
-data or for another loss, are never taken for alike, except where rows themselves are compared.
+Three criteria are tried in this order, and the first that matches any entries of both values is
+used: the same row; the same recipe (all settings that affect results); the same task. Entries of
+different tasks (other data or another loss) never match, except in a comparison of rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from study.ledger.state import TrialState
 from study.plan.identity import results_key, task_key
 
 KEYS = {"format": ("precision.format",), "layout": ("layout", "workers")}
-"""Trial keys of a category whose name is not the key itself."""
+"""Trial keys of the categories whose name is not itself a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Entry:
         number: number of the configuration; None for a row.
         params: sampled values by dotted key, at the end of training.
         trials: its trials, one per seed.
-        values: mean over seeds by measure, for the measures that every trial has.
+        values: mean over seeds by measure, for the measures that all its trials have.
         categories: its value of each of :data:`study.results.statistics.CATEGORIES`, by name.
-        eligible: whether it may be called the best: it keeps the search's constraints.
+        eligible: whether it satisfies the search's constraints and so can be the best entry.
     """
 
     row: str
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Name for people: ``lns12`` or ``lns12 #7``."""
+        """Display name: ``lns12`` or ``lns12 #7``."""
         return self.row if self.number is None else f"{self.row} #{self.number}"
 
 
@@ -53,12 +53,12 @@ Likeness: TypeAlias = Callable[[Entry, Sequence[str]], str]
 
 
 def likenesses(category: str) -> tuple[Likeness, ...]:
-    """Return what entries are compared by for a category, the closest likeness first."""
+    """Return the criteria by which entries match in a category, the strictest first."""
     return (_anything,) if category == "row" else (_row_of, _recipe_of, task_of)
 
 
 def by_likeness(category: str, found: Iterable[Entry], like: Likeness) -> dict[str, list[Entry]]:
-    """Group entries by what they have beside the category: other sampled values, and ``like``."""
+    """Group entries that match by ``like`` and have equal sampled values outside the category."""
     keys = KEYS.get(category, (category,))
     groups: dict[str, list[Entry]] = {}
     for entry in found:
@@ -73,7 +73,7 @@ def by_likeness(category: str, found: Iterable[Entry], like: Likeness) -> dict[s
 
 
 def task_of(entry: Entry, keys: Sequence[str]) -> str:
-    """Return what an entry's figure is of."""
+    """Return the key of the task (data and loss) that an entry was trained on."""
     return task_key(entry.trials[0].config)
 
 
@@ -86,7 +86,7 @@ def _row_of(entry: Entry, keys: Sequence[str]) -> str:
 
 
 def _recipe_of(entry: Entry, keys: Sequence[str]) -> str:
-    """Return all that decides an entry's results but ``keys``, its sampled values and its seeds."""
+    """Return the settings that affect results, except ``keys``, sampled values and seed."""
     return results_key(without(entry.trials[0].config, "seed", *keys, *entry.params))
 
 

@@ -24,7 +24,7 @@ from trainers.config.optimizer import MULTIPLICATIVE
 from trainers.workers.resources import gpus_of
 
 SPENT = ("telemetry/joules", "telemetry/modelled_joules", "bytes/sent")
-"""Reported metrics of what an epoch takes, which add up over a trial's epochs."""
+"""Reported costs of an epoch; a trial's value is their sum over epochs."""
 
 
 LOSSES = ("train/loss", "validation/loss")
@@ -43,20 +43,20 @@ def has_diverged(metrics: Mapping[str, float], *names: str) -> bool:
 
 
 def diverged(trial: TrialState, *names: str) -> bool:
-    """Tell whether a trial had diverged after its last epoch, see :func:`has_diverged`.
+    """Return whether a trial had diverged after its last epoch (:func:`has_diverged`).
 
-    Test figures have no part in it, as they must choose nothing.
+    Test metrics are ignored, because the test set must not affect any selection.
     """
     return bool(trial.reports) and has_diverged(trial.reports[trial.epoch]["metrics"], *names)
 
 
 def objective(trial: TrialState, metric: str) -> float | None:
-    """Return a trial's value of an objective; None if it has none.
+    """Return a trial's value of an objective, or None.
 
-    ``seconds`` is the time spent in training, and :data:`SPENT` are sums over the epochs, also
-    before the trial was taken over from elsewhere (None if an epoch's is not known). ``bits`` is
-    the width of the number format, ``weight_bits`` :func:`weight_bits_of`. All others are the last
-    epoch's report.
+    - ``seconds`` is the training time, and :data:`SPENT` are sums over epochs. Both include epochs
+      that were taken over from another study or trial; None if an epoch lacks the value.
+    - ``bits`` is the width of the number format, ``weight_bits`` is :func:`weight_bits_of`.
+    - Any other objective is the value that the last epoch reported.
     """
     if metric == "bits":
         return bits_of(trial.config)
@@ -73,8 +73,8 @@ def objective(trial: TrialState, metric: str) -> float | None:
 
 
 def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
-    """Return the mean of an objective over a configuration's trials, as it is compared; NaN if one
-    has no value or has diverged."""
+    """Return the mean of an objective over a configuration's trials, rounded for comparisons
+    (:func:`study.results.ties.mean_of`); NaN if a trial has no value or has diverged."""
     if any(diverged(trial, metric) for trial in trials):
         return math.nan
     values = [objective(trial, metric) for trial in trials]
@@ -83,35 +83,33 @@ def mean_objective(trials: Sequence[TrialState], metric: str) -> float:
 
 
 METRICS = "metrics."
-"""Prefix of a metric's column where what it is of has a column of the metric's name, as in MLflow's
-tables of runs."""
+"""Prefix of a metric's column whose name is already taken, as in MLflow's tables of runs."""
 
 
 def column_of(metric: str, taken: Collection[str], *prefixes: str) -> str:
-    """Return the column of a metric in a table that has others: its name, with :data:`METRICS`
-    before it where that is taken.
+    """Return a metric's column name: its own name, prefixed by :data:`METRICS` if that is taken.
 
     Args:
         metric: name of the metric.
-        taken: other columns.
-        prefixes: beginnings of other columns.
+        taken: names of the other columns.
+        prefixes: prefixes of further columns.
     """
     clashes = metric in taken or metric.startswith((METRICS, *prefixes))
     return f"{METRICS}{metric}" if clashes else metric
 
 
 def gpu_seconds(state: StudyState) -> float:
-    """Return the GPU seconds of all trials, each with the GPUs or the share that it takes.
+    """Return the GPU seconds of all trials: seconds times the number or share of GPUs of each.
 
-    Epochs that were taken over are not counted: they were spent elsewhere.
+    Epochs taken over from another study or trial are not counted; they were spent there.
     """
     return sum(trial.spent * gpus_of(trial.config) for trial in state.trials)
 
 
 def joules(state: StudyState) -> float:
-    """Return the reported energy of GPUs over all trials, each with its share of a GPU.
+    """Return the GPU energy that all trials reported, in joules, scaled by each trial's GPU share.
 
-    Epochs that were taken over are not counted: they were spent elsewhere.
+    Epochs taken over from another study or trial are not counted; they were spent there.
     """
     total = 0.0
     for trial in state.trials:
@@ -131,8 +129,7 @@ def infeasible(trial: TrialState, constraints: Mapping[str, str]) -> bool:
 
 
 def format_of(name: str) -> NumberFormat | None:
-    """Return a trial's number format; None if it cannot be had here, as a table whose file has
-    gone."""
+    """Return a number format, or None if this machine lacks it, such as the file of a table."""
     with suppress(ValueError):
         return parse(name)
     return None
@@ -163,15 +160,15 @@ def weight_bits_of(config: dict[str, Any]) -> float | None:
 
 
 def last_value(trial: TrialState, metric: Metric) -> float | None:
-    """Return the shown value of a metric after a trial's last epoch; None without one."""
+    """Return a metric after a trial's last epoch, in its display unit; None if not reported."""
     value = objective(trial, metric.name)
     return None if value is None else metric.scale * value
 
 
 def test_value(trial: TrialState, metric: Metric) -> float | None:
-    """Return the shown value of a trial's metric on the test set; None without one.
+    """Return a trial's metric on the test set, in its display unit; None if not reported.
 
-    A metric of no split has the value of the end, or else that after the last epoch.
+    For a metric without a split, the value reported at the end counts, else the last epoch's.
     """
     if metric.test_name in trial.test:
         return metric.scale * trial.test[metric.test_name]
@@ -179,12 +176,12 @@ def test_value(trial: TrialState, metric: Metric) -> float | None:
 
 
 def curve(trial: TrialState, metric: Metric) -> dict[int, float]:
-    """Return the shown values of a metric by epoch."""
+    """Return the values of a metric by epoch, in its display unit."""
     return {epoch: metric.scale * value for epoch, value in trial.metric(metric.name).items()}
 
 
 def lacking(state: StudyState) -> list[str]:
-    """Say how many trials did not report the study's metric, and what they reported instead."""
+    """Describe how many trials lack the study's metric, and which metrics they reported."""
     metric = state.config.primary_metric
     reports = [
         {name for event in trial.reports.values() for name in event["metrics"]}
@@ -203,7 +200,10 @@ def lacking(state: StudyState) -> list[str]:
 
 
 def _told(found: list[set[str]], verb: str, name: str, remedy: str) -> str:
-    """Return a sentence about trials that lack a metric; ``found`` are the names that each has."""
+    """Return a sentence about trials that lack a metric.
+
+    ``found`` has the names of the reported metrics, one set per trial.
+    """
     others = ", ".join(sorted(set().union(*found)))
     instead = f" they {verb}: {others};" if others else ""
     return f"{counted(len(found), 'trial')} {verb} no {name};{instead} {remedy}."

@@ -74,14 +74,15 @@ def bootstrap_interval(
 def bootstrap_between(
     counts: Sequence[int], figure_of: Callable[..., NDArray[np.float64]], tests: int = 1
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of a figure of several independent samples; None where there is
-    none.
+    """Return the 95 % interval of a figure computed from several independent samples.
+
+    Returns None if a sample has fewer than :data:`FEWEST` replicates.
 
     Args:
         counts: number of replicates of each sample, such as the configurations of a search.
-        figure_of: function of the places drawn from each sample, ``[resamples, count]`` each, that
-            returns ``[resamples]``.
-        tests: number of intervals that are to hold together, by Bonferroni's correction.
+        figure_of: maps the indices drawn from each sample, ``[resamples, count]`` each, to figures
+            ``[resamples]``.
+        tests: number of simultaneous intervals, for Bonferroni's correction.
     """
     from scipy import stats
 

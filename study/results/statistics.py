@@ -1,18 +1,17 @@
-"""Statistics of a report beyond its table: fronts, tests, budgets, costs; figures, no drawing.
+"""Statistics of a report beyond its table: fronts, tests, budgets, costs. Computes, draws nothing.
 
-An :class:`Entry` is one configuration (of a searched row) or one row, with means over its seeds of
-the measures that can be weighed against each other: the study's metric, bits of the format and of a
-weight, seconds, joules, modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It is
-included after all its trials have finished without divergence, in the last round of a search in
-rounds. The metric is measured on the validation split, errors in per cent; the test set is never
-used for a selection.
+An :class:`Entry` is one configuration of a searched row, or one row, with means over seeds of its
+measures: the study's metric, bits of the number format and of a stored weight, seconds, joules,
+modelled joules (:mod:`trainers.telemetry.energy`), bytes sent. It is included after all its trials
+have finished without divergence; in a search with rounds, only in the last round. The metric is
+measured on the validation split, errors in per cent; the test set is never used for a selection.
 
 - Intervals: 95 %, Student's t over seeds.
 - Importance (:mod:`study.results.importance`): fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's
   evaluator, single keys and pairs; fractions of the variance of the metric.
-- Partial dependence (Friedman 2001): a random forest over the sampled keys (Optuna's encoding), the
-  mean prediction as one key moves.
-- Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, one correction over
+- Partial dependence (Friedman 2001): mean prediction of a random forest over the sampled keys
+  (Optuna's encoding) as a function of one key.
+- Tests between categories: :func:`groups`, by :mod:`study.results.contrasts`, corrected once for
   all contrasts of a report.
 """
 
@@ -38,7 +37,7 @@ from study.results.ties import mean_of, plain_mean
 from study.text import layout_of
 
 METRIC = "metric"
-"""The measure that is the study's metric, in the unit in which it is shown."""
+"""Name of the measure that is the study's metric, in its display unit."""
 COSTS = {
     "bits": "bits a value",
     "weight_bits": "bits a weight, copy and compensation included",
@@ -47,13 +46,13 @@ COSTS = {
     "modelled_joules": "modelled joules of products",
     "bytes": "bytes sent",
 }
-"""The other measures of a configuration, all the smaller the better, with their axis labels."""
+"""Axis labels of the other measures of a configuration; smaller is better in each."""
 REPORTED = {
     "joules": "telemetry/joules",
     "modelled_joules": "telemetry/modelled_joules",
     "bytes": "bytes/sent",
 }
-"""Reported metrics behind those measures that trials report."""
+"""Names of the reported metrics behind measures, where they differ from the measure's name."""
 CATEGORIES = {
     "row": "row",
     "format": "number format",
@@ -64,19 +63,17 @@ CATEGORIES = {
 }
 CONFIGURATIONS = "configurations"
 TREES, DEPTH, PAIR_DEPTH, PAIRED = 16, 8, 5, 4
-"""Sizes of the forests behind importance.
+"""Forest sizes for importance, and the number of most important keys whose pairs are computed.
 
 Optuna walks a tree once for every combination of its thresholds, in Python: its default of 64 trees
-of depth 64 takes minutes on 500 configurations. ``PAIRED`` is the number of most important keys
-whose pairs are computed.
+of depth 64 takes minutes on 500 configurations.
 """
 
 
 def entries(state: StudyState) -> list[Entry]:
-    """Return the configurations and rows whose seeds have all finished, none diverged, with a
-    finite metric.
+    """Return the configurations and rows with a finite metric, ordered by number.
 
-    They are ordered by number.
+    All their trials must have finished without divergence.
     """
     found, metric = [], state.config.primary_metric
     for group in groups_of_seeds(state.trials, [], state.config.search.constraints):
@@ -116,7 +113,7 @@ def labels(metric: Metric) -> dict[str, str]:
 
 
 def measure(trial: TrialState, name: str, metric: Metric) -> float | None:
-    """Return :data:`METRIC` or one of :data:`COSTS` of a trial; None if it was not measured."""
+    """Return a trial's :data:`METRIC` or one of its :data:`COSTS`; None if not measured."""
     if name == METRIC:
         return last_value(trial, metric)
     if name == "seconds":
@@ -136,9 +133,10 @@ def categories_of(trial: TrialState) -> dict[str, str]:
 
 
 def spread_measures(found: Sequence[Entry]) -> list[str]:
-    """Return the measures in which entries differ; ``weight_bits`` only where it is not ``bits``.
+    """Return the measures in which entries differ; ``weight_bits`` only if it differs from
+    ``bits``.
 
-    Not every entry need have all: one worker sends no bytes.
+    Entries may lack a measure: a trial with one worker sends no bytes.
     """
     alike = all(entry.values.get("weight_bits") == entry.values.get("bits") for entry in found)
     return [
@@ -152,7 +150,7 @@ def spread_measures(found: Sequence[Entry]) -> list[str]:
 def interval(values: Sequence[float], level: float = 0.95) -> float | None:
     """Return half the width of the mean's confidence interval, by Student's t.
 
-    Returns None below two values, or where one of them is not finite.
+    Returns None with fewer than two values or if one is not finite.
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
@@ -166,9 +164,9 @@ def interval(values: Sequence[float], level: float = 0.95) -> float | None:
 
 
 def front(found: Sequence[Entry], measures: Sequence[str], metric: Metric) -> list[Entry]:
-    """Return the entries that no other dominates in the measures, by the first of them.
+    """Return the Pareto front of the entries in ``measures``, sorted by the first measure.
 
-    Smaller is better in every measure but a metric whose mode is ``max``.
+    Smaller is better in every measure, except for a metric whose mode is ``max``.
     """
     signs = [metric.sign if name == METRIC else 1 for name in measures]
     points = [
@@ -180,15 +178,16 @@ def front(found: Sequence[Entry], measures: Sequence[str], metric: Metric) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The metric by value of a category, compared with a reference chosen before anything ran.
+    """The metric by value of a category, compared with a reference that was fixed in advance.
 
     Attributes:
         category: name of the category.
         reference: value that the others are compared with: the baseline's, or the plan's first.
-        figures: shown metric of the trials, by value of the category, the reference first.
-        contrasts: contrast of each other value's mean minus the reference's, of errors in
-            percentage points; None if nothing can be tested.
-        exploratory: reason for which the tests prove nothing by themselves; "" if they do.
+        figures: metric of the trials in its display unit, by value of the category, the reference
+            first.
+        contrasts: contrast of each other value's mean minus the reference's mean, in percentage
+            points for errors; None without a test.
+        exploratory: reason why the tests are not confirmatory; "" if they are.
     """
 
     category: str
@@ -201,14 +200,13 @@ class Groups:
 def groups(state: StudyState) -> list[Groups]:
     """Return the categories in which rows and configurations differ, with figures and tests.
 
-    Entries that differ only in the category are compared seed by seed, or else those of one task
-    (:mod:`study.results.likeness`): for each seed, the mean difference is taken over the
-    configurations that two values share, and the test is over the seeds. With one seed the test is
-    over the configurations. If no configurations are alike but for
-    the category, as when a random search samples it, the means of the configurations are
-    independent figures. Searches that choose configurations by their results leave nothing to test.
-    One correction is over all contrasts that are returned; that of rows with the baseline, which
-    the plan states first, is another (:func:`study.results.answer.compare`).
+    Entries that match except for the category (:mod:`study.results.likeness`) are compared seed by
+    seed: the difference of two values is averaged over their matching configurations, and the test
+    is over seeds, or over configurations if there is one seed. If no entries match, as when a
+    random search samples the category, the configurations' means are independent samples. A search
+    that chooses configurations by their results allows no test. The contrasts are corrected for the
+    number returned here; :func:`study.results.answer.compare` corrects the comparison of rows with
+    the baseline separately.
     """
     found, seen = [], set[frozenset[frozenset[str]]]()
     usable = entries(state)
@@ -285,8 +283,11 @@ def _contrast(
 
 
 def _of_points(found: Iterable[Entry]) -> list[float]:
-    """Return the mean metric of every point of the space: the rows of a random search share its
-    points, and are no independent configurations. A row that is not searched is a point."""
+    """Return the mean metric of every sampled point of the space.
+
+    Rows of a random search sample the same points, so their configurations are not independent. A
+    row that is not searched counts as a point.
+    """
     points: dict[str, list[float]] = {}
     for entry in found:
         point = entry.row if entry.number is None else json.dumps(entry.params, sort_keys=True)
@@ -297,10 +298,9 @@ def _of_points(found: Iterable[Entry]) -> list[float]:
 def _matched(
     first: Sequence[list[Entry]], second: Sequence[list[Entry]], metric: Metric
 ) -> Contrast | None:
-    """Return the contrast of lists of entries that are alike pair by pair.
+    """Return the contrast of two lists of matching groups of entries.
 
-    It is over the seeds that all have, over all where each has one of its own
-    (``search.per_seed``), or over the pairs if there is one seed.
+    The replicates are the seeds (:func:`seed_means`), or the pairs of groups if there is one seed.
     """
     by_seed = [
         [_by_seed(found, metric) for found in pair] for pair in zip(first, second, strict=True)
@@ -316,8 +316,11 @@ def _matched(
 
 
 def seed_means(gaps: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return the mean gap of every seed that all of ``gaps`` (by seed) have, or of every seed where
-    each has one of its own; none if that is one seed."""
+    """Return the mean gap by seed over ``gaps``, each of which maps seeds to gaps.
+
+    Only seeds that all mappings have count, unless every mapping has just one
+    (``search.per_seed``). The list is empty with fewer than two seeds.
+    """
     seeds = set.intersection(*map(set, gaps))
     if len(seeds) < 2 and all(len(of_one) == 1 for of_one in gaps):
         seeds = set().union(*gaps)
@@ -327,7 +330,7 @@ def seed_means(gaps: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
-    """Return the mean shown metric of entries by seed, for the seeds that all have."""
+    """Return the entries' mean metric by seed, for the seeds that all entries have."""
     figures = [
         {
             trial.seed: value
@@ -343,9 +346,9 @@ def _by_seed(found: Sequence[Entry], metric: Metric) -> dict[int, float]:
 def heat_map(
     found: Sequence[Entry], metric: Metric
 ) -> tuple[list[str], list[str], np.ndarray] | None:
-    """Return formats, layouts and the best shown metric of each pair, NaN where none.
+    """Return formats, layouts and the best metric ``[formats, layouts]``, NaN for missing pairs.
 
-    Returns None unless both vary.
+    Returns None unless both formats and layouts vary.
     """
     formats = list(dict.fromkeys(entry.categories["format"] for entry in found))
     layouts = list(dict.fromkeys(entry.categories["layout"] for entry in found))
@@ -363,21 +366,20 @@ def heat_map(
 
 
 def best_entry(found: Iterable[Entry], metric: Metric) -> Entry | None:
-    """Return the best entry that keeps the constraints, of those with the most seeds, as
-    :func:`study.results.configurations.best`."""
+    """Return the best eligible entry, as :func:`study.results.configurations.best` chooses it."""
     return min((entry for entry in found if entry.eligible), key=preference(metric), default=None)
 
 
 def preference(metric: Metric) -> Callable[[Entry], tuple[int, float]]:
-    """Return the key by which the best entry is the least: most seeds, then the metric."""
+    """Return a sort key that puts the best entry first: most seeds, then best metric."""
     return lambda entry: (-len(entry.trials), metric.sign * entry.values[METRIC])
 
 
 def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float]]]:
-    """Return each row's best shown metric so far over the seconds spent.
+    """Return each row's best metric so far as a function of training seconds.
 
-    The seconds are those of the row's trials in the order in which they ended. The metric is that
-    of a configuration, the mean over its seeds, once the last of them has ended.
+    The seconds add up over the row's trials in the order in which they ended. A configuration
+    counts, with its mean over seeds, once its last trial has ended.
     """
     found = [entry for entry in entries(state) if entry.eligible]
     planned = {trial.id for trial in state.trials}
@@ -394,7 +396,7 @@ def best_of_budget(state: StudyState) -> dict[str, tuple[list[float], list[float
         for trial in sorted(
             (trial for trial in trials if trial.ended), key=lambda trial: trial.ended or 0.0
         ):
-            # a population's members share their beginnings
+            # PBT members share epochs with the trial they were copied from; count those once
             spent += trial.spent if trial.source in planned else trial.seconds
             best = min(best, last.get(trial.id, math.inf))
             if math.isfinite(best):
@@ -426,10 +428,10 @@ def rank_formats(found: Iterable[Entry], metric: Metric) -> list[dict[str, Any]]
 
 
 def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
-    """Return the errors that ended trials for good, the most frequent first.
+    """Return the errors of the failed trials, the most frequent first.
 
-    Each entry has the message, the number of trials, and some of their ids. Messages that differ
-    only in numbers are one entry.
+    Each entry has the message, the number of trials, and up to five trial ids. Messages that differ
+    only in numbers are merged.
     """
     import re
 
@@ -445,10 +447,10 @@ def failures(state: StudyState) -> list[tuple[str, int, list[str]]]:
 
 
 def costs(state: StudyState) -> dict[str, float]:
-    """Return what the study has taken: trial seconds, GPU hours, joules, bytes.
+    """Return the study's total costs: trial seconds, GPU hours, joules, bytes; zeros are left out.
 
-    The seconds of trials that failed or were ended early are also listed apart. Epochs that were
-    taken over, from another study or trial, are not counted again.
+    The seconds of trials that failed or were ended early are also listed separately. Epochs taken
+    over from another study or trial are not counted again.
     """
     total: dict[str, float] = {
         "trials": float(len(state.trials)),

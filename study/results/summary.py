@@ -36,8 +36,8 @@ class Row:
 
     Attributes:
         label: label of the row.
-        mean, sd: mean and spread of the final test figure over finished seeds; sd is None below
-            two.
+        mean, sd: mean and spread of the final test figure over finished seeds; sd is None with
+            fewer than two.
         finished, failed, seeds: numbers of finished, failed and all trials.
         diverged: number of trials that diverged (:func:`study.results.objectives.diverged`).
         published: published test figure, or None.
@@ -48,7 +48,7 @@ class Row:
         trials: trials behind the figures: all trials of the row, or the trials of a searched
             row's best configuration (with ``search.per_seed`` of each seed's best).
         searched: number of the row's configurations that have ended; 0 if nothing is searched.
-        params: sampled values of the best configuration; empty where every seed has one.
+        params: sampled values of the best configuration; empty if each seed has its own.
     """
 
     label: str
@@ -75,9 +75,9 @@ class Summary:
         rows: rows in the config's order.
         departures: departures of the study from the published recipe, one sentence each; empty if
             the study is comparable.
-        metric: metric that the figures are of.
+        metric: metric of the figures.
         searched: whether rows were searched, each for its own best configuration.
-        searches: number of searches of a row, each of which has its own best configuration.
+        searches: number of searches per row; each search has its own best configuration.
     """
 
     rows: list[Row]
@@ -93,7 +93,7 @@ class Summary:
 
 
 def summarise(state: StudyState) -> Summary:
-    """Return the table of a study, from its state alone."""
+    """Return the table of a study, computed from its ledger state."""
     study = state.config
     departures = find_departures(study, state)
     wanted = {row.label: row for row in study.rows}
@@ -114,7 +114,7 @@ def summarise(state: StudyState) -> Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """The trials whose figures are a row's."""
+    """The trials that a row's figures are computed from."""
 
     trials: tuple[TrialState, ...]
     searched: int = 0
@@ -148,7 +148,7 @@ def _chosen(
 
 
 def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
-    """Describe where trials differ from the values that make figures comparable, each once."""
+    """Describe how trials differ from the ``comparable`` values; each difference is listed once."""
     found: dict[str, None] = {}
     by_row = {row.label: row.comparable for row in study.rows}
     for trial in state.trials:
@@ -162,12 +162,12 @@ def find_departures(study: StudyConfig, state: StudyState) -> list[str]:
 
 
 def test_figures(trials: Iterable[TrialState], metric: Metric) -> list[float]:
-    """Return the final test figures of the finished trials, as they are shown."""
+    """Return the final test figures of the finished trials, in the display unit."""
     return list(figures_by_seed(trials, metric).values())
 
 
 def figures_by_seed(trials: Iterable[TrialState], metric: Metric) -> dict[int, float]:
-    """Return the final test figures of a row's finished trials by seed, as they are shown."""
+    """Return the final test figures of a row's finished trials by seed, in the display unit."""
     return {
         trial.seed: value
         for trial in trials
@@ -178,7 +178,7 @@ def figures_by_seed(trials: Iterable[TrialState], metric: Metric) -> dict[int, f
 def _mean_of_all(trials: Sequence[TrialState], metric: Metric) -> float | None:
     """Return the mean test figure once every seed has finished, else None; NaN if one diverged.
 
-    A row that lost its worst seed would look better than it is.
+    A mean without the worst seed would make the row look better than it is.
     """
     figures = test_figures(trials, metric)
     if any(diverged(trial, metric.name) for trial in trials):
@@ -206,7 +206,7 @@ def _row(
 
 
 def describe_rule(row: RowConfig, baseline: str | None, metric: Metric) -> str:
-    """Describe what is required of a row's gap; "" if nothing is, or without a baseline."""
+    """Describe the requirement on a row's gap; "" without a requirement or a baseline."""
     if baseline is None:
         return ""
     rules = []

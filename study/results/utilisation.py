@@ -1,21 +1,22 @@
 """Utilisation of a run's resources, and its speed.
 
 *Utilisation* is measured in the bottleneck resource. ``h_r(t)`` is the number of CPUs (or GPUs)
-that trials hold at a time and ``c_r(t)`` the run's total, in a window from ``a`` to ``b``::
+that trials hold at time t and ``c_r(t)`` the run's total, in a window from ``a`` to ``b``::
 
     share_r = integral_a^b h_r dt / integral_a^b c_r dt        utilisation = max over r of share_r
 
 There are two windows: *from the command* to the end of the run (*from the plan* in older ledgers,
 which lack the command's time), and from the first trial's start to the last trial's end. Before
 the first ``capacity`` event, that event's capacity is assumed. A trial holds its slots while it
-starts and tests. The utilisation *without starts* leaves the starts out; a low value triggers a
+starts and tests. The utilisation *without starts* excludes the starts; a low value triggers a
 notice (:mod:`study.results.idle_time`).
 
 A *start* lasts from the allocation of a trial's slots to its first report, minus the duration of
-one epoch. That duration is the smallest of: the reported epoch time (with Ray Train the time since
-its start was requested), and the trial's later epochs or, if there are none, its row's, because
-the first epoch also compiles. The epochs of a user's own loop can differ, so only its reported time
-is used. Without any of these the start is unknown and not counted.
+one epoch. The first epoch also compiles, so the epoch duration is the smaller of two values: the
+reported time of the first epoch (with Ray Train, the time since its start was requested), and the
+mean of the trial's later epochs, or of its row's if the trial has only one. A user's own loop can
+have epochs of different lengths, so only its reported time is used. With neither value the start is
+unknown and not counted.
 
 *Speed* compares epoch times with trials that ran alone on the study's machines. It covers the
 intervals ``i`` of all trials whose kind (:func:`study.plan.identity.pace_key`) has an epoch timed
@@ -50,11 +51,11 @@ class Use:
     """Utilisation of a run.
 
     Attributes:
-        resource: resource that binds, ``cpus`` or ``gpus``.
+        resource: bottleneck resource, ``cpus`` or ``gpus``.
         share: its utilisation from the command to the end of the run.
         training: its utilisation from the first trial's start to the last one's end.
-        shares: utilisation of every resource of the run, from the command.
-        trained: the same without starts.
+        shares: utilisation of every resource of the run, from the command to the end.
+        trained: ``shares`` without starts.
     """
 
     resource: str
@@ -69,7 +70,7 @@ def utilisation(run: Run, now: float | None = None) -> Use | None:
 
     Args:
         run: the run.
-        now: the time, if the run goes on.
+        now: current time if the run is still active.
     """
     end = _end(run, now)
     if not run.intervals or not run.capacity or end <= run.begin:
@@ -112,12 +113,12 @@ def speed(
 ) -> tuple[float, int] | None:
     """Return the speed of a run and the number of trials that it is computed from.
 
-    Returns None if no epoch was timed alone. See the head of this file.
+    Returns None if no epoch was timed alone. The module docstring has the formula.
 
     Args:
         run: the run.
-        kind: maps a trial's id to its kind; trials of one kind take equally long alone.
-        earlier: runs before it.
+        kind: maps a trial id to its kind; trials of the same kind are equally fast when alone.
+        earlier: earlier runs of the study.
     """
     hosts = {host for found in run.intervals for host in found.hosts}
     before = (
@@ -141,7 +142,7 @@ def speed(
 
 
 def _alone(intervals: Iterable[Interval], kind: Callable[[str], str]) -> dict[str, float]:
-    """Return the mean seconds of an epoch alone by kind of trial."""
+    """Return the mean seconds of an epoch without other trials, by kind of trial."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in intervals:
         if found.alone:
@@ -151,9 +152,9 @@ def _alone(intervals: Iterable[Interval], kind: Callable[[str], str]) -> dict[st
 
 
 def slots_over_time(run: Run) -> list[tuple[float, int]]:
-    """Estimate the number of slots from each time on.
+    """Estimate the number of slots at each change of capacity, as ``(time, slots)``.
 
-    It is the capacity divided by what a slot of the run's trials takes on average.
+    It is the capacity divided by the mean resources per slot of the run's trials.
     """
     count = sum(len(interval.slots) for interval in run.intervals)
     taken = {name: sum(getattr(interval, name) for interval in run.intervals) for name in RESOURCES}
@@ -171,13 +172,13 @@ def slots_over_time(run: Run) -> list[tuple[float, int]]:
 
 
 def slots_in_use(run: Run) -> tuple[int, int]:
-    """Return the number of slots that trials hold now, and the number of all slots."""
+    """Return the number of slots that trials hold now, and the total number of slots."""
     used = sum(len(interval.slots) for interval in list(run.running.values()))
     return used, max(used, slots_over_time(run)[-1][1])
 
 
 def first_epoch(run: Run | None) -> str:
-    """Describe in a line how long a run took from its command to its first epoch, by stage.
+    """Describe in one line how long a run took from its command to its first epoch, by stage.
 
     Returns "" before a trial of the run has reported.
     """
@@ -199,18 +200,18 @@ def first_epoch(run: Run | None) -> str:
 
 
 def beginning(run: Run) -> str:
-    """Name what a run's times count from."""
+    """Return the event from which a run's times count: ``command`` or ``plan``."""
     return "command" if run.from_command else "plan"
 
 
 def line(state: StudyState, now: float | None = None) -> str:
-    """Describe the last run in a line; "" if the ledger has no slots or capacity of it.
+    """Describe the last run in one line; "" if the ledger lacks its slots or capacity.
 
     ``3 of 4 slots in use, utilisation 91 % of the CPUs, 12.3 epochs/s``
 
     Args:
         state: the study's state.
-        now: the time, while the study runs.
+        now: current time if the study is running.
     """
     run = _shown(state, now)
     if run is None or (use := utilisation(run, now)) is None:
@@ -224,14 +225,14 @@ def line(state: StudyState, now: float | None = None) -> str:
 
 
 def bars(state: StudyState, now: float | None = None, columns: int = 60) -> str:
-    """Return the slots in use over a run as characters, from its command on; "" without any.
+    """Return the slots in use over a run as a sparkline; "" if the ledger has no slots.
 
-    Each stands for an equal time: blank for no slot in use, ``▁`` to ``█`` for up to all that the
-    run had at most.
+    Each character covers an equal time: blank means that no slot was in use, ``█`` that the run's
+    maximum number of slots was.
 
     Args:
         state: the study's state.
-        now: the time, while the study runs.
+        now: current time if the study is running.
         columns: number of characters.
     """
     run = _shown(state, now)
@@ -249,7 +250,7 @@ def bars(state: StudyState, now: float | None = None, columns: int = 60) -> str:
 
 
 def _shown(state: StudyState, now: float | None) -> Run | None:
-    """Return the run that goes on, or the last one."""
+    """Return the latest run if ``now`` is given, else the latest one with known capacity."""
     return state.run if now is None or not state.runs else state.runs[-1]
 
 
@@ -262,14 +263,14 @@ def end_of(interval: Interval, end: float) -> float:
 
 
 def _window(run: Run, now: float | None) -> tuple[float, float]:
-    """Return the times of the first trial's start and the last one's end."""
+    """Return the times of the first trial's start and the last trial's end."""
     return run.intervals[0].begin, max(
         end_of(interval, _end(run, now)) for interval in run.intervals
     )
 
 
 def _share(run: Run, name: str, begin: float, end: float, now: float | None) -> float | None:
-    """Return the utilisation of a resource; None if the run had none of it."""
+    """Return the utilisation of a resource; None if the run's capacity lacks it."""
     capacity = capacity_integral(run, name, begin, end)
     held = sum(
         getattr(interval, name) * (end_of(interval, _end(run, now)) - interval.begin)
@@ -299,7 +300,7 @@ def capacity_at(capacity: Sequence[Capacity], time: float) -> Capacity:
 
 
 def start_seconds(run: Run) -> list[float | None]:
-    """Return the seconds of the start of each of a run's intervals; None where nobody knows."""
+    """Return the start duration of each interval of a run in seconds; None where unknown."""
     gaps: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in run.intervals:
         if found.epochs > 1 and not found.own_loop:
@@ -322,7 +323,7 @@ def start_seconds(run: Run) -> list[float | None]:
 
 
 def in_starts(run: Run, name: str) -> float:
-    """Return the amount of a resource, times seconds, that trials held while they started."""
+    """Return the resource-seconds that trials held while they started."""
     return float(
         sum(
             getattr(found, name) * (seconds or 0.0)

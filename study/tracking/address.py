@@ -14,31 +14,31 @@ from trainers.files import read_own_json
 from trainers.object_store import local_folder
 
 OFF = "none"
-"""Tracking URI with which nothing is sent to MLflow."""
+"""Tracking URI that turns MLflow off."""
 FILE = "sqlite:///"
-"""Begin of the URI of a database in a local file."""
+"""Prefix of the URI of a local SQLite file."""
 
 WHERE = "mlflow.json"
-"""File in the study's folder with the store, and the experiment, parent run and view in it.
+"""File in the study's folder that records the store, experiment, parent run and view.
 
 The report's links are made from it.
 """
 
 
 def page(experiment: str, view: str) -> str:
-    """Return the address of a saved view within MLflow's interface."""
+    """Return the address of a saved view, relative to MLflow's web interface."""
     query = urllib.parse.urlencode({"viewStateShareKey": view, "workflowType": "machine_learning"})
     return f"#/experiments/{urllib.parse.quote(experiment, safe='')}/runs?{query}"
 
 
 def pages_of(folder: Path, uri: str) -> dict[str, str]:
-    """Return the prepared pages of the studies in a folder by name, the latest first.
+    """Return the addresses of the studies' prepared views by study name, the latest first.
 
-    MLflow's own list of experiments leads to its overview for GenAI, which is empty.
+    MLflow's own list of experiments leads to its GenAI overview, which is empty.
 
     Args:
         folder: folder of the studies.
-        uri: tracking store that serves the pages; studies with another one are left out.
+        uri: tracking store that serves the pages; studies with another store are left out.
     """
     pages = {}
     notes = list(folder.glob(f"*/{WHERE}"))
@@ -60,7 +60,7 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
     Args:
         uri: tracking URI of the store.
         storage: folder of the studies, as the user wrote it.
-        page: address within a server's interface, ``#/experiments/...``; "" for its first page.
+        page: address within the web interface, ``#/experiments/...``; "" for its start page.
     """
     if is_server(uri):
         return f"{without_login(uri).rstrip('/')}/{page}"
@@ -71,17 +71,16 @@ def how_to_open(uri: str, storage: str, page: str) -> str:
 
 
 def store_of(study: StudyConfig, given: str | None) -> str:
-    """Return the store that a command about a study that exists connects to: ``given``, or the
-    study's own.
+    """Return the store that a command about an existing study uses: ``given``, or the study's own.
 
-    A ledger may be a stranger's, and a client sends its user's login, or files that the address
-    makes it read, to whatever it connects to, and writes a database. So an address other than a
-    database in the storage must be named by the command, by ``MLFLOW_TRACKING_URI``, or by a study
-    that this process has run; so must a database of another user of the machine, whose files say
-    where artifacts lie.
+    The ledger may come from an untrusted source. A client sends its user's login, and files that
+    the address makes it read, to the server that it connects to, and it writes to databases.
+    Therefore the user must have named the store: on the command line, in ``MLFLOW_TRACKING_URI``,
+    or in a study that this process has run. The exception is a database in the storage, unless
+    another user of the machine owns it, who could then choose where artifacts are written.
 
     Raises:
-        ValueError: only the ledger names it, or another user of the machine owns it.
+        ValueError: only the ledger names the store, or another user of the machine owns it.
     """
     uri = study.tracking
     if given or uri == OFF or is_named(uri):
@@ -98,7 +97,7 @@ def store_of(study: StudyConfig, given: str | None) -> str:
 
 
 def is_within(uri: str, storage: str) -> bool:
-    """Tell whether an address is that of a sqlite file in a storage, with no link out of it."""
+    """Return whether an address is a SQLite file in the storage, with links resolved."""
     path = uri.removeprefix(FILE)
     if not uri.startswith(FILE) or "?" in path or path.startswith("file:"):
         return False
@@ -106,10 +105,10 @@ def is_within(uri: str, storage: str) -> bool:
 
 
 def check_default(uri: str, storage: str) -> None:
-    """Refuse the database of a storage that its reader has not named, if it is not the storage's.
+    """Check a storage's default database, which the user has not named.
 
     Raises:
-        ValueError: a link leads out of the storage, or another user of the machine owns it.
+        ValueError: a link leads out of the storage, or another user of the machine owns the file.
     """
     if not is_within(uri, storage):
         place = os.path.realpath(uri.removeprefix(FILE))
@@ -122,10 +121,10 @@ def check_default(uri: str, storage: str) -> None:
 
 
 def check_owner(uri: str) -> None:
-    """Refuse a sqlite file that is, or lies in a folder that is, another user's of the machine.
+    """Check that no other user of the machine owns a SQLite file or its folder.
 
     Raises:
-        ValueError: it is; root's are not refused.
+        ValueError: another user, other than root, owns one of them.
     """
     path = Path(uri.removeprefix(FILE))
     for place in (path, path.parent):
@@ -134,27 +133,24 @@ def check_owner(uri: str) -> None:
             if owner not in (os.geteuid(), 0):
                 raise ValueError(
                     f"tracking_uri={uri!r}: {place} belongs to another user of the machine"
-                    f" (uid {owner}), who says in it where files are written and read; if you"
+                    f" (uid {owner}), who can choose in it where files are written and read; if you"
                     f" trust them, give `--tracking-uri {uri}`, else `--tracking-uri {OFF}`"
                 )
 
 
 def owner_of(path: Path) -> int:
-    """Return the number of the user who owns a file."""
+    """Return the user id (uid) of a file's owner."""
     return path.stat().st_uid
 
 
 def naming(uri: str, storage: str) -> list[str]:
-    """Return the option with which a command names a store, see :func:`store_of`; none for a
-    database in the storage."""
+    """Return the command-line option that names a store (:func:`store_of`); empty for a database
+    in the storage."""
     return (
         [] if uri == OFF or is_within(uri, storage) else ["--tracking-uri", without_password(uri)]
     )
 
 
 def is_server(uri: str) -> bool:
-    """Tell whether a tracking URI is that of a server, with an interface of its own.
-
-    If not, it is that of a database.
-    """
+    """Return whether a tracking URI addresses a server with a web interface, not a database."""
     return uri.startswith(("http://", "https://"))

@@ -1,20 +1,20 @@
-"""Where a store's artifacts may lie, and how they get there.
+"""Checked writing of artifacts to a store.
 
-MLflow's client writes a run's artifacts to the address that the store has for the run, whatever it
-is: a folder of the user's, or a web server, which is sent the login of the tracking server. But a
-store may be a stranger's: its database lies in the storage of a study that somebody else wrote. So
-an address is checked before anything is written (:meth:`Artifacts.check`): artifacts lie in the
-folder ``artifacts`` of the storage, or beside a database that the user has named, or the server
-that the user has named keeps them (``mlflow-artifacts:``).
+MLflow's client writes a run's artifacts to any address that the store gives for the run: a folder
+of the user, or a web server, which also receives the login of the tracking server. The store may be
+untrusted, for example a database in the storage of somebody else's study. Therefore
+:meth:`Artifacts.check` checks each address before anything is written. Allowed are the storage's
+folder ``artifacts``, a folder ``artifacts`` beside a database that the user has named, and the
+artifact store of a server that the user has named (``mlflow-artifacts:``).
 
-MLflow's client would follow links as well. So files in the storage are written here, from folder to
-folder without a link, and a server is sent them by MLflow's repository at the checked address.
+MLflow's client would also follow symbolic links. Therefore this module writes local files itself,
+without following links, and uploads to a server with MLflow's repository at the checked address.
 
-A database names whole paths. One that was moved or copied with its storage would name the folder
-where the storage was: :meth:`Artifacts.follow` has it name the one where it is.
+A database contains absolute paths, which are wrong after it was moved or copied with its storage;
+:meth:`Artifacts.follow` corrects them.
 
-Limits: servers that name buckets to their clients (``mlflow server --no-serve-artifacts``) get no
-artifacts, and so nothing.
+Limit: a server that sends its clients to buckets (``mlflow server --no-serve-artifacts``) is not
+supported; nothing is sent to it.
 """
 
 from __future__ import annotations
@@ -38,28 +38,29 @@ SERVED = "mlflow-artifacts"
 
 
 class PlaceError(ValueError):
-    """An address of artifacts at which nothing is written."""
+    """An artifact address that is not allowed."""
 
 
 def real_root(root: Path) -> Path:
-    """Return a folder of artifacts without the links among the folders that lead to it."""
+    """Return a folder's path with the links in its parent folders resolved."""
     return Path(os.path.realpath(root.parent)) / root.name
 
 
 def roots_of(uri: str, root: Path) -> list[Path]:
-    """Return the folders in which a store's artifacts may lie: the storage's, and the one beside a
-    database that the user has named."""
+    """Return the allowed local artifact folders: the storage's, and for a database in a file the
+    folder ``artifacts`` beside it."""
     beside = [Path(uri.removeprefix(FILE)).parent / "artifacts"] if uri.startswith(FILE) else []
     return list(dict.fromkeys(real_root(folder) for folder in (root, *beside)))
 
 
 def local_place(location: str, roots: Sequence[Path]) -> tuple[Path, Path] | None:
-    """Return the one of ``roots`` in which the folder of an address lies, and its path there; None
-    if it lies elsewhere, or a link leads out.
+    """Return the allowed folder that contains an address, and the path within it.
+
+    Returns None if the address is outside of ``roots``, with links resolved.
 
     Args:
-        location: address of artifacts, read as MLflow reads it.
-        roots: see :func:`real_root`.
+        location: address of artifacts, parsed as MLflow does.
+        roots: allowed folders, see :func:`real_root`.
     """
     parts = urllib.parse.urlparse(location)
     if parts.scheme not in ("", "file") or parts.netloc:
@@ -85,28 +86,33 @@ class Artifacts:
 
     @property
     def for_experiments(self) -> Path | None:
-        """Folder in which new experiments get theirs: beside a database in a file, which studies of
-        other storages may use too; None where the server chooses."""
+        """Artifact folder of new experiments; None if the server chooses it.
+
+        With a database in a file it is the folder beside it, because several storages may share
+        the database.
+        """
         return None if is_server(self._uri) else self._roots[-1]
 
     def follow(self) -> None:
-        """Have a database in the storage, which was moved or copied with it, name the folder of
-        artifacts where it is now; what it names of another shape stays."""
+        """Correct the artifact paths of a database that was moved or copied with its storage.
+
+        Addresses that do not end in the artifact folder's name are left unchanged.
+        """
         if self._uri.startswith(FILE) and len(self._roots) == 1:
-            with suppress(sqlite3.Error):  # whoever uses the database tells of its faults
+            with suppress(sqlite3.Error):  # a later use of the database reports the error
                 rename_folder(
                     self._uri, self._roots[0], lambda place: local_place(place, self._roots) is None
                 )
 
     def check(self, location: str, of: str) -> None:
-        """Refuse an address of artifacts that is neither in the storage nor the named server's.
+        """Check that an artifact address is in an allowed folder or on the named server.
 
         Args:
             location: the address.
-            of: what has it, in words.
+            of: owner of the address for messages, such as ``run ID``.
 
         Raises:
-            PlaceError: it is elsewhere.
+            PlaceError: it is not.
         """
         if self._is_served(location) or local_place(location, self._roots) is not None:
             return
@@ -128,13 +134,13 @@ class Artifacts:
         """Copy files to an address.
 
         Args:
-            location: address of the artifacts of a run or a model.
-            of: what has it, in words.
+            location: artifact address of a run or a model.
+            of: owner of the address for messages, such as ``run ID``.
             files: regular files, which keep their names.
-            folder: folder among the artifacts.
+            folder: folder within the artifacts.
 
         Raises:
-            PlaceError: the address is none that is written to.
+            PlaceError: the address is not allowed.
             OSError: a file is a link, or cannot be read or written.
         """
         self.check(location, of)
@@ -160,13 +166,13 @@ class Artifacts:
             served.log_artifacts(scratch, folder or None)
 
     def put_texts(self, location: str, of: str, texts: dict[str, str]) -> None:
-        """Write texts, by the names of their files, to an address; see :meth:`put`."""
+        """Write texts, given by file name, to an address; see :meth:`put`."""
         with tempfile.TemporaryDirectory() as scratch:
             for name, text in texts.items():
                 (Path(scratch) / name).write_text(text, encoding="utf-8")
             self.put(location, of, [Path(scratch) / name for name in texts])
 
     def _is_served(self, location: str) -> bool:
-        """Tell whether the named server keeps what lies at an address."""
+        """Return whether an address is in the named server's own artifact store."""
         parts = urllib.parse.urlparse(location)
         return is_server(self._uri) and parts.scheme == SERVED and not parts.netloc

@@ -1,18 +1,18 @@
-"""What a sqlite file must be before it is opened: a stranger may have put it into a storage.
+"""Checks of a SQLite file before it is opened, because it may come from an untrusted source.
 
-SQLite acts on what lies beside a database. A rollback journal that its writer left is played back
-at the first open; if it ends in the name of a *super-journal*, the file of that name is read as
-one and may be deleted, wherever it is (https://www.sqlite.org/fileformat2.html, section 3, and
-https://www.sqlite.org/atomiccommit.html). Only a transaction over several databases writes one, and
-MLflow has none. A pipe is waited for, and a link leads to another file. So before a file is opened,
-it and its journals must be regular files, and no journal may name a super-journal.
+SQLite also reads the files beside a database. A leftover rollback journal is played back at the
+first open. If the journal ends in the name of a *super-journal*, SQLite reads the file of that name
+and may delete it, anywhere on the disk (https://www.sqlite.org/fileformat2.html, section 3, and
+https://www.sqlite.org/atomiccommit.html). Only transactions over several databases write one, which
+MLflow does not use. A named pipe would block, and a link would open another file. Therefore the
+file and its journals must be regular files, and no journal may name a super-journal.
 
-A view in the place of a table, a trigger or a virtual table runs a stranger's SQL, which may have
-no end, where MLflow reads or writes a table. MLflow has one trigger and no views (3.17); a database
-with others is refused, and functions that a schema calls are confined to harmless ones
+A view in place of a table, a trigger or a virtual table would run foreign SQL, possibly without
+end, when MLflow reads or writes a table. MLflow (3.17) has one trigger and no views, so a database
+with others is rejected. SQL functions called by a schema are limited to harmless ones
 (``trusted_schema``).
 
-Limit: who can write to the folder while the database is opened can exchange files in between.
+Limit: a process that can write to the folder can swap files between the check and the open.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import Any
 
 PREFIX = "sqlite:///"
 SIDES = ("", "-wal", "-shm", "-journal")
-"""Endings of the names of the files that make a database."""
+"""Suffixes of the file names of a database."""
 MAGIC = bytes.fromhex("d9d505f920a163d7")
-"""Last bytes of a rollback journal that names a super-journal."""
+"""Final bytes of a rollback journal that names a super-journal."""
 OWN_TRIGGER = (
     "CREATE TRIGGER prevent_secrets_aad_mutation BEFORE UPDATE ON secrets FOR EACH ROW WHEN"
     " OLD.secret_id != NEW.secret_id OR OLD.secret_name != NEW.secret_name BEGIN SELECT"
     " RAISE(ABORT, 'secret_id and secret_name are immutable (used as AAD in encryption)'); END"
 )
-"""The trigger that MLflow makes, blanks apart (3.17)."""
+"""The only trigger of MLflow (3.17), with normalised white space."""
 FOREIGN = (
     "SELECT type, name, sql FROM sqlite_master"
     " WHERE type IN ('view', 'trigger') OR upper(sql) LIKE 'CREATE VIRTUAL%'"
@@ -42,21 +42,21 @@ FOREIGN = (
 
 
 class DatabaseFileError(ValueError):
-    """A sqlite file that is not opened."""
+    """A SQLite file that failed a check and was not opened."""
 
 
 def check_files(path: Path) -> None:
-    """Refuse a sqlite file that leads elsewhere, whether it exists yet or not.
+    """Check that a SQLite file and its journals are safe to open; a missing file is safe.
 
-    It costs a few system calls. The database itself is not opened: closing it would drop the locks
-    that other connections of this process have.
+    It costs a few system calls. The database itself is not opened, because closing it would drop
+    the locks of other connections in this process.
 
     Args:
-        path: the file; links that lead to it are followed, as SQLite follows them.
+        path: the file; links are followed first, as SQLite does.
 
     Raises:
-        DatabaseFileError: it, or a file beside it, is a link or no regular file; or its journal
-            names a super-journal.
+        DatabaseFileError: the file or a journal is not a regular file, or the journal names a
+            super-journal.
     """
     real = os.path.realpath(path)
     for side in SIDES:
@@ -69,7 +69,7 @@ def check_files(path: Path) -> None:
             kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
             raise DatabaseFileError(
                 f"{file}: is {kind}, and every file of a database must be a regular file; remove"
-                " what is in its place, or name another store with --tracking-uri"
+                " it, or name another store with --tracking-uri"
             )
     with suppress(FileNotFoundError, NotADirectoryError):
         if _ends_in(f"{real}-journal", MAGIC):
@@ -91,15 +91,15 @@ def _ends_in(file: str, end: bytes) -> bool:
 
 
 def opened(path: Path, seconds: float) -> sqlite3.Connection:
-    """Open a sqlite file that exists, see :func:`check_files`.
+    """Open an existing SQLite file after :func:`check_files`.
 
     Args:
         path: the file.
-        seconds: time to wait for a lock.
+        seconds: maximum time to wait for a lock.
 
     Raises:
-        DatabaseFileError: it is refused.
-        sqlite3.Error: it is no database.
+        DatabaseFileError: a check failed.
+        sqlite3.Error: the file is not a database.
     """
     check_files(path)
     address = f"{Path(os.path.realpath(path)).as_uri()}?mode=rw"
@@ -109,16 +109,16 @@ def opened(path: Path, seconds: float) -> sqlite3.Connection:
 
 
 def check_database(uri: str) -> None:
-    """Refuse a sqlite file whose schema runs SQL of its own, or that :func:`check_files` refuses.
+    """Check a SQLite file with :func:`check_files`, and that its schema runs no foreign SQL.
 
-    Only the table of the schema is read. Other addresses, and a file that is missing, pass.
+    Only the schema table is read. Other kinds of addresses and missing files pass.
 
     Args:
         uri: tracking URI.
 
     Raises:
-        DatabaseFileError: it is refused.
-        sqlite3.Error: it is no database.
+        DatabaseFileError: a check failed.
+        sqlite3.Error: the file is not a database.
     """
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or "?" in uri:
@@ -140,14 +140,17 @@ def check_database(uri: str) -> None:
 
 
 def refuse_strange(uri: str) -> None:
-    """Refuse a database as :func:`check_database` does; what is none is left to who opens it."""
+    """Run :func:`check_database`, but leave SQLite errors to the caller that opens the file."""
     with suppress(sqlite3.Error):
         check_database(uri)
 
 
 def watch_engines() -> None:
-    """Have every sqlite file that SQLAlchemy opens in this process checked before, and opened with
-    ``trusted_schema=OFF``: MLflow opens them by itself."""
+    """Check every SQLite file that SQLAlchemy opens in this process, and set
+    ``trusted_schema=OFF``.
+
+    MLflow opens its database through SQLAlchemy.
+    """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -1,10 +1,11 @@
-"""The best model of each row as an MLflow LoggedModel: safetensors and JSON, no pickle, so opening
-one runs no code.
+"""The best model of each row as an MLflow LoggedModel: safetensors and JSON without pickle, so
+that loading it runs no code.
 
-It is the newest checkpoint still on disk of the row's best finished trial, by the study's metric
-after the last epoch. Nothing is logged twice: a model is found by its source run. Limits:
-checkpoints of a loop of the user's own may be anything, and stay where they are; a checkpoint of
-more than :data:`MOST_BYTES` stays where it is; the ledger names the run's checkpoints.
+It is the newest remaining checkpoint of the row's best finished trial, by the study's metric after
+the last epoch. A model is identified by its source run, so none is logged twice.
+
+Limits: checkpoints of a user's own training loop are not logged, because they can contain anything;
+neither are checkpoints larger than :data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def log_models(
         experiment: id of the study's experiment.
         state: state of the study.
         runs: run ids by trial id.
-        storage: folder that holds the study's; checkpoints elsewhere, which a stranger's ledger may
-            name, stay where they are.
+        storage: parent of the study's folder. Checkpoints outside of it are not logged, because an
+            untrusted ledger could name any file.
     """
     summary = summarise(state)
     best = {
@@ -64,7 +65,7 @@ def log_models(
     }
     have = _sources(client, experiment) if folders else {}
     for run in folders.keys() & have.keys():
-        if have[run].tags.get("row") != wanted[run].row:  # its row has another label since
+        if have[run].tags.get("row") != wanted[run].row:  # the row was renamed since
             client.set_logged_model_tags(have[run].model_id, {"row": wanted[run].row})
     for run, folder in folders.items():
         files = _files(folder)
@@ -85,8 +86,10 @@ def _best(trials: Iterable[TrialState], metric: Metric) -> TrialState | None:
 
 
 def _checkpoint(place: str, storage: Path) -> Path | None:
-    """Return the folder of a checkpoint; None if what the ledger names is none, holds links, or
-    lies outside the storage."""
+    """Return the folder of a checkpoint that the ledger names.
+
+    Returns None if it is not a checkpoint, contains links, or is outside the storage.
+    """
     if is_url(place):
         inside = place.startswith(f"{place_of(storage).rstrip('/')}/")
     else:
@@ -102,13 +105,13 @@ def _checkpoint(place: str, storage: Path) -> Path | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that its manifest names, and the manifest."""
+    """Return the files listed in a checkpoint's manifest, and the manifest."""
     names = {STATE, *file_digests(read_state(folder))}
     return [file for file in regular_files(folder) if file.name in names]
 
 
 def _sources(client: Any, experiment: str) -> dict[str, Any]:
-    """Return the models that the experiment has completely, by the id of their run."""
+    """Return the experiment's completely uploaded models, by source run id."""
     found: dict[str, Any] = {}
     token = None
     while True:

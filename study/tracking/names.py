@@ -1,12 +1,12 @@
-"""Names, values and lengths that MLflow can hold: how ours are escaped, and which are refused
-before anything runs.
+"""Escaping of names for MLflow, and checks of lengths that MLflow would reject.
 
-Names of metrics and params may have letters, digits, ``_ - . space : /`` and must be normal paths,
-at most 250 characters. Any other character becomes its code point in hex between colons, ``dp=2``
-is ``dp:3d:2``, and so does a colon itself; so :func:`restore` gives back exactly the original name
-and no two names collide. A name that would be longer is cut, and ends with a digest of it. MLflow
-stores an infinite metric as 1.8e308, which is false: such points are left out and a tag says where
-they were (:func:`nonfinite_tags`). NaN is stored as NaN.
+MLflow's names of metrics and params may contain letters, digits and ``_ - . space : /``, must be
+normal paths, and have at most 250 characters. Any other character, and the colon itself, is written
+as its code point in hex between colons: ``dp=2`` becomes ``dp:3d:2``. :func:`restore` returns the
+original name, and names cannot collide. A longer name is cut and ends with its digest.
+
+MLflow stores an infinite metric as 1.8e308, which is wrong. Such points are therefore left out, and
+a tag lists them (:func:`nonfinite_tags`). NaN is stored as NaN.
 
 Source of the limits: ``mlflow/utils/validation.py`` of MLflow 3.17.
 """
@@ -26,26 +26,26 @@ from study.plan.plan import Plan
 
 NAME_LENGTH = 250
 DIGEST_LENGTH = 12
-"""Hex digits of a name's sha256 at the end of one that was cut."""
+"""Number of hex digits of the SHA-256 at the end of a cut name."""
 PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 EXPERIMENT_LENGTH = 500
 
 SETTING = "cfg/"
-"""Prefix of numeric settings that are sent as metrics too, ``cfg/optimizer.lr``.
+"""Prefix of numeric settings that are also sent as metrics, such as ``cfg/optimizer.lr``.
 
-MLflow can compare and plot metrics; params it compares only for equality.
+MLflow can plot and sort metrics, but compares params only for equality.
 """
 NONFINITE = "nonfinite/"
-"""Prefix of tags that say where a metric was infinite."""
+"""Prefix of tags that list the epochs at which a metric was infinite."""
 
 _ESCAPED = re.compile(r":([0-9a-f]+):")
 
 
 def sanitise(name: str) -> str:
-    """Return a legal metric, param or tag name that :func:`restore` turns back into ``name``.
+    """Return a legal metric, param or tag name that :func:`restore` converts back into ``name``.
 
-    One of more than :data:`NAME_LENGTH` characters is cut, and cannot be turned back.
+    A name of more than :data:`NAME_LENGTH` characters is cut, and cannot be restored.
     """
     legal = escaped(name)
     if len(legal) <= NAME_LENGTH:
@@ -55,7 +55,7 @@ def sanitise(name: str) -> str:
 
 
 def escaped(name: str) -> str:
-    """Return ``name`` with the characters that MLflow does not take escaped, however long."""
+    """Return ``name`` with illegal characters escaped, without a limit on its length."""
     legal = re.sub(r"[^\w\-. /]|[^\x00-\x7f]", lambda match: _escape(match[0]), name)
     if posixpath.normpath(legal) != legal or legal.startswith(("/", "..")) or legal in (".", ""):
         legal = re.sub(r"[./]", lambda match: _escape(match[0]), legal)
@@ -63,7 +63,7 @@ def escaped(name: str) -> str:
 
 
 def restore(name: str) -> str:
-    """Return the name that :func:`sanitise` was given."""
+    """Return the original name of one returned by :func:`sanitise`."""
     return "" if name == "::" else _ESCAPED.sub(lambda match: chr(int(match[1], 16)), name)
 
 
@@ -72,9 +72,8 @@ def _escape(character: str) -> str:
 
 
 def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
-    """Return a tag for every metric with infinite points.
-
-    An example is ``nonfinite/validation/loss = inf at 3, 4``.
+    """Return a tag for every metric with infinite points, such as
+    ``nonfinite/validation/loss = +inf at 3, +inf at 4``.
 
     Args:
         history: metrics by epoch.
@@ -91,12 +90,12 @@ def nonfinite_tags(history: Mapping[int, Mapping[str, float]]) -> dict[str, str]
 
 
 def of_row(metric: Metric, figure: str = "_sd") -> str:
-    """Return the suffix of a row's MLflow metric, of the spread or else ("") of the mean."""
+    """Return the suffix of a row's MLflow metric: for the spread, or with ``""`` for the mean."""
     return f"/{metric.row_key}{figure}"
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a config by ``cfg/`` and their dotted key."""
+    """Return the numeric settings of a config, by ``cfg/`` plus their dotted key."""
     return {
         f"{SETTING}{name}": float(value)
         for name, value in flatten(dict(config)).items()
@@ -105,11 +104,10 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_loggable(plan: Plan) -> None:
-    """Refuse, before anything runs, what MLflow would cut off or reject.
+    """Check, before a study runs, that MLflow would not cut off or reject a name or value.
 
     Raises:
-        ValueError: a name or value is too long; the message has its length, the limit and the
-            remedy.
+        ValueError: a name or value is too long.
     """
     _check("name", plan.study.name, EXPERIMENT_LENGTH)
     suffix = of_row(plan.study.primary_metric)

@@ -37,20 +37,21 @@ KEY_TAG = "lns_study.key"
 PARENT_TAG = "mlflow.parentRunId"
 KIND_TAG = "mlflow.experimentKind"
 MARK_TAG = "lns_study.mark"
-"""Mark of the ledger's last event when a run was last sent (:meth:`StudyState.is_own`)."""
+"""Tag with the mark of the ledger's last event at the time of the run's last update
+(:meth:`StudyState.is_own`)."""
 PROFILE = "profile"
-"""Name of the artifact with what ``trial.profile.steps`` recorded.
+"""Artifact folder of the profile that ``trial.profile.steps`` recorded.
 
-It is sent before the run's end, so once; sent again it is the same files.
+It is sent just before the run's end; sending it again overwrites the same files.
 """
 TEXT = 5000
-"""Number of characters kept of an error or a description in a tag."""
+"""Maximum number of characters of an error or a description in a tag."""
 SECONDS, BITS = "seconds", "bits"
 RESULT_TAGS = ("status", "restarts", "stopped_by", "error")
-"""Tags of a trial that has ended; one that is tried again loses them."""
+"""Tags of an ended trial; they are removed if the trial is retried."""
 
 LATER = 0.002
-"""Seconds that are at least one of MLflow's milliseconds, however they are rounded."""
+"""Time step in seconds that is at least 1 ms after rounding, MLflow's resolution."""
 
 MLFLOW_STATUS = {
     RUNNING: "RUNNING",
@@ -59,16 +60,16 @@ MLFLOW_STATUS = {
     FAILED: "FAILED",
     PLANNED: "KILLED",
 }
-"""MLflow's status of a run by the status of its trial.
+"""Status of an MLflow run by the status of its trial.
 
-A trial that a scheduler ended early counts as finished; its tag ``stopped_by`` tells it apart.
+A trial that a scheduler ended early counts as finished; it has the tag ``stopped_by``.
 """
 
 
 def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, float | None]]:
     """Return every metric point that a trial's run should have.
 
-    A point is name, step, timestamp and value (None for NaN).
+    A point is a tuple of name, step, timestamp (ms) and value (None for NaN).
     """
     metrics = list(settings_metrics(trial, plan))
     metrics += [
@@ -79,7 +80,7 @@ def expected_points(trial: TrialState, plan: Event) -> set[tuple[str, int, int, 
 
 
 def point_of(metric: Any) -> tuple[str, int, int, float | None]:
-    """Return a metric of MLflow's as a point that can be compared: NaN is None."""
+    """Convert an MLflow metric into a comparable point; NaN becomes None."""
     return (
         metric.key,
         metric.step,
@@ -89,16 +90,13 @@ def point_of(metric: Any) -> tuple[str, int, int, float | None]:
 
 
 def is_setting(point: tuple[str, int, int, float | None]) -> bool:
-    """Tell whether a point is a setting, whose time only says when it was sent."""
+    """Return whether a point is a setting; its time is then irrelevant."""
     name, step, *_ = point
     return step == 0 and (name == BITS or name.startswith(SETTING))
 
 
 def may_differ(trial: TrialState) -> set[str]:
-    """Return the params that may have changed since the run was made, for the same trial.
-
-    MLflow cannot change them.
-    """
+    """Return the params that may legitimately differ from the run's, which MLflow cannot change."""
     relieved = tuple(f"{key}." for key in trial.relief)
     return {
         sanitise(key)
@@ -108,12 +106,13 @@ def may_differ(trial: TrialState) -> set[str]:
 
 
 def comparable_params(trial: TrialState, params: Mapping[str, str]) -> dict[str, str]:
-    """Return params of a trial as they are compared: files of the user's code without the folders
-    that they were in when the run was made, as in the trial's id. Their digests are params too.
+    """Normalise a trial's params for a comparison: paths of the user's code lose their folders.
+
+    The trial id ignores these folders as well; the files' digests are separate params.
 
     Args:
         trial: the trial.
-        params: params of its run, or those that it should have.
+        params: actual or expected params of its run.
     """
     factories = {sanitise(key) for key in named_code(trial.config)}
     return {
@@ -122,7 +121,7 @@ def comparable_params(trial: TrialState, params: Mapping[str, str]) -> dict[str,
 
 
 def expected_tags(trial: TrialState) -> dict[str, str]:
-    """Return the tags for how a trial ended, if it has, and where its metrics were infinite."""
+    """Return the tags about a trial's end, if it has ended, and about infinite metrics."""
     history = {epoch: dict(event["metrics"]) for epoch, event in trial.reports.items()}
     history[trial.epochs] = {**history.get(trial.epochs, {}), **trial.test}
     ended = {
@@ -139,7 +138,7 @@ def expected_tags(trial: TrialState) -> dict[str, str]:
 def claim_tags(figures: Mapping[str, Any]) -> dict[str, str]:
     """Return the parent run's tags about a study's statement and the verdicts on its claims.
 
-    A claim that is not as it was stated before the first trial is marked.
+    A claim that was changed after the first trial is marked ``NOT AS STATED``.
 
     Args:
         figures: figures of the report (:mod:`study.claims.record`).
@@ -159,8 +158,8 @@ def _mark(claim: Mapping[str, Any]) -> str:
 def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
     """Yield an epoch's metrics, and the settings that changed while the trial ran.
 
-    Those are the ``params`` of the event; MLflow's params are immutable, so they are sent as
-    metrics.
+    Changed settings are the event's ``params``. They are sent as metrics, because MLflow's params
+    are immutable.
     """
     yield from metrics_of(event["metrics"], epoch, event["time"])
     if event.get("params"):
@@ -168,9 +167,9 @@ def report_metrics(epoch: int, event: Event) -> Iterator[Any]:
 
 
 def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
-    """Yield the numeric settings and the width of the number format.
+    """Yield the numeric settings and the width of the number format as metrics.
 
-    They are metrics because MLflow compares and plots only those.
+    MLflow plots metrics, but not params.
     """
     yield from metrics_of(
         {**settings_of(trial.config), BITS: bits_of(trial.config)}, 0, trial.started or plan["time"]
@@ -178,10 +177,10 @@ def settings_metrics(trial: TrialState, plan: Event) -> Iterator[Any]:
 
 
 def end_metrics(trial: TrialState) -> Iterator[Any]:
-    """Yield the test figures of a trial that has ended, and the seconds of training at each end.
+    """Yield the test metrics of an ended trial, and the training seconds at each of its ends.
 
-    A figure that the last epoch reported too is later than that report: of points with the same
-    step and time MLflow takes the largest value for the latest.
+    If the last epoch reported the same metric, the test value gets a later timestamp: of points
+    with equal step and time, MLflow shows the largest value as the latest.
     """
     for time_, seconds in trial.ends:
         yield from metrics_of({SECONDS: seconds}, trial.epochs, time_)
@@ -193,7 +192,7 @@ def end_metrics(trial: TrialState) -> Iterator[Any]:
 
 
 def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterator[Any]:
-    """Yield MLflow metrics; infinite ones are left out, a tag names them."""
+    """Yield MLflow metrics without infinite values, which are listed in tags instead."""
     from mlflow.entities import Metric
 
     for name, value in values.items():
@@ -202,12 +201,12 @@ def metrics_of(values: Mapping[str, Any], epoch: int, seconds: float) -> Iterato
 
 
 def params_of(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Return a nested config as flat params, ``precision.format`` and so on."""
+    """Flatten a nested config into params such as ``precision.format``."""
     return [(sanitise(name), str(value)) for name, value in flatten(dict(config)).items()]
 
 
 def row_figures(state: StudyState) -> dict[str, float]:
-    """Return mean and spread of each row's test figure, as shown, by metric name."""
+    """Return mean and spread of each row's test figure, in the display unit, by metric name."""
     figures: dict[str, float | None] = {}
     summary = summarise(state)
     mean, spread = of_row(summary.metric, ""), of_row(summary.metric)
@@ -236,10 +235,10 @@ def datasets_of(plan: Event, trial: TrialState) -> Iterator[Any]:
 
 
 def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
-    """Return the plan's description of the data that a trial trains on; None if it has none.
+    """Return the plan's description of a trial's data; None if the plan has none.
 
-    A plan knows no digest of the part on which a round of a search trains: that of all its examples
-    stands for it, and ``part`` is true.
+    In a search with rounds a trial may train on part of the examples, for which the plan has no
+    digest. The entry then has the digest of all examples, and ``part`` is true.
     """
     if trial.own_loop:
         return None
@@ -260,7 +259,7 @@ def data_of(plan: Event, trial: TrialState) -> dict[str, Any] | None:
 
 
 def documents_of(plan: Event) -> dict[str, str]:
-    """Return the parent run's files: config, plan, environment."""
+    """Return the parent run's text files by name: config, plan, environment."""
     trials = [
         {key: trial[key] for key in ("id", "row", "seed", "number", "params") if key in trial}
         for trial in plan["trials"]
@@ -318,15 +317,15 @@ def trial_tags(trial: TrialState, plan: Event) -> dict[str, str]:
     }
     if trial.number is not None:
         names |= {"configuration": str(trial.number), "sampled": describe(trial.params)[:TEXT]}
-    if set(trial.commits) - {code_of(plan)}:  # of which the packages are not known
+    if set(trial.commits) - {code_of(plan)}:  # package versions of other commits are unknown
         return names | {"git.commit": ", ".join(trial.commits)}
     return names | _code_tags(plan)
 
 
 def profiles(folder: Path, trial: TrialState) -> list[Path]:
-    """Return the folders of a trial's profile, but for those with links.
+    """Return the existing folders of a trial's profile, except folders with links.
 
-    Executors with a storage of their own keep it there.
+    The place depends on the executor: some keep the profile in a storage of their own.
     """
     return [
         path

@@ -1,24 +1,22 @@
-"""Reconciliation of an MLflow store with a ledger: every run, every point of every metric, every
-param, every status.
+"""Reconciliation of an MLflow store with a ledger: runs, metric points, params and statuses.
 
-An audit reads everything back from the store and compares it with the ledger, both ways: what is
-missing and what is too much. What is missing is sent. A run with something false (a point or param
-that the ledger does not have: MLflow can take neither back) is replaced: a new run is made, with
-the tags and the note that users gave the old one, then the old one is deleted. Runs that belong to
-no trial of the ledger, and twins, are deleted. Then everything is read and compared once more.
+An audit reads everything back from the store and compares it with the ledger in both directions.
+Missing data are sent. MLflow cannot remove single points or params, so a run with a point or param
+that the ledger lacks is replaced: a new run is made, with the tags and the note that users gave to
+the old run, and the old run is deleted. Runs that belong to no trial of the ledger, and duplicates,
+are deleted. Then everything is read and compared again.
 
-Of a study that was copied, each copy has runs of its own from then on, and what the other sent is
-neither compared nor deleted. Nor is a run deleted that an earlier version made, which did not note
-its ledger: a false one gets a true one beside it.
+After a study was copied, each copy has its own runs, and the other copy's runs are neither compared
+nor deleted. Runs of earlier versions, which did not record their ledger, are not deleted either; a
+wrong one gets a correct one beside it.
 
-Params and metrics with other names, which users logged, and params that are no part of a trial's
-identity (the data's folder, the share of a GPU, what was changed when memory ran out) are no
-difference: a run is not deleted for them. Deleting is MLflow's: such runs are hidden, ``mlflow gc``
-removes them.
+The comparison ignores params and metrics with other names, which users logged, and params that are
+not part of a trial's identity (the data's folder, the GPU share, changes after running out of
+memory). Deleted runs are hidden by MLflow until ``mlflow gc`` removes them.
 
-Cost: one request per thousand runs, and one per metric and hundred runs for the metric's history in
-many runs, which MLflow's own pages ask for (internal to MLflow 3.17, to which ``pyproject.toml``
-pins it).
+Cost: one request per thousand runs, and one per metric and hundred runs for the metrics' histories.
+The latter is the bulk request of MLflow's own pages (internal to MLflow 3.17; ``pyproject.toml``
+pins the version).
 """
 
 from __future__ import annotations
@@ -63,16 +61,16 @@ READERS = 8
 SHOWN = 3
 RUNS = 100
 MOST_POINTS = 25_000
-"""Largest number of points in one answer, as MLflow's server limits it.
+"""Maximum number of points in one answer, a limit of MLflow's server.
 
-``RUNS`` is the largest number of runs in one request.
+``RUNS`` is the maximum number of runs in one request.
 """
 
 BULK = "/ajax-api/2.0/mlflow/metrics/get-history-bulk"
 
 Point: TypeAlias = tuple[str, int, int, float | None]
 _Entry: TypeAlias = tuple[TrialState, tuple[int, int, int], list[str], list[str]]
-"""A trial; the numbers of its runs, points and params compared; what is missing; what is false."""
+"""A trial; numbers of compared runs, points and params; missing data; wrong data."""
 
 
 @dataclass(kw_only=True)
@@ -81,9 +79,9 @@ class Audit:
 
     Attributes:
         runs, points, params: numbers of runs, points and params compared.
-        missing: descriptions of what the store lacks, by trial id.
-        false: descriptions of what the store has and the ledger has not, by trial id.
-        strangers: ids of runs that belong to no trial, or are twins.
+        missing: descriptions of data that only the ledger has, by trial id.
+        false: descriptions of data that only the store has, by trial id.
+        strangers: ids of runs that belong to no trial, or are duplicates.
     """
 
     runs: int = 0
@@ -105,7 +103,7 @@ class Audit:
         )
 
     def differences(self) -> Iterator[str]:
-        """Yield the differences, one per line; of each trial the first few."""
+        """Yield the differences, one per line; for each trial the first few."""
         for title, found in (("lacks", self.missing), ("has, and the ledger has not,", self.false)):
             for trial, entries in found.items():
                 more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
@@ -129,16 +127,16 @@ def reconcile(
         folder: folder of the study.
         uri: MLflow tracking URI.
         artifacts: the storage's folder for artifacts.
-        repair: whether anything may be changed.
-        delete: whether what is too much may be deleted; if not, what is missing is still sent.
-        report: writes the report of the study in a folder, to be sent, and returns its folder; None
-            for none. It is called if something is sent.
+        repair: whether to change the store.
+        delete: whether to delete runs; if not, missing data are still sent.
+        report: writes the report of the study in the given folder and returns the report's folder,
+            or None for no report. Called only if something is sent.
 
     Returns:
-        The audits before and after; the same one twice if nothing had to, or might, be changed.
+        The audits before and after; the same one twice if nothing was changed.
 
     Raises:
-        ValueError: the ledger holds no plan, or another process is sending it.
+        ValueError: the ledger has no plan, or another process is sending it.
     """
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
@@ -161,7 +159,7 @@ def reconcile(
 
 
 def audit(client: Any, state: StudyState) -> Audit:
-    """Read everything that a store has of a study and compare it with the ledger."""
+    """Read all data of a study from a store and compare them with the ledger."""
     found = Audit()
     experiment = client.get_experiment_by_name(state.config.name)
     runs: dict[str, Any] = {}
@@ -189,7 +187,7 @@ def audit(client: Any, state: StudyState) -> Audit:
 
 
 def has_run(trial: TrialState) -> bool:
-    """Tell whether a trial has begun, and so has a run in MLflow."""
+    """Return whether a trial has started, so that it must have a run in MLflow."""
     return bool(trial.reports or trial.started or trial.status in ENDED)
 
 
@@ -244,7 +242,7 @@ def _compare(
 
 
 def _metric_names(state: StudyState) -> set[str]:
-    """Return the names of the metrics that trials of the study report, at their end too."""
+    """Return the names of the metrics that the study's trials report, including at their end."""
     trials = state.known.values()
     names = {name for trial in trials for name in trial.test}
     for trial in trials:
@@ -259,7 +257,7 @@ def _is_ours(name: str, reported: set[str]) -> bool:
 def _compare_points(
     trial: TrialState, wanted: set[Point], points: Sequence[Point]
 ) -> tuple[list[str], list[str]]:
-    """Describe the points that are missing and those that are false."""
+    """Return descriptions of the missing points, and of the wrong or duplicate ones."""
     ours, theirs = _comparable_points(wanted, trial), _comparable_points(points, trial)
     missing = [f"{name} at step {step}" for name, step, *_ in sorted(ours - theirs, key=str)]
     false = [
@@ -271,7 +269,7 @@ def _compare_points(
 
 
 def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]:
-    """Return points as they compare: settings without their time, and none that may differ."""
+    """Return points for a comparison: settings without time, and without values that may differ."""
     free = {f"{SETTING}{name}" for name in may_differ(trial)}
     return {
         (
@@ -285,7 +283,7 @@ def _comparable_points(points: Iterable[Point], trial: TrialState) -> set[Point]
 
 
 def _compare_tags(trial: TrialState, run: Any, parent: str) -> list[str]:
-    """Describe what the run lacks, or has too much, of the trial's end and of its place."""
+    """Return descriptions of differences in a run's status, tags and parent run."""
     tags, wanted = run.data.tags, expected_tags(trial) | {"row": trial.row}
     status = MLFLOW_STATUS[trial.status] if trial.status in ENDED else "KILLED"
     missing = [f"its end ({status}; it is {run.info.status})"] if run.info.status != status else []
@@ -315,7 +313,7 @@ def _histories(client: Any, names: Mapping[str, set[str]]) -> dict[str, list[Poi
 def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Point]]:
     """Yield the points of one metric in several runs.
 
-    The runs are asked for one by one if the common request was refused or may have been cut off.
+    Falls back to one request per run if the bulk request fails or its answer may be truncated.
     """
     from mlflow.utils.rest_utils import http_request
 
@@ -332,7 +330,7 @@ def _history(client: Any, runs: list[str], name: str) -> Iterator[tuple[str, Poi
             ("max_results", str(MOST_POINTS)),
         ]
         answer = http_request(store.get_host_creds(), BULK, "GET", params=query)
-        # not answer.json(): where simplejson is installed, that refuses the NaN of a metric
+        # not answer.json(): if simplejson is installed, it rejects NaN
         ok = answer.status_code == http.HTTPStatus.OK
         metrics = json.loads(answer.text)["metrics"] if ok else None
     if metrics is not None and len(metrics) < MOST_POINTS:

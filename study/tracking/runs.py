@@ -1,20 +1,21 @@
-"""One ledger's runs in one MLflow store, by methods that may be repeated: after a lost reply, by
-another process, years later.
+"""One ledger's runs in one MLflow store. All methods are idempotent: they may be repeated after a
+lost reply, or by another process.
 
-What makes them repeatable: a run is looked up by its tag ``lns_study.key`` before it is made
-(``create_run`` is not idempotent; of twins that a lost reply left, all but the oldest are deleted).
-Copies of a ledger have one id, so runs have a mark of the ledger that they were sent from as well
-(:meth:`~study.ledger.state.StudyState.is_own`): what another copy sent since it was made is not
-looked up, changed or deleted (:func:`own_runs`).
-A metric with the same run, key, step, value and timestamp is the same row in MLflow, and timestamps
-are the ledger's. The store itself is the cursor: the last step of a run says which epochs it lacks,
-so a database that was swapped or set back is completed as well.
+- Runs: ``create_run`` is not idempotent, so a run is first looked up by its tag ``lns_study.key``.
+  If a lost reply has caused duplicates (*twins*), all but the oldest are deleted.
+- Copies of a study: copies of a ledger have the same id, so a run also has a mark of the ledger
+  that it was sent from (:meth:`~study.ledger.state.StudyState.is_own`). Runs that another copy sent
+  after the copying are not found, changed or deleted (:func:`own_runs`).
+- Metrics: timestamps come from the ledger, and MLflow stores a metric with the same run, key, step,
+  value and timestamp only once.
+- Progress is read from the store: the last step of a run shows which epochs it lacks. This also
+  completes a database that was replaced or restored from a backup.
 
 Layout: one experiment per study; one parent run per ledger with config, plan, environment and
-report; one child run per trial with params, tags, data sets, metrics. A study extended by seeds or
-rows keeps its runs: keys are made of the ledger's id and the trial's, not of the plan. Requests:
-five per trial (make, params and metrics, tags of its end, data set, end), one per file of its
-profile, and one per batch of later reports.
+report; one child run per trial with params, tags, data sets, metrics. Keys consist of the ledger's
+id and the trial's, so a study extended by seeds or rows keeps its runs. Requests: five per trial
+(creation, params and metrics, tags of its end, data set, end), one per file of its profile, and one
+per batch of later reports.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ BATCH = 1000
 MOST_TAGS = 100
 NAME_TAG = "mlflow.runName"
 SENT = ("report.html", "report.md", FILE, "configurations.csv")
-"""Files of a report that are sent, beside pictures (:data:`PICTURE`)."""
+"""Files of a report that are sent, in addition to pictures (:data:`PICTURE`)."""
 PICTURE = re.compile(r"[a-z][a-z_]*\.png")
 TRACE = re.compile(r"rank-?\d+\.(json|json\.gz|txt)")
-"""Files of a profile that are sent."""
+"""Pattern of a profile's files that are sent."""
 
 
 @dataclass(kw_only=True)
 class _Known:
-    """What the store has of one run.
+    """The store's content for one run.
 
     Attributes:
         run: id of the run.
@@ -82,13 +83,13 @@ class _Known:
         end: time of its end in milliseconds since 1970; None before.
         last: last epoch with a metric; that epoch may be incomplete.
         params: names of its params.
-        settings: whether it has the settings as metrics.
-        inputs: whether it has its data set.
+        settings: whether the numeric settings were sent as metrics.
+        inputs: whether the data set was sent.
         results: its tags about the trial's end.
-        parent: id of the run under which it is shown.
+        parent: id of its parent run.
         row, name: label of the trial's row when it was sent, and the run's name.
         sent: epochs sent by this process.
-        marked: whether it says which ledger it was sent from; earlier versions did not note that.
+        marked: whether it has the mark of its ledger; runs of earlier versions have none.
         place: address of its artifacts, which has been checked.
     """
 
@@ -118,8 +119,8 @@ class Runs:
         folder: folder of the study, with the profiles of its trials.
 
     Raises:
-        PlaceError: the store names a place for artifacts that is neither the storage's nor the
-            named server's; nothing was written.
+        PlaceError: the store's artifact address is not allowed
+            (:meth:`study.tracking.artifacts.Artifacts.check`).
     """
 
     def __init__(self, client: Any, state: StudyState, artifacts: Artifacts, folder: Path) -> None:
@@ -136,17 +137,17 @@ class Runs:
 
     @property
     def parent_ids(self) -> tuple[str, str]:
-        """Id of the experiment and id of the parent run."""
+        """Ids of the experiment and of the parent run."""
         return self._experiment, self._parent
 
     def run_ids(self) -> dict[str, str]:
-        """Return the run id of every trial that the store knows, by trial id."""
+        """Return the run ids of the trials that have a run, by trial id."""
         return {
             key.partition("/")[2]: known.run for key, known in self._known.items() if "/" in key
         }
 
     def push(self, trial: TrialState) -> None:
-        """Send what the run of a trial lacks, and its end if it has ended."""
+        """Send all data that a trial's run lacks, including its end if the trial has ended."""
         known = self._ensure_run(trial)
         self._rename(known, trial)
         if self._is_complete(known, trial):
@@ -179,7 +180,8 @@ class Runs:
             self._end(known, MLFLOW_STATUS[trial.status], trial.ended)
 
     def forget(self, trial: TrialState) -> None:
-        """Forget which points the store has of a trial: the next :meth:`push` sends all of them."""
+        """Forget which points of a trial were sent, so that the next :meth:`push` sends them
+        all."""
         known = self._known.get(f"{self._key}/{trial.id}")
         if known is not None:
             self._known[f"{self._key}/{trial.id}"] = _Known(
@@ -195,11 +197,12 @@ class Runs:
             )
 
     def replace(self, trial: TrialState) -> None:
-        """Make the run of a trial again, with the tags that users gave it, and delete the one there
-        was once it is complete; one without a mark, which may be another copy's, stays.
+        """Replace a trial's run by a new one with the same user tags; delete the old run at the
+        end.
 
-        The new run has those tags from its first moment. Whatever ends this process, a run with
-        them is left, and of the two whoever looks next keeps either and completes it.
+        An old run without a mark is kept, because it may belong to another copy of the study. The
+        new run is created with the tags, so they survive if this process is killed; the next
+        process then keeps one of the two runs and completes it.
         """
         old = self._known.pop(f"{self._key}/{trial.id}", None)
         if old is not None:
@@ -210,19 +213,19 @@ class Runs:
             self._client.delete_run(old.run)
 
     def settle(self, trial: TrialState) -> None:
-        """Close the run of a trial that stopped without an end: the study was interrupted."""
+        """Close the run of a trial that has not ended because the study was interrupted."""
         known = self._known.get(f"{self._key}/{trial.id}")
         if known is not None and known.status == "RUNNING":
             self._end(known, "KILLED", trial.last_heard or trial.started)
 
     def finish(self, state: StudyState, report: Path | None) -> None:
-        """Send the report, each row's mean and spread, the verdicts on claims, and the best models;
-        close the parent.
+        """Send the report, each row's mean and spread, the claims' verdicts and the best models,
+        and close the parent run.
 
         Args:
             state: state of the study.
-            report: folder with the report that was just written; None for none. Files of other
-                names, and links, stay there.
+            report: folder of the newly written report, or None. Only the report's own files are
+                sent; other files and links are ignored.
         """
         time_ = max((trial.ended or 0.0 for trial in state.trials), default=0.0)
         figures = list(self._new_figures(state, time_))
@@ -241,7 +244,7 @@ class Runs:
         self._end(self._known[self._key], outcome, time_ or None)
 
     def describe(self, view: str) -> None:
-        """Give the experiment its saved view, and the parent run its config, plan and environment.
+        """Save the experiment's view, and send the parent run's config, plan and environment.
 
         Called once per plan.
         """
@@ -281,16 +284,16 @@ class Runs:
         return known.run
 
     def _attach_to_parent(self) -> None:
-        """Show every trial's run under the parent's, also those whose parent was deleted."""
+        """Set the parent of every trial's run, because an earlier parent may have been deleted."""
         for key, known in self._known.items():
             if "/" in key and known.parent != self._parent:
                 self._client.set_tag(known.run, PARENT_TAG, self._parent)
                 known.parent = self._parent
 
     def _runs_of_ledger(self) -> dict[str, _Known]:
-        """Return what the store has of every run of this ledger, by key.
+        """Return the store's content for every run of this ledger, by key.
 
-        Of twins the oldest is kept, the others are deleted.
+        Deletes twins, except the oldest.
         """
         found, twins = own_runs(self._client, self._experiment, self._state)
         for run in found.values():
@@ -300,7 +303,7 @@ class Runs:
         return {key: _known(run) for key, run in found.items()}
 
     def _ensure_run(self, trial: TrialState, theirs: Mapping[str, str] | None = None) -> _Known:
-        """Return what is known of a trial's run; make one, with tags ``theirs`` too, if needed."""
+        """Return a trial's run; if it does not exist, make it, with additional tags ``theirs``."""
         key = f"{self._key}/{trial.id}"
         if key not in self._known:
             tags = {**(theirs or {}), **trial_tags(trial, self.plan), PARENT_TAG: self._parent}
@@ -312,8 +315,8 @@ class Runs:
     def _make(self, key: str, name: str, started: float, tags: Mapping[str, str]) -> _Known:
         """Make a run.
 
-        After a lost reply it may exist already, so a repetition must look first (:class:`Runs` is
-        made anew).
+        If the reply is lost, the run may exist already. A retry must therefore look it up first, by
+        making a new :class:`Runs`.
         """
         run = self._client.create_run(
             self._experiment,
@@ -329,8 +332,11 @@ class Runs:
     # ----------------------------------------------------------------------------------------------
 
     def _new_figures(self, state: StudyState, time_: float) -> Iterator[Any]:
-        """Yield the metrics of rows that the parent run has not, later than the values that they
-        replace: rows and seeds that ended last may have been taken out since."""
+        """Yield the row metrics that are new or changed in comparison with the parent run.
+
+        A changed value gets a later timestamp than the value that it replaces, even if the trials
+        that ended last were removed from the study since.
+        """
         had = {metric.key: metric for metric in latest_metrics(self._client.get_run(self._parent))}
         for name, value in row_figures(state).items():
             for metric in metrics_of({name: value}, 0, time_):
@@ -342,8 +348,10 @@ class Runs:
                     yield from metrics_of({name: value}, 0, later)
 
     def _rename(self, known: _Known, trial: TrialState) -> None:
-        """Give a run the label of its trial's row, which may have another one since it was made; a
-        name that a user gave it stays."""
+        """Update the row label in a run's tags and name if the row was renamed since.
+
+        A name that a user gave to the run is kept.
+        """
         if known.row == trial.row:
             return
         self._log(known.run, [], tags={"row": trial.row})
@@ -353,10 +361,8 @@ class Runs:
         known.row = trial.row
 
     def _is_complete(self, known: _Known, trial: TrialState) -> bool:
-        """Tell whether the run ended as the trial did.
-
-        The end is written last, so everything before it is there.
-        """
+        """Return whether the run has the trial's end, which is sent last, so that it is
+        complete."""
         if trial.status not in ENDED or trial.ended is None:
             return False
         return known.status == MLFLOW_STATUS[trial.status] and known.end == int(trial.ended * 1000)
@@ -369,7 +375,7 @@ class Runs:
     def _tag(self, known: _Known, trial: TrialState, fresh: Mapping[int, Event]) -> None:
         """Set the tags about the trial's end and its infinite metrics.
 
-        Tags about an earlier end, before the trial was tried again, are removed.
+        Tags about an earlier end, before a retry, are removed.
         """
         infinite = any(
             math.isinf(value) for event in fresh.values() for value in event["metrics"].values()
@@ -428,12 +434,12 @@ def runs_with_key(client: Any, experiment: str, key: str) -> Iterator[Any]:
 
 
 def own_runs(client: Any, experiment: str, state: StudyState) -> tuple[dict[str, Any], list[Any]]:
-    """Return the runs of a study's ledger by key, and the twins of these that a lost reply left.
+    """Return the runs of a study's ledger by key, and their twins (duplicates after a lost reply).
 
-    Runs that another copy of the ledger sent are left out: those with its marks, and the children
-    of its parent run. Of several parent runs the one that was sent last is this ledger's: a copy
-    that knows less made the others. A run of an earlier version, without a mark, is taken where
-    there is no other, and is nobody's twin.
+    Runs of another copy of the ledger are left out: runs with its marks, and children of its parent
+    run. Of several parent runs with our marks, the one updated last is ours; the others were made
+    by copies that had read fewer events. A run without a mark, from an earlier version, is used if
+    it is the only one, and never counts as a twin.
     """
     key = str(state.plan["ledger"])
     runs = list(runs_with_key(client, experiment, key))
@@ -458,12 +464,12 @@ def own_runs(client: Any, experiment: str, state: StudyState) -> tuple[dict[str,
 
 
 def _moment(run: Any) -> float:
-    """Return the time that a run's mark is of; that of a run without one is before all others."""
+    """Return the time of a run's mark; -infinity for a run without a mark."""
     return float(run.data.tags.get(MARK_TAG) or -math.inf)
 
 
 def _tags_of_users(run: Any) -> dict[str, str]:
-    """Return the tags of a run that a new one of the same trial does not get from the ledger."""
+    """Return the tags of a run that do not come from the ledger."""
     return {
         name: value
         for name, value in run.data.tags.items()

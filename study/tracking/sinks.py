@@ -1,20 +1,20 @@
 """The process that writes a study's TensorBoard files and runs its alerts: ``python -m
-study.tracking.sinks``, started by the driver if the study asks for either.
+study.tracking.sinks``, started by the driver if the study has either.
 
-Like the writer of MLflow (:mod:`study.tracking.writer`) it reads the ledger's new lines, so that
-training waits for nothing here, and goes on by itself where the driver ends or dies. What it cannot
-do fails here alone; the study goes on, and where the process dies the driver starts it again.
+Like the MLflow writer (:mod:`study.tracking.writer`) it reads the ledger's new lines, so training
+never waits for it, and it continues if the driver exits or is killed. Its errors do not affect the
+study; if it dies, the driver restarts it.
 
 TensorBoard: ``tensorboard/`` in the study's folder has a run per trial, with a scalar per metric
-and epoch and the trial's config as hyperparameters. The files are made from the ledger and written
-anew each time a run of the study begins, so no point is ever there twice.
+and epoch and the trial's config as hyperparameters. The files are rewritten from the ledger at the
+start of each run of the study, so they contain no duplicate points.
 
-Alerts: each event is noted in ``alerts.jsonl`` before its command runs, and a noted event runs
-nothing again: at most once, over restarts too. What happened before alerts were first asked for
-runs nothing. Commands of one kind run one after another, and their output goes to ``alerts.log``.
-Once the study has ended, all that are left have :data:`ALERT_SECONDS` together.
+Alerts: each event is recorded in ``alerts.jsonl`` before its command runs. A recorded event runs no
+command again, so a command runs at most once, even after restarts. Events from before the study had
+alerts run no command. Commands of one kind run one after another, with their output in
+``alerts.log``. After the study's end, all remaining commands together have :data:`ALERT_SECONDS`.
 
-Standard input: a line ``finish`` asks the process to end once it has caught up.
+Standard input: a line ``finish`` asks the process to exit once it has read the whole ledger.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ TENSORBOARD = "tensorboard"
 """Folder of the event files in the study's folder, and the package that writes them."""
 NOTES, LOG = "alerts.jsonl", "alerts.log"
 FOLDER_LENGTH = 200
-"""Most characters of a trial's name in the name of its folder."""
+"""Maximum number of characters of a trial's name in the name of its folder."""
 FACT_LENGTH = 5000
-"""Most characters of a variable in a command's environment; the system takes 128 KiB."""
+"""Maximum number of characters of an environment variable of a command; Linux allows 128 KiB."""
 ALERT_SECONDS = 60.0
-"""Seconds after which an alert's command is killed, with its children."""
+"""Seconds after which an alert's command is killed, including its child processes."""
 WAIT_SECONDS = 10.0
-"""Most seconds for which the end of a study waits for this process."""
+"""Maximum number of seconds that a study waits for this process at its end."""
 
 
 def check_sinks(study: StudyConfig) -> None:
-    """Refuse ``tensorboard=true`` without the package.
+    """Check that the package ``tensorboard`` is installed if the study uses it.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: it is not installed.
     """
     if study.tensorboard and find_spec(TENSORBOARD) is None:
         raise ValueError(
@@ -82,7 +82,7 @@ class Sinks:
 
     Args:
         study: the study.
-        warn: called with a sentence if the process dies again and again.
+        warn: called with a message if the process died :data:`MOST_STARTS` times.
     """
 
     def __init__(self, study: StudyConfig, warn: Callable[[str], None] = lambda line: None) -> None:
@@ -94,13 +94,13 @@ class Sinks:
         self._thread = threading.Thread(target=self._run, name="sinks", daemon=True)
 
     def start(self) -> None:
-        """Start the process; the ledger holds the plan by now."""
+        """Start the process; the ledger must already have the plan."""
         if self._wanted:
             self._spawn()
             self._thread.start()
 
     def close(self) -> None:
-        """Ask the process to catch up and end; wait :data:`WAIT_SECONDS` at most."""
+        """Ask the process to catch up and exit; wait at most :data:`WAIT_SECONDS`."""
         if self._process is None:
             return
         with self._lock:
@@ -114,7 +114,7 @@ class Sinks:
         return self._process.pid if self._process else None
 
     def _spawn(self) -> None:
-        """Start a process, in a session of its own, out of reach of Ctrl-C."""
+        """Start the process in its own session, so that Ctrl-C does not reach it."""
         self._process = subprocess.Popen(
             [*module_command("study.tracking.sinks"), "--folder", str(self._folder)],
             stdin=subprocess.PIPE,
@@ -127,12 +127,12 @@ class Sinks:
     def _ask_to_finish(self) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(OSError):  # it died; the waiting thread starts another and asks it
+        with suppress(OSError):  # it died; the waiting thread restarts it and asks again
             self._process.stdin.write("finish\n")
             self._process.stdin.close()
 
     def _run(self) -> None:
-        """Wait for the process, and start it again where it died."""
+        """Wait for the process, and restart it if it dies."""
         for start in range(MOST_STARTS):
             with self._lock:
                 if start:
@@ -144,7 +144,7 @@ class Sinks:
                 return
         self._warn(
             f"the process that writes TensorBoard's files and runs alerts died {MOST_STARTS} times;"
-            " training goes on, and the study's next run starts it again"
+            " training continues, and the study's next run starts it again"
         )
 
 
@@ -162,9 +162,9 @@ class TensorBoard:
         shutil.rmtree(folder, ignore_errors=True)
 
     def hear(self, event: Event, trial: TrialState, metrics: list[str]) -> None:
-        """Write what an event of a trial says; ``metrics`` are those that its runs are compared by.
+        """Write the metrics of a trial's event; infinite and missing values are left out.
 
-        Infinite and missing values are left out.
+        ``metrics`` are the metrics by which TensorBoard's hyperparameter view compares runs.
         """
         if event["event"] not in ("report", "finished", "stopped", "failed"):
             return
@@ -176,7 +176,7 @@ class TensorBoard:
             writer.close()
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Write buffered data to the files."""
         for writer in self._writers.values():
             writer.flush()
 
@@ -186,7 +186,7 @@ class TensorBoard:
             self._writers.popitem()[1].close()
 
     def _writer(self, trial: TrialState, metrics: list[str]) -> Any:
-        """Return the open writer of a trial; a new run begins with the hyperparameters."""
+        """Return the open writer of a trial; a new one first writes the hyperparameters."""
         if trial.id not in self._writers:
             from torch.utils.tensorboard import SummaryWriter
             from torch.utils.tensorboard.summary import hparams
@@ -206,10 +206,10 @@ class TensorBoard:
 
 
 class Alerts:
-    """A runner of a study's commands, each event once; see the head of this file.
+    """Runs a study's alert commands, at most once per event; see the module docstring.
 
     Attributes:
-        first: whether this study never had alerts before.
+        first: whether the study has alerts for the first time.
     """
 
     def __init__(self, folder: Path, study: StudyConfig) -> None:
@@ -217,7 +217,7 @@ class Alerts:
         path = folder / NOTES
         self.first = not path.exists()
         text = "" if self.first else read_own(path, MOST_JSON).decode()
-        if text and not text.endswith("\n"):  # torn as a machine died
+        if text and not text.endswith("\n"):  # incomplete last line after a crash
             write_whole(path, (text := text[: text.rfind("\n") + 1]).encode())
         self._known = {json.loads(line)["key"] for line in text.splitlines()}
         self._lanes: dict[str, ThreadPoolExecutor] = {}
@@ -226,15 +226,16 @@ class Alerts:
         self._note("began")
 
     def hear(self, state: StudyState, events: list[Event], quiet: bool = False) -> None:
-        """Run the commands for events, which ``state`` has applied; with ``quiet`` note them only.
+        """Run the commands for events, or with ``quiet`` only record the events.
 
-        Several new bests among the events run the command once, for the last of them. The commands
-        of each kind run in a thread, so that one that hangs keeps no other kind waiting.
+        ``state`` must already include the events. If they contain several new best results, only
+        the last one runs a command. Each kind of command has its own thread, so that a hanging
+        command does not delay other kinds.
         """
         if any(event["event"] == "finished" for event in events):
             self._hear_best(state, quiet)
         for event in events:
-            if "source" in event:  # taken over from elsewhere
+            if "source" in event:  # taken over from another trial or study
                 continue
             if event["event"] == "failed":
                 trial = state.known[event["trial"]]
@@ -274,7 +275,7 @@ class Alerts:
         self._lanes[kind].submit(self._carry_out, key, command, os.environ | variables)
 
     def close(self) -> None:
-        """Wait for the commands, which have :data:`ALERT_SECONDS` from now, all together."""
+        """Wait for the remaining commands, at most :data:`ALERT_SECONDS` for all together."""
         self._until = time.monotonic() + ALERT_SECONDS
         for lane in self._lanes.values():
             lane.shutdown()
@@ -305,9 +306,9 @@ def _facts(trial: TrialState) -> dict[str, str]:
 
 
 def _outcome(command: str, environment: Mapping[str, str], log: Any, seconds: float) -> str:
-    """Run a command in a shell, with its output to ``log``; describe how it ended."""
+    """Run a command in a shell, with its output to ``log``; return how it ended."""
     if seconds <= 0:
-        return f"not run, as {ALERT_SECONDS:g} s were over since the end"
+        return f"not run, because the {ALERT_SECONDS:g} s after the study's end were over"
     try:
         process = subprocess.Popen(
             command,
@@ -329,7 +330,7 @@ def _outcome(command: str, environment: Mapping[str, str], log: Any, seconds: fl
 
 
 class Feed:
-    """A reader of a study's ledger that passes its events to the sinks that the study asks for."""
+    """Reads a study's ledger and passes its events to TensorBoard and the alerts, if configured."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._follower, self._state = folder, Follower(folder), StudyState()
@@ -338,7 +339,7 @@ class Feed:
         self._metrics: list[str] = []
 
     def poll(self) -> None:
-        """Pass on what is new in the ledger; at first that from before the last run began."""
+        """Pass on the new events of the ledger; the first call also passes on earlier runs."""
         events = self._follower.poll()
         plans = [place for place, event in enumerate(events) if event["event"] == "planned"]
         start = plans[-1] if plans else 0
@@ -349,7 +350,7 @@ class Feed:
         self._hear(events[start:])
 
     def close(self) -> None:
-        """Pass on the rest, close all files, and wait for the alerts."""
+        """Pass on the remaining events, close all files, and wait for the alerts."""
         self.poll()
         if self._board is not None:
             self._to_board(self._board.close)
@@ -377,7 +378,7 @@ class Feed:
             self._alerts.hear(self._state, events, quiet)
 
     def _to_board(self, write: Callable[[], None]) -> None:
-        """Write to TensorBoard's files; where that fails, alerts go on without them."""
+        """Write to TensorBoard's files; after an error, only alerts continue."""
         try:
             write()
         except Exception as error:
@@ -387,11 +388,11 @@ class Feed:
 
 
 def main() -> int:
-    """Run the process; see the head of this file."""
+    """Run the process; see the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m study.tracking.sinks")
     parser.add_argument("--folder", required=True, type=Path)
     folder = parser.parse_args().folder
-    if not (folder / FILE).exists():  # removed, moved or unmounted, as its driver says
+    if not (folder / FILE).exists():  # removed, moved or unmounted; the driver reports it
         return 0
     inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()

@@ -1,16 +1,16 @@
-"""An MLflow store in a sqlite file: made whole, with a write-ahead log and statistics for queries.
+"""An MLflow store in a SQLite file: created atomically, with a write-ahead log and statistics.
 
-MLflow makes its tables in many steps that take seconds, and opens no file whose process died
-between two of them; so a new file is made elsewhere and gets its name with all of them.
+MLflow creates its tables in many steps that take seconds, and cannot open a file if its process
+died in between. Therefore a new file is completed in a temporary folder and then moved into place.
 
-With the log, readers (``lns-study ui``) and the writer work at the same time, and transactions are
-committed to it without waiting for the disk. ``synchronous=NORMAL`` keeps the database consistent
-whatever happens, and loses nothing if a process dies; if the machine does, the last transactions
-may be missing (https://www.sqlite.org/pragma.html#pragma_synchronous). The ledger has them: the
-next run, ``sync`` or ``reconcile`` sends them again. A network file system cannot share the log
-between machines, so there the database stays as MLflow makes it.
+The write-ahead log (WAL) lets readers (``lns-study ui``) and the writer work at the same time, and
+transactions do not wait for the disk. With ``synchronous=NORMAL`` the database always stays
+consistent, and a killed process loses nothing. After a crash of the machine the last transactions
+may be missing (https://www.sqlite.org/pragma.html#pragma_synchronous); the next run, ``sync`` or
+``reconcile`` sends them again from the ledger. A network file system cannot share the log between
+machines, so there the database keeps MLflow's settings.
 
-The statistics are for sqlite's query planner (:func:`write_statistics`).
+The statistics are for SQLite's query planner (:func:`write_statistics`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from study.tracking.database_file import (
 from trainers.files import open_own
 
 BY_KEY = ("latest_metrics", "params", "tags")
-"""Tables in which MLflow looks up one key of all runs, to sort or filter by it."""
+"""Tables in which MLflow looks up one key over all runs, to sort or filter by it."""
 
 PLACES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
     ("logged_models", "artifact_location"),
 )
-"""Columns with addresses of artifacts."""
+"""Columns with artifact addresses, as ``(table, column)``."""
 
 
 def prepare(uri: str) -> None:
-    """Make the sqlite file of ``uri`` if it is missing, and have it use the log if it is local.
+    """Create the SQLite file of ``uri`` if it is missing, and switch a local file to WAL mode.
 
-    Every engine of this process then commits to the log, and opens no sqlite file that is refused.
+    All SQLAlchemy engines of this process then check SQLite files before they open them, and use
+    ``synchronous=NORMAL`` in WAL mode.
 
     Raises:
-        DatabaseFileError: the file is refused (:mod:`study.tracking.database_file`).
+        DatabaseFileError: the file failed a check (:mod:`study.tracking.database_file`).
     """
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
@@ -71,11 +72,11 @@ def prepare(uri: str) -> None:
         with closing(opened(path, 1.0)) as database:
             database.execute("PRAGMA journal_mode=WAL")
     except sqlite3.Error:
-        return  # busy: whoever uses it has set it, or the next one will
+        return  # busy: the process that uses it has set the mode, or the next one will
 
 
 def _make(path: Path) -> None:
-    """Make a file with MLflow's tables, unless another process is the first."""
+    """Create a file with MLflow's tables, unless another process does so first."""
     from mlflow.db import commands
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
@@ -96,19 +97,19 @@ def _make(path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(part, path, follow_symlinks=False)  # never over another's, as rename would
+            os.link(part, path, follow_symlinks=False)  # unlike rename, never replaces a file
         except OSError:
             if not path.exists():  # a file system without links
                 part.rename(path)
 
 
 def write_statistics(uri: str) -> None:
-    """Tell sqlite's query planner that many runs share a key, in a local file with MLflow's tables.
+    """Set statistics so that SQLite's query planner expects many runs per key.
 
-    Without statistics sqlite assumes that a key is in ten rows, and looks for each run among those
-    of the key from their beginning: sorting n runs by a metric took time in n^2 (3,000 runs 0.45 s,
-    0.016 s with statistics). Statistics measured while runs are few would say the same; so for
-    these tables they are set by hand (https://www.sqlite.org/optoverview.html#manctrl).
+    Without statistics SQLite assumes ten rows per key, and for each run it scans all rows of the
+    key: sorting n runs by a metric took O(n^2) time (3,000 runs 0.45 s; with statistics 0.016 s).
+    Statistics measured while there are few runs have the same effect, so for these tables they are
+    set by hand (https://www.sqlite.org/optoverview.html#manctrl). Only a local file is changed.
     """
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file() or not _is_local(path):
@@ -127,7 +128,7 @@ def write_statistics(uri: str) -> None:
                     "INSERT INTO sqlite_stat1 (tbl, idx, stat) VALUES (?, ?, ?)", many
                 )
     except sqlite3.Error:
-        return  # busy, or no tables yet: the next start or study will
+        return  # busy, or no tables yet: the next start or study sets them
 
 
 def rename_folder(uri: str, folder: Path, is_elsewhere: Callable[[str], bool]) -> None:
@@ -141,7 +142,7 @@ def rename_folder(uri: str, folder: Path, is_elsewhere: Callable[[str], bool]) -
         is_elsewhere: returns whether an experiment's artifact address must be changed.
 
     Raises:
-        DatabaseFileError: the file is refused.
+        DatabaseFileError: the file failed a check.
     """
     path = Path(uri.removeprefix(PREFIX))
     check_database(uri)
@@ -180,7 +181,7 @@ def _never_wait(connection: Any, _: object) -> None:
 
 
 def where_damaged(uri: str) -> str:
-    """Return what helps where a store fails because its sqlite file is damaged; "" without one."""
+    """Return advice about a damaged SQLite file, for an error message; "" for other stores."""
     path = Path(uri.removeprefix(PREFIX))
     if not uri.startswith(PREFIX) or not path.is_file():
         return ""
@@ -191,7 +192,7 @@ def where_damaged(uri: str) -> str:
 
 
 def _is_local(path: Path) -> bool:
-    """Tell whether a file lies on a disk of this machine, as far as /proc/mounts says."""
+    """Return whether a file is on a local disk according to /proc/mounts."""
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,9 +1,10 @@
-"""Supervision of the MLflow writer by the process that runs a study: start it, pass on its
-warnings, and wait for it at the end.
+"""Supervision of the MLflow writer by the driver: starts it, forwards its warnings, and waits for
+it at the end.
 
-Nothing is sent from here and MLflow is not imported: :mod:`study.tracking.writer` reads the ledger
-in a process of its own. So logging costs training no more than the ledger's line, whatever the
-tracking server does. A writer that dies is started again and asks the store what it has.
+The driver sends nothing itself and does not import MLflow: :mod:`study.tracking.writer` reads the
+ledger in its own process. Logging therefore costs training only the line in the ledger, even if the
+tracking server is slow or down. A writer that dies is restarted, and reads its progress from the
+store.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from study.tracking_uri import reveal, without_password
 from trainers.object_store import place_of
 
 MOST_STARTS = 5
-"""Number of starts after which a writer that dies stays dead; the ledger keeps the rest."""
+"""Maximum number of times that the writer is started; afterwards only the ledger is written."""
 PROBE_SECONDS = 10.0
 
 
 def check_tracking(uri: str) -> None:
-    """Refuse a URI at which there can be no MLflow tracking store.
+    """Check that an MLflow tracking store answers at a URI.
 
-    A sqlite database that does not exist yet is made later, by the writer.
+    A SQLite database may be missing; the writer creates it later.
 
     Raises:
-        ValueError: nothing answers there, or not MLflow, or its password is missing.
+        ValueError: the URI does not answer, is not an MLflow store, or needs a login.
     """
     if uri == OFF:
         return
@@ -59,10 +60,10 @@ def check_tracking(uri: str) -> None:
     except Exception as error:
         if "error code 401" in str(error):
             raise ValueError(
-                f"tracking_uri={shown!r}: asks for a login and takes none of what it was given; set"
-                " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, of the"
-                " study too; for `lns-study ui` without --team, MLFLOW_TRACKING_TOKEN: the token"
-                " in its link"
+                f"tracking_uri={shown!r}: the server requires a valid login (error 401); set"
+                " MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, also"
+                " for the study; for `lns-study ui` without --team, set MLFLOW_TRACKING_TOKEN to"
+                " the token in its link"
             ) from None
         raise ValueError(
             f"tracking_uri={shown!r}: no MLflow tracking store answers ({reason(error)}); start a"
@@ -72,7 +73,7 @@ def check_tracking(uri: str) -> None:
 
 
 def _probe_database(uri: str) -> None:
-    """Connect to a database once: MLflow tries for two minutes before it tells why it cannot."""
+    """Connect to a database once, because MLflow would retry for two minutes before an error."""
     import sqlalchemy
 
     seconds = {"connect_timeout": int(PROBE_SECONDS)}
@@ -85,11 +86,11 @@ def _probe_database(uri: str) -> None:
 
 
 def _check_sqlite(uri: str) -> None:
-    """Check that the file is a database, or that its folder takes one.
+    """Check that the file is a database, or that its folder is writable.
 
-    It is opened by sqlite alone: closing a file that was opened otherwise drops the locks of every
-    connection this process has to it (POSIX), after which another process may delete the
-    write-ahead log under them.
+    The file is only opened through SQLite. Closing a file descriptor of another kind would drop the
+    locks of all connections of this process (POSIX), and another process could then delete the
+    write-ahead log while it is in use.
     """
     path = Path(uri.removeprefix(PREFIX))
     check_database(uri)
@@ -102,7 +103,7 @@ def _check_sqlite(uri: str) -> None:
 def _probe(uri: str) -> None:
     """Send one small request, as the client would.
 
-    A server that asks for a login is left to the client, which knows it.
+    If the server asks for a login, repeat the request with MLflow's client, which has it.
     """
     body = json.dumps({"max_results": 1}).encode()
     request = urllib.request.Request(
@@ -120,7 +121,7 @@ def _probe(uri: str) -> None:
 
 
 class NoTracker:
-    """A stand-in for :class:`Tracker` if tracking is off.
+    """Replacement for :class:`Tracker` if tracking is off.
 
     `lns-study sync --tracking-uri` can send the ledger later.
     """
@@ -129,11 +130,11 @@ class NoTracker:
         """Do nothing."""
 
     def close(self, report: Path | None) -> str:
-        """Return "": nothing is missing."""
+        """Return "", as for a complete store."""
         return ""
 
     def where(self) -> dict[str, str]:
-        """Return no place."""
+        """Return an empty dict."""
         return {}
 
 
@@ -155,8 +156,8 @@ class Tracker:
         folder: folder of the study, with its ledger.
         uri: MLflow tracking URI, its password left out if this process knows it.
         artifacts: folder for artifacts if the store is a database; servers choose their own.
-        warn: called with a sentence when the store stops answering, and when it answers again.
-        opened: called once with the place of the runs: ``experiment``, ``run`` and ``view``.
+        warn: called with a message when the store stops answering, and when it answers again.
+        opened: called once with the ids of the runs: ``experiment``, ``run`` and ``view``.
     """
 
     def __init__(
@@ -183,15 +184,15 @@ class Tracker:
         self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
 
     def start(self) -> None:
-        """Start the writer; the ledger holds the plan by now."""
+        """Start the writer; the ledger must already have the plan."""
         self._spawn()
         self._thread.start()
 
     def close(self, report: Path | None) -> str:
-        """Have everything sent, the report's folder attached and every run closed.
+        """Wait until the writer has sent everything and the report's folder, and closed all runs.
 
         Returns:
-            Why something could not be sent, or "" if MLflow has it all.
+            The reason why data could not be sent, or "" if MLflow has everything.
         """
         with self._lock:
             self._finish = f"finish {report or ''}\n"
@@ -209,10 +210,7 @@ class Tracker:
         return self._process.pid if self._process else None
 
     def _spawn(self) -> None:
-        """Start a writer process.
-
-        It has a session of its own: Ctrl-C and the end of our process group leave it alone.
-        """
+        """Start a writer process in its own session, so that Ctrl-C and SIGHUP do not reach it."""
         self._process = subprocess.Popen(
             self._words,
             env=os.environ | {URI_VARIABLE: reveal(self._uri)},
@@ -230,7 +228,7 @@ class Tracker:
             self._process.stdin.write(self._finish or "")
             self._process.stdin.flush()
         except OSError:
-            return  # it died; the reading thread starts another and asks it
+            return  # it died; the reading thread restarts it and asks again
 
     def _run(self) -> None:
         for start in range(MOST_STARTS):
@@ -247,8 +245,8 @@ class Tracker:
             if self._done is not None:
                 return
         self._warn(
-            f"the process that feeds MLflow died {MOST_STARTS} times; training goes on,"
-            f" `{self._sync_later()}` sends the ledger later"
+            f"the process that feeds MLflow died {MOST_STARTS} times; training continues,"
+            f" and `{self._sync_later()}` sends the ledger later"
         )
 
     def _sync_later(self) -> str:
@@ -265,7 +263,7 @@ class Tracker:
         elif message["kind"] == "trouble":
             self._warn(
                 f"MLflow at {without_password(self._uri)} does not answer ({message['reason']});"
-                " training goes on, the ledger keeps everything, and what is missing is sent when"
+                " training continues, the ledger keeps everything, and missing data are sent when"
                 f" it answers, or by `{self._sync_later()}`"
             )
         elif message["kind"] == "recovered":

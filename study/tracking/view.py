@@ -1,17 +1,15 @@
-"""The prepared view: the page that a user sees first in MLflow's interface, and the link that opens
-it.
+"""The saved view of a study in MLflow's web interface: columns, sort order and charts.
 
-A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState.KEY``, holding
-``{"name", "createdAt", "updatedAt", "state"}`` with ``state`` = ``deflate;`` + base64 of the
-zlib-compressed JSON of the runs page: columns, sort, charts. The format is internal to MLflow,
-hence the pin in ``pyproject.toml`` and the browser test; if MLflow does not understand it, it shows
-its plain table. ``workflowType`` keeps MLflow from opening its overview for GenAI, which has no
-columns.
+A saved view of MLflow 3.17 is a tag of the experiment, ``mlflow.sharedViewState.KEY``, with
+``{"name", "createdAt", "updatedAt", "state"}``, where ``state`` is ``deflate;`` and the base64 of
+the zlib-compressed JSON of the runs page. The format is internal to MLflow, hence the pin in
+``pyproject.toml`` and the browser test; if MLflow does not understand it, it shows its plain table.
+``workflowType`` keeps MLflow from opening its GenAI overview, which has no columns.
 
-MLflow adds a chart for every metric that has none, in sections by the part of its name before the
-last ``/``, and sorts the sections by name unless they count as reordered
-(``isAccordionReordered``). So our section is listed first, and the sections of settings and of rows
-are listed too, closed: a closed section draws nothing.
+MLflow adds a chart for every metric without one, in sections named by the part of the metric's name
+before the last ``/``. It sorts the sections by name unless ``isAccordionReordered`` is set.
+Therefore the view sets it and lists its own section first. The sections of settings and of rows are
+listed as closed, so that MLflow does not draw them.
 """
 
 from __future__ import annotations
@@ -31,17 +29,17 @@ TAG = "mlflow.sharedViewState."
 SECTION = "study"
 MOST_PARAMS = 6
 MOST_AXES = 3
-"""Number of axes of the parallel coordinates; more overlap in MLflow's card."""
+"""Maximum number of axes of the parallel coordinates; more would overlap in MLflow's card."""
 LOSSES = ("validation/loss", "train/loss")
 
 
 def view_key(plan: Mapping[str, Any]) -> str:
-    """Return the key of a ledger's view."""
+    """Return the key of a study's saved view."""
     return f"lns-study-{plan['ledger']}"
 
 
 def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
-    """Return name and value of the experiment tag that holds the study's view."""
+    """Return name and value of the experiment tag with the study's view."""
     state = (
         "deflate;" + base64.b64encode(zlib.compress(json.dumps(view_state(plan)).encode())).decode()
     )
@@ -52,9 +50,9 @@ def view_tag(plan: Mapping[str, Any], view: str) -> tuple[str, str]:
 
 
 def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns, sort and charts for a study: what differs between its trials, and its metric.
+    """Return the view's JSON: columns, sort order and charts of the varied settings and the metric.
 
-    Runs are sorted by the first objective; by the metric if that is no reported figure.
+    Runs are sorted by the first objective, or by the metric if trials do not report the objective.
     """
     study = StudyConfig.from_dict(plan["study"])
     metric, shown = study.primary_metric, study.search.first
@@ -103,8 +101,8 @@ def view_state(plan: Mapping[str, Any]) -> dict[str, Any]:
 def varied_keys(plan: Mapping[str, Any]) -> list[str]:
     """Return the config keys with more than one value among the trials, keys of the space first.
 
-    Seeds and keys that change no result are left out. A search that learns from results has no
-    trials yet when it is planned: the keys of its space count, and those that its rows override.
+    Seeds and keys that do not affect results are left out. If the plan has no trials yet, because
+    the search learns from results, the keys of its space and of its rows' overrides are returned.
     """
     values: dict[str, set[str]] = {}
     for config in _configs(plan):
@@ -126,12 +124,13 @@ def varied_keys(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _configs(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the configs of the trials, or the base trial's if there are none yet."""
+    """Return the trials' configs, or the base config if the plan has no trials yet."""
     return [trial["config"] for trial in plan["trials"]] or [plan["study"]["trial"]]
 
 
 def space_keys(space: Mapping[str, Any]) -> list[str]:
-    """Return the dotted config keys of a space; a choice among mappings varies the keys in them."""
+    """Return the dotted config keys of a space; a choice of mappings counts as the mappings'
+    keys."""
     keys: list[str] = []
     for domain in parse_space(space).domains:
         inner = [
@@ -149,9 +148,9 @@ def _column(kind: str, name: str) -> str:
 
 
 def _sections(plan: Mapping[str, Any], metric: Metric) -> list[dict[str, Any]]:
-    """Return our section, those of metrics as MLflow names them, and closed ones.
+    """Return the view's sections: ours, MLflow's own for metrics, and closed ones.
 
-    The closed ones are those of settings and of rows.
+    The sections of settings and of rows are closed.
     """
     shown = {SECTION: "Study", "train": "train", "test": "test", "model": "Model metrics"}
     rows = {

@@ -1,20 +1,20 @@
 """The process that sends a study's ledger to MLflow: ``python -m study.tracking.writer``, started
 by the driver, one per study.
 
-The ledger is the journal: every report is in it, fsynced, before anybody acts on it. So the driver
-sends nothing and imports no MLflow; this process reads the ledger's new lines every half second and
-sends what each trial's run lacks, in batches. A slow server causes fewer, larger requests. If it
-does not answer, the events wait, one warning is printed, and it is tried again every few seconds.
+Every report is in the ledger, fsynced, before it takes effect, so the driver sends nothing and does
+not import MLflow. This process reads the ledger's new lines every half second and sends each
+trial's run the missing data, in batches. A slow server gets fewer, larger requests. If the server
+does not answer, the process prints one warning and retries every few seconds.
 
-The process has a session of its own, so Ctrl-C and a killed driver leave it alone: when its
-standard input closes it sends what the ledger has, closes the runs (KILLED, as the study was
-interrupted) and ends, at the latest after :data:`LINGER_SECONDS` without the server. If this
-process itself is killed, the driver starts another, which asks the store what it has. What could
-not be sent is sent by ``lns-study sync``, or by the next run of the study.
+The process has its own session, so it survives Ctrl-C and a killed driver. When its standard input
+closes, it sends the rest of the ledger, closes the runs (as KILLED, because the study was
+interrupted) and exits, at the latest after :data:`LINGER_SECONDS` without the server. If this
+process is killed, the driver starts another, which reads its progress from the store. Data that
+could not be sent are sent by ``lns-study sync``, or by the next run of the study.
 
-Standard input: a line ``finish FOLDER`` (of the report; may be empty) asks it to end. Standard
-output: JSON lines, ``opened`` (where the runs are), ``trouble`` (a sentence for the user),
-``recovered``, ``done`` (with the error, or "").
+Standard input: a line ``finish FOLDER`` (the report's folder; may be empty) asks it to exit.
+Standard output: JSON lines, ``opened`` (ids of experiment, run and view), ``trouble`` (a reason for
+the user), ``recovered``, ``done`` (with the error, or "").
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ ENVIRONMENT = {
     "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Variables set before MLflow is imported, unless the user set them.
+"""Environment variables set before MLflow is imported, unless the user has set them.
 
-They turn telemetry off and make a dead server known in seconds, not minutes.
+They turn telemetry off, and shorten retries so that a dead server is detected in seconds.
 """
 
 URI_VARIABLE = "LNS_STUDY_WRITER_URI"
 """Environment variable with the store's address.
 
-It may hold a password, and everybody can read command lines.
+The address may contain a password, and other users can read command lines.
 """
 LOCK = "tracking.lock"
 ROUND_SECONDS = 0.5
 RETRY_SECONDS = 2.0
 FINISH_SECONDS = 20.0
-"""Seconds for which the end of a study waits for a store that does not answer."""
+"""Seconds that a study waits at its end for a store that does not answer."""
 LINGER_SECONDS = 120.0
 
 Say = Callable[[dict[str, Any]], None]
@@ -81,7 +81,7 @@ def connect(uri: str) -> Any:
     """Return an ``MlflowClient`` for a tracking URI, with telemetry off and migrations silent.
 
     Raises:
-        ValueError: the URI's password was left out, and the environment does not have it.
+        ValueError: the URI's password was removed, and the environment does not have it.
     """
     import logging
 
@@ -96,13 +96,13 @@ def connect(uri: str) -> Any:
 
 
 class Sender:
-    """A sender that keeps an MLflow store in step with a ledger's events.
+    """Keeps an MLflow store up to date with a ledger's events.
 
     Args:
         uri: MLflow tracking URI.
-        artifacts: the storage's folder for artifacts, where those of a database lie.
+        artifacts: artifact folder of the storage, used if the store is a database.
         folder: folder of the study.
-        say: called with the messages of the module's standard output.
+        say: called with the messages described in the module docstring.
     """
 
     def __init__(self, uri: str, artifacts: Path, folder: Path, say: Say) -> None:
@@ -116,10 +116,10 @@ class Sender:
         self._news: set[str] = set()
         self._retry_at = 0.0
         self.moved = time.monotonic()
-        """Time of the last answer of the store, or of MLflow's start."""
+        """Time of the store's last answer, or of MLflow's import; in seconds, monotonic."""
 
     def hear(self, events: list[Event]) -> None:
-        """Apply events; nothing is sent yet."""
+        """Apply events without sending them."""
         for event in events:
             self.state.apply(event)
             if event["event"] == "planned":
@@ -132,7 +132,7 @@ class Sender:
                 self._news.add(event["trial"])
 
     def send(self) -> bool:
-        """Send all news, unless the store failed a moment ago; tell whether nothing is left."""
+        """Send all new data, unless the store has just failed; return whether all were sent."""
         if not self.state.plan or time.monotonic() < self._retry_at:
             return False
         if not self._attempt(self._open):
@@ -144,14 +144,14 @@ class Sender:
         return True
 
     def finish(self, report: Path | None, patience: float) -> str:
-        """Send the rest and close every run; try again for ``patience`` seconds.
+        """Send the rest and close every run; retry for ``patience`` seconds.
 
         Returns:
-            The reason for which something could not be sent, or "".
+            The reason why data could not be sent, or "".
         """
         deadline = time.monotonic() + patience
         if self._failed_before:
-            self._runs = None  # look for twins once more: a reply that was lost may have been late
+            self._runs = None  # look for twins again: a request may have succeeded after a timeout
         while not (self.send() and self._attempt(lambda: self._close(report))):
             if not self.state.plan:
                 return ""
@@ -171,12 +171,12 @@ class Sender:
         write_statistics(self._uri)
 
     def _open(self) -> None:
-        """Find or make experiment and parent run, once per plan."""
+        """Find or make the experiment and the parent run, once per plan."""
         if self._runs is not None and self._runs.plan is self.state.plan:
             return
         if self._client is None:
             self._client = connect(self._uri)
-            self.moved = time.monotonic()  # what MLflow itself takes is not the store's silence
+            self.moved = time.monotonic()  # the time of MLflow's import does not count as silence
         artifacts = Artifacts(self._uri, self._artifacts)
         self._runs = Runs(self._client, self.state, artifacts, self._folder)
         if self._described is not self.state.plan:
@@ -197,14 +197,13 @@ class Sender:
         return self._runs
 
     def _attempt(self, action: Callable[[], None]) -> bool:
-        """Call ``action``; tell whether it succeeded.
+        """Call ``action``; return whether it succeeded.
 
-        After a failure the reason is kept, the user is told if it is the first, and the next try
-        waits.
+        After a failure the next attempt is delayed; the first of several failures is reported.
         """
         try:
             action()
-        except Exception as error:  # whatever the store raises, the ledger keeps everything
+        except Exception as error:  # any error of the store: the ledger keeps everything
             if not self.failure:
                 self._say({"kind": "trouble", "reason": reason(error)})
             self.failure, self._failed_before = reason(error), True
@@ -222,12 +221,11 @@ class Sender:
 def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[bool]:
     """Take the lock for sending the ledger in ``folder`` to MLflow; yield whether it was free.
 
-    ``name`` is the lock's file; other readers of the ledger have others.
-
-    Waits up to ``patience`` seconds for another process to end.
+    Waits up to ``patience`` seconds for another process to release it. ``name`` is the lock file;
+    other readers of the ledger use other names.
 
     Raises:
-        UserError: the file is a link, or no regular file; or the storage has no locks.
+        UserError: the lock file is not a regular file, or the storage does not support locks.
     """
     deadline = time.monotonic() + patience
     try:
@@ -253,10 +251,10 @@ def tracking_lock(folder: Path, patience: float, name: str = LOCK) -> Iterator[b
 def follow(folder: Path, sender: Sender, inbox: queue.SimpleQueue[str | None]) -> str:
     """Send a ledger while it is written, until ``inbox`` has ``finish FOLDER``.
 
-    None in the inbox means that the driver is gone.
+    None in the inbox means that the driver has exited.
 
     Returns:
-        The reason for which something could not be sent, or "".
+        The reason why data could not be sent, or "".
     """
     follower = Follower(folder)
     while True:
@@ -270,16 +268,16 @@ def follow(folder: Path, sender: Sender, inbox: queue.SimpleQueue[str | None]) -
         if word is not None:
             report = word.removeprefix("finish").strip()
             return sender.finish(Path(report) if report else None, FINISH_SECONDS)
-        if is_locked(folder):  # another run of the study goes on, and feeds MLflow itself
-            return "another process goes on with the study"
+        if is_locked(folder):  # another run of the study is active, with its own writer
+            return "another process is running the study"
         return sender.finish(None, LINGER_SECONDS)
 
 
 def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say) -> str:
-    """Send MLflow what it lacks of the ledger in ``folder``, now and in this process.
+    """Send the missing data of the ledger in ``folder`` to MLflow, in this process.
 
     Returns:
-        The reason for which something could not be sent, or "".
+        The reason why data could not be sent, or "".
     """
     with tracking_lock(folder, patience=0.0) as free:
         if not free:
@@ -290,9 +288,9 @@ def sync(folder: Path, uri: str, artifacts: Path, report: Path | None, say: Say)
 
 
 def _noting(folder: Path, uri: str, say: Say) -> Say:
-    """Return ``say`` extended to note, without password, where the study's runs are.
+    """Return a ``say`` that also records the location of the study's runs in ``mlflow.json``.
 
-    The note is a file in the study's folder.
+    The file is in the study's folder and does not contain the login.
     """
 
     def note(message: dict[str, Any]) -> None:
@@ -301,8 +299,8 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
                 "uri": without_login(uri),
                 **{key: message[key] for key in ("experiment", "run", "view")},
             }
-            with suppress(FileNotFoundError):  # the folder was removed: its driver says so
-                (folder / FILE).stat()  # a folder at which a storage was mounted is left
+            with suppress(FileNotFoundError):  # the folder was removed: the driver reports it
+                (folder / FILE).stat()  # do not write into the mount point of an unmounted storage
                 write_whole(folder / WHERE, json.dumps(place).encode())
         say(message)
 
@@ -310,7 +308,7 @@ def _noting(folder: Path, uri: str, say: Say) -> Say:
 
 
 def reason(error: BaseException) -> str:
-    """Describe the innermost cause in one line, without the URL's retries and without passwords."""
+    """Describe an error's innermost cause in one line, without passwords."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     text = without_password(" ".join(str(error).split()))
@@ -320,26 +318,26 @@ def reason(error: BaseException) -> str:
 
 
 def main() -> int:
-    """Run the process; see the head of this file."""
+    """Run the process; see the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m study.tracking.writer")
     for name in ("folder", "artifacts"):
         parser.add_argument(f"--{name}", required=True)
     options = parser.parse_args()
     uri = hide(os.environ[URI_VARIABLE])
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print must not mix with our lines
+    os.dup2(2, 1)  # keep output of libraries out of our JSON lines
 
     def say(message: dict[str, Any]) -> None:
         try:
             print(json.dumps(message), file=output, flush=True)
-        except OSError:  # the driver is gone
+        except OSError:  # the driver has exited
             return
 
     inbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     asked = threading.Event()
     threading.Thread(target=_read, args=(inbox, asked), daemon=True).start()
     folder = Path(options.folder)
-    if not (folder / FILE).exists():  # its driver says so, and what to do
+    if not (folder / FILE).exists():  # the driver reports it, with a remedy
         say({"kind": "done", "error": f"{folder}: was removed, moved or unmounted"})
         return 0
     with tracking_lock(folder, LINGER_SECONDS) as free:
@@ -360,10 +358,10 @@ def _read(inbox: queue.SimpleQueue[str | None], asked: threading.Event) -> None:
 
 
 def _end_if_silent(sender: Sender, asked: threading.Event, say: Say) -> None:
-    """End this process where a store leaves a call unanswered although the end was asked for.
+    """Exit the process if the store does not answer after the driver has asked for the end.
 
-    The study waits for :data:`FINISH_SECONDS` from then, or from the store's last answer; no
-    limit of a client's own holds for every store.
+    The limit is :data:`FINISH_SECONDS` after that request or the store's last answer. It is needed
+    because not every kind of store has a timeout of its own.
     """
     asked.wait()
     sender.moved = time.monotonic()

@@ -1,9 +1,9 @@
 """Checkpoints on disk: tensors in a safetensors file, everything else in JSON.
 
-There is no pickle in them, so reading one runs no code. A folder holds ``state.json`` and one
-``tensors-*.safetensors``. The JSON is written last and by rename, and has its own digest and that
-of the tensor file that it belongs to: a checkpoint is whole or absent, whenever the process dies.
-LNS values are stored as their int16 codes.
+They contain no pickle, so reading one runs no code. A folder contains ``state.json`` and one
+``tensors-*.safetensors``. The JSON is written last, by rename, and has digests of itself and of the
+tensor file. Thus a checkpoint is either complete or absent, even if the process is killed. LNS
+values are stored as their int16 codes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainers.files import open_own, write_whole
 
 
 def save_checkpoint(folder: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint into ``folder``; an earlier one is replaced only once this one is whole.
+    """Write a checkpoint into ``folder``; an earlier one is replaced only when this is complete.
 
     Args:
-        folder: made if it is missing; its parent is not.
-        tensors: plain tensors; LNS ones as codes.
+        folder: folder of the checkpoint; created if missing. Its parent must exist.
+        tensors: plain tensors; LNS tensors as codes.
         state: JSON values.
     """
     folder.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the state of the checkpoint in ``folder``.
 
     Raises:
-        ValueError: there is none, or its files do not belong together.
+        ValueError: the checkpoint is missing, or its files do not belong together.
     """
     try:
         state = read_state(folder)

@@ -1,10 +1,10 @@
-"""Checkpoints of a user's own loop: the folder or the dict that it reported, as it is.
+"""Checkpoints of a user's own training loop: an unchanged copy of the folder or dict it reported.
 
-A loop's checkpoint is *staged* while the loop waits in its report, and *kept* once the epoch's
-report is to be written: the staged folder is renamed, then its manifest is written, so that a
-checkpoint is whole or absent, whenever the process dies. It holds the loop's folder as ``files``,
-or ``dict.pt``, which ``torch.save`` writes and ``torch.load(weights_only=True)`` reads: reading it
-runs no code. The manifest has the digest of each file.
+A loop's checkpoint is *staged* while the loop waits in its report, and *kept* when the epoch's
+report is written: the staged folder is renamed, then its manifest is written. Thus a checkpoint is
+either complete or absent, even if the process is killed. It contains the loop's folder as
+``files``, or its dict as ``dict.pt``, written by ``torch.save`` and read by
+``torch.load(weights_only=True)``, which runs no code. The manifest has the digest of each file.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ FILES, DICT = "files", "dict.pt"
 
 
 class Folder(type(Path())):  # type: ignore[misc]
-    """The folder that a loop reported, which also answers as Ray's ``Checkpoint`` does."""
+    """The folder that a loop reported, with the interface of Ray's ``Checkpoint``."""
 
     @contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Provide the folder's path."""
+        """Yield the folder's path."""
         yield str(self)
 
 
 def stage(checkpoint: object, folder: Path) -> None:
-    """Copy what a loop reported into ``folder``, in place of what was there; its parent exists.
+    """Copy a loop's reported checkpoint into ``folder``, and delete the folder's earlier content.
+
+    The folder's parent must exist.
 
     Raises:
-        ValueError: it is neither a folder, a ``Checkpoint`` of Ray's nor a dict, or the dict has
-            what could not be loaded.
-        OSError: it cannot be written.
+        ValueError: the checkpoint is not a folder, a Ray ``Checkpoint`` or a dict, or the dict has
+            values that ``torch.load(weights_only=True)`` rejects.
+        OSError: the files cannot be written.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -66,10 +68,10 @@ def stage(checkpoint: object, folder: Path) -> None:
 
 
 def keep(staged: Path, folder: Path, state: dict[str, Any]) -> None:
-    """Make what is staged the checkpoint in ``folder``, with ``state`` in its manifest.
+    """Turn a staged folder into the checkpoint in ``folder``, with ``state`` in its manifest.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the files cannot be written.
     """
     digests = {}
     for path in sorted(path for path in staged.rglob("*") if path.is_file()):
@@ -84,21 +86,21 @@ def keep(staged: Path, folder: Path, state: dict[str, Any]) -> None:
 
 
 def note(folder: Path, state: dict[str, Any]) -> None:
-    """Replace the state of the checkpoint in ``folder``, whose files stay.
+    """Replace the state in the manifest of the checkpoint in ``folder``; keep its files.
 
     Raises:
-        ValueError: there is no checkpoint.
-        OSError: it cannot be written.
+        ValueError: the checkpoint is missing.
+        OSError: the manifest cannot be written.
     """
     files = file_digests(read_state(folder))
     write_whole(folder / STATE, sealed({"files": files, **state}).encode(), sync=True)
 
 
 def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
-    """Return what a loop reported, a dict with tensors on the CPU or a folder, and the state.
+    """Return a loop's checkpoint, a dict with tensors on the CPU or a folder, and the state.
 
     Raises:
-        ValueError: no whole checkpoint is there.
+        ValueError: the checkpoint is missing or damaged.
     """
     try:
         state = read_state(folder)
@@ -106,7 +108,7 @@ def load(folder: Path) -> tuple[Path | dict[str, Any], dict[str, Any]]:
         for name, digest in digests.items():
             if digest_file(folder / name) != digest:
                 raise ValueError(f"{folder}: {name} does not match its digest; use an earlier one")
-        if DICT in digests:  # no other file of that name is opened
+        if DICT in digests:  # open only files that the manifest lists
             with open(open_own(folder / DICT, os.O_RDONLY), "rb") as file:
                 return torch.load(file, map_location="cpu", weights_only=True), state
     except (OSError, KeyError) as error:

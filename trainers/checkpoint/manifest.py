@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint, ``state.json``, which says what the checkpoint holds.
+"""The manifest of a checkpoint, ``state.json``: its state and the digests of its other files.
 
-The manifest is the last file to be written. This module loads no torch.
+The manifest is written last. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import Any
 from trainers.files import MOST_JSON, open_own, read_own, write_whole
 
 STATE = "state.json"
-"""The file of a checkpoint that is written last: without it there is no checkpoint."""
+"""File name of the manifest, which is written last; a folder without it is not a checkpoint."""
 
 
 def sealed(state: Mapping[str, Any]) -> str:
-    """Return the text of :data:`STATE` for ``state``, with a digest of everything in it."""
-    kept = json.loads(json.dumps(state))  # as it will be read
+    """Return the text of the manifest for ``state``, including a digest of all its values."""
+    kept = json.loads(json.dumps(state))  # as it will be read back
     return json.dumps({**kept, "digest": _digest(kept)}, indent=1)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return what the checkpoint in ``folder`` holds besides its tensors.
+    """Return the manifest's values for the checkpoint in ``folder``.
 
-    A checkpoint of an earlier version has no digest and is accepted without one.
+    Manifests of earlier versions have no digest and are accepted without one.
 
     Raises:
-        ValueError: there is none, it does not match its digest, or names files elsewhere.
+        ValueError: the manifest is missing, does not match its digest, or names files outside of
+            the checkpoint.
     """
     try:
         return parse_state(read_own(folder / STATE, MOST_JSON), folder)
@@ -39,7 +40,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
-    """Return what a manifest says, see :func:`read_state`; ``folder`` is named in errors."""
+    """Parse a manifest as :func:`read_state` does; ``folder`` is used in error messages."""
     try:
         state: dict[str, Any] = json.loads(content)
         digest = state.pop("digest", None)
@@ -55,7 +56,7 @@ def parse_state(content: bytes, folder: Path) -> dict[str, Any]:
 
 
 def _check_names(state: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a manifest that names files outside its folder, which would be read or overwritten."""
+    """Check that a manifest only names files in its folder; others could be overwritten."""
     files = state.get("files", {})
     names = [*files, state.get("tensors", STATE)] if isinstance(files, dict) else [files]
     for name in names:
@@ -73,19 +74,19 @@ def _none_there(folder: Path, error: Exception) -> ValueError:
 
 
 def file_digests(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the SHA-256 of each file of a checkpoint beside its manifest, by its name there.
+    """Return the SHA-256 of each file of a checkpoint, except the manifest, by file name.
 
     Raises:
-        KeyError: the manifest names no files.
+        KeyError: the manifest does not list files.
     """
     return state["files"] if "files" in state else {state["tensors"]: state["sha256"]}
 
 
 def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a regular file, which is no link.
+    """Return the SHA-256 of a regular file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it is a link, or cannot be read.
     """
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -97,6 +98,6 @@ def _digest(state: Mapping[str, Any]) -> str:
 
 
 def write_files(folder: Path, files: dict[str, bytes]) -> None:
-    """Write files, by name, into ``folder``, which exists."""
+    """Write files, by name, into ``folder``, which must exist."""
     for name, content in files.items():
         write_whole(folder / name, content)

@@ -1,7 +1,7 @@
-"""Checkpoints in an object store: sent when they are whole, fetched where a trial goes on.
+"""Checkpoints in an object store: uploaded when complete, downloaded when a trial resumes.
 
-A checkpoint's manifest is its last file to be sent and its first to be removed, so that one whose
-upload broke off is none. What was fetched is compared with the digests in its manifest.
+The manifest is uploaded last and removed first, so an interrupted upload does not count as a
+checkpoint. Downloaded files are compared with the digests in the manifest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainers.object_store import Store, check_place, is_url, local_folder
 
 
 def upload(folder: Path, url: str) -> None:
-    """Send the checkpoint in ``folder`` to ``url``.
+    """Upload the checkpoint in ``folder`` to ``url``.
 
     Raises:
         OSError: the store does not answer.
@@ -26,11 +26,11 @@ def upload(folder: Path, url: str) -> None:
 
 
 def fetched(place: str) -> Path:
-    """Return the folder of a checkpoint, a path or a URL, whose files are fetched first.
+    """Return the local folder of a checkpoint at a path or URL; download it from a URL.
 
     Raises:
-        ValueError: they do not match their digests, or the URL is none that checkpoints have.
-        OSError: there is no checkpoint, or the store does not answer.
+        ValueError: the files do not match their digests, or the URL is malformed.
+        OSError: the checkpoint is missing, or the store does not answer.
     """
     check_place("checkpoint", place)
     folder = local_folder(place)
@@ -54,7 +54,7 @@ def fetched(place: str) -> Path:
 
 
 def remote_checkpoints(url: str) -> list[str]:
-    """Return the URLs of the whole checkpoints of the trial at ``url``, the newest first.
+    """Return the URLs of the complete checkpoints of the trial at ``url``, newest first.
 
     Raises:
         OSError: the store does not answer.

@@ -1,8 +1,8 @@
-"""A trial's tensors under their names, to and from a checkpoint.
+"""Conversion between a trial's tensors and the named tensors of a checkpoint.
 
-Parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is
-``optimizer/KEY/NAME``, other state ``plain/KEY/NAME``; state of one rank alone, such as the
-residues of error feedback, is ``rank/RANK/NAME``.
+Names: parameters and buffers are ``model/NAME``; optimizer state in the parameter's format is
+``optimizer/KEY/NAME``, other optimizer state ``plain/KEY/NAME``; state of a single rank, such as
+the residues of error feedback, is ``rank/RANK/NAME``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lns_ops.tensor import storage_of
 
 
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters, buffers and optimizer state by name, on the CPU, LNS ones as codes."""
+    """Return parameters, buffers and optimizer state by name, on the CPU; LNS tensors as codes."""
     tensors: dict[str, Tensor] = {}
     tensors |= {f"model/{name}": buffer for name, buffer in model.named_buffers()}
     for name, parameter in model.named_parameters():
@@ -36,10 +36,10 @@ def load_model_tensors(
 ) -> None:
     """Load the tensors that :func:`model_tensors` returned into ``model`` and ``optimizer``.
 
-    Names that the model does not have are left out.
+    Names that the model lacks are ignored.
 
     Raises:
-        ValueError: the checkpoint has LNS codes of what is float in the model.
+        ValueError: the checkpoint has LNS codes for a tensor that is float in the model.
     """
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     optimizer.state.clear()
@@ -68,7 +68,7 @@ def load_model_tensors(
 def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
     """Gather the ``own`` tensors of all ranks on rank 0, as ``rank/RANK/NAME``.
 
-    A collective; the other ranks get an empty dict, and so does a world of one rank.
+    A collective. The other ranks get an empty dict, as does a single rank.
     """
     if world_size == 1:
         return {}
@@ -78,9 +78,9 @@ def gather_ranks(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str
 
 
 def gather_stages(own: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Gather all ranks' ``own`` tensors, whose names differ, on rank 0.
+    """Gather all ranks' ``own`` tensors on rank 0; their names must differ between ranks.
 
-    A collective; the other ranks get an empty dict.
+    A collective. The other ranks get an empty dict.
     """
     gathered: list[dict[str, Tensor]] | None = [{}] * world_size if rank == 0 else None
     dist.gather_object(own, gathered)

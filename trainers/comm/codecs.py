@@ -179,9 +179,9 @@ def _codes(x: Tensor, fmt: LNSFormat) -> Tensor:
 
 
 class ScaledCodec(Codec):
-    """A byte a value, and a float32 scale for each block of :data:`BLOCK` values.
+    """One byte per value, and a float32 scale for each block of :data:`BLOCK` values.
 
-    Subclasses say which byte stands for a value in -1 .. 1.
+    Subclasses define the encoding of values in -1 .. 1 as bytes.
     """
 
     def size(self, values: int) -> int:

@@ -1,10 +1,10 @@
 """The collectives of one process group, with every byte that this rank sends counted.
 
-What is counted is the payload that the algorithm has to move, in bytes sent by this rank: in a
-group of N, ``all_to_all``, ``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, a ring
-``all_reduce`` of B bytes sends ``2 (N - 1) / N B``, which is what gloo and NCCL do with large
-buffers. Headers of the transport are not counted (about 0.1 % over loopback;
-``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's own counters).
+The count is the algorithm's payload in bytes sent by this rank. In a group of N, ``all_to_all``,
+``all_gather`` and a ring ``reduce_scatter`` send N - 1 parts, and a ring ``all_reduce`` of B bytes
+sends ``2 (N - 1) / N B``, as gloo and NCCL do for large buffers. Transport headers are not counted
+(about 0.1 % over loopback; ``tests/trainers/comm/test_wire_counters.py`` compares with the kernel's
+own counters).
 
 Payloads of codecs are uint8: neither gloo nor NCCL has collectives for int16.
 """
@@ -92,7 +92,7 @@ class Collectives:
         return x
 
     def all_true(self, value: bool) -> bool:
-        """Tell whether ``value`` is true on every rank; sends one int64 a rank."""
+        """Return whether ``value`` is true on every rank; sends one int64 per rank."""
         flag = torch.tensor([int(value)], device=self.device)
         with self.spans("communication", "all_true"):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)

@@ -40,8 +40,8 @@ class Place:
 def place(layout: Layout, rank: int, workers: int, device_type: str = "cpu") -> Place:
     """Return the place of ``rank`` among ``workers``.
 
-    Makes the process groups, so every rank must call it. With one worker, or one process that
-    stands for all (``workers=1``), there is no group. At pp=1 the default group serves.
+    Creates the process groups, so every rank must call it. With one worker no group is created; at
+    pp=1 the default group is used.
     """
     if workers > 1 and layout.tp > 1:
         mesh = process_group.mesh(device_type, dp=layout.replicas(workers), tp=layout.tp)

@@ -21,14 +21,14 @@ from typing import Any
 import torch.distributed as dist
 
 # torch.compile and pipelining import this module late. The default arguments of its functions hold
-# the default group that exists at that moment, so it must be imported while there is none.
+# the default group that exists at that moment, so it must be imported before a group exists.
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainers import _compat
 
 PATIENCE = timedelta(days=7)
-"""The time that a rank waits for the others in training.
+"""Timeout of a rank that waits for the others in training.
 
 Replicas may be an epoch apart; a rank that has died ends its gang, and a study's ``heartbeat`` ends
 a gang that hangs.
@@ -38,7 +38,7 @@ a gang that hangs.
 def join(
     backend: str, where: Any, rank: int, world_size: int, timeout: timedelta | None = None
 ) -> None:
-    """Meet the other ranks at a URL or a store, as ``torch.distributed.init_process_group`` does.
+    """Join the other ranks at a URL or a store, by ``torch.distributed.init_process_group``.
 
     Every rank must call it.
 
@@ -47,7 +47,7 @@ def join(
         where: URL or store.
         rank: this process's rank.
         world_size: number of ranks.
-        timeout: time limit of the meeting alone.
+        timeout: time limit for joining only.
     """
     met: dict[str, Any] = {"init_method": where} if isinstance(where, str) else {"store": where}
     dist.init_process_group(backend, **met, timeout=timeout, rank=rank, world_size=world_size)
@@ -55,8 +55,8 @@ def join(
 
 
 def wait_in_training(group: dist.ProcessGroup | None = None) -> None:
-    """Have collectives of ``group``, by default of all ranks, wait for :data:`PATIENCE`; torch's
-    own 10 and 30 minutes end training."""
+    """Set the timeout of a group's collectives, by default of all ranks, to :data:`PATIENCE`;
+    torch's defaults of 10 and 30 minutes are too short for training."""
     _compat.set_timeout(PATIENCE, group)
 
 
@@ -95,9 +95,9 @@ def leave() -> None:
 
 
 def is_of_peers(error: BaseException) -> bool:
-    """Return whether a collective failed, as it does on every other rank where one is gone.
+    """Return whether an error comes from a collective, as on all other ranks after one rank died.
 
-    gloo's errors are of no class of their own; they begin with the place in its sources.
+    gloo's errors have no class of their own; they begin with their place in its source code.
     """
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error).partition("]")[0]

@@ -1,11 +1,11 @@
-"""The configuration of one trial, as frozen dataclasses that refuse combinations that cannot work.
+"""The configuration of a trial: frozen dataclasses that refuse combinations that cannot work.
 
-``study`` builds them from YAML; a script may build them by hand::
+``study`` builds them from YAML; a script can build them directly::
 
     precision = PrecisionConfig(format="lns12", scope="everywhere", kahan_sum=True)
     TrialConfig(precision=precision, epochs=3)
 
-Loads no process groups and no training loop.
+Importing this package loads neither process groups nor the training loop.
 """
 
 from trainers.config.compatibility import TrialConfig

@@ -1,7 +1,7 @@
-"""Which keys of a trial cannot be together; they are refused before work starts, with reasons.
+"""Combinations of a trial's keys that are refused before work starts, with reasons.
 
-Every dataclass of a config refuses what is wrong by itself; :class:`TrialConfig` refuses what is
-wrong together, by :data:`RULES`, from which ``docs/_ext/rules.py`` makes the site's page.
+Every dataclass of a config checks its own values; :class:`TrialConfig` checks combinations between
+the dataclasses with :data:`RULES`. ``docs/_ext/rules.py`` makes the site's page from these rules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _plain(config: TrialKeys) -> bool:
 
 LOOP = "trainable.name"
 NOT_LINEAR = ("cnn", "resnet", "lstm")
-"""The models with products of other layers than linear ones."""
+"""The models with matrix products outside linear layers."""
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         (LOOP, "min_workers"),
         lambda c: c.own_loop and c.min_workers is not None,
-        "a loop of your own is not told of workers that come and go",
+        "a loop of your own gets no message when workers join or leave",
         "a fixed number of workers, without min_workers",
     ),
     Rule(
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("optimizer.name", "sync.staleness"),
         lambda c: c.optimizer.name != "sgd" and c.sync.staleness != 0,
-        "every replica's gradient would be a whole step of Adam's, as large as that of a batch",
+        "each replica's gradient would make a full Adam step, as large as the whole batch's step",
         "optimizer.name=sgd, or sync.staleness=0",
     ),
     Rule(
@@ -246,7 +246,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("layout.schedule", "memory.activation_checkpoints"),
         lambda c: c.layout.schedule in DEFERRING and c.memory.activation_checkpoints,
-        "what is computed again would be kept for the weights, and nothing saved",
+        "recomputed activations would be kept for the weights' gradients, so no memory is saved",
         "layout.schedule=1f1b, or memory.activation_checkpoints=false",
     ),
     Rule(
@@ -442,7 +442,7 @@ RULES: tuple[Rule, ...] = (
         "precision.scope=everywhere, or layout.pp=1",
     ),
 )
-"""The rules in the order in which they are asked; the first that applies is raised."""
+"""The rules in the order of their checks; the first rule that applies raises its error."""
 
 RULES_BEFORE_TRAINING: tuple[Rule, ...] = (
     Rule(
@@ -455,20 +455,20 @@ RULES_BEFORE_TRAINING: tuple[Rule, ...] = (
         "a constant rate without warm-up and changes, or another optimizer",
     ),
 )
-"""The rules that :mod:`trainers.training.check` asks, not :class:`TrialConfig`: those that were
-added when trials without them had been recorded, whose studies must stay readable."""
+"""The rules that :mod:`trainers.training.check` checks instead of :class:`TrialConfig`. They were
+added later, and studies with older trials that break them must stay readable."""
 
 
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class TrialConfig(TrialKeys):
-    """One training run, complete: the same config gives the same bits on the same machine.
+    """The complete config of a training run: it gives the same bits again on the same machine.
 
-    Its keys are those of :class:`~trainers.config.trial.TrialKeys`. To a loop of the user's own
-    most of them are values and nothing else: only the rules that name ``trainable.name`` hold.
+    The keys are the attributes of :class:`~trainers.config.trial.TrialKeys`. With a user's loop,
+    only the rules with ``trainable.name`` are checked, as most keys are only values for that loop.
 
     Raises:
-        ValueError: keys that contradict each other, why they cannot be together, and what to use.
+        ValueError: keys contradict each other; the message has the reason and advice.
     """
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is known of our data sets before they are read, and the arguments that they take."""
+"""Sizes, shapes and arguments of the built-in data sets, as known before any file is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ AUGMENTATIONS = ("none", "crop_flip")
 
 @dataclass(frozen=True, kw_only=True)
 class WindowArguments:
-    """The arguments of cuts into windows (:mod:`trainers.data.windows`).
+    """The arguments of data sets that are divided into windows (:mod:`trainers.data.windows`).
 
     Attributes:
-        context: characters, or frames, of an example.
+        context: number of characters, or frames, per example.
     """
 
     context: int = 64
@@ -31,8 +31,8 @@ class TextArguments(WindowArguments):
     """The arguments of ``text``.
 
     Attributes:
-        stride: characters from the beginning of a training window to that of the next, at most
-            ``context``; None for ``context``, where windows do not overlap.
+        stride: distance between the beginnings of two successive training windows, in characters;
+            at most ``context``. None for ``context``: windows do not overlap.
     """
 
     stride: int | None = None
@@ -52,8 +52,8 @@ class ImageArguments:
     """The arguments of ``cifar10`` and ``cifar100``.
 
     Attributes:
-        augment: what is done to training images, anew in every epoch: ``none``, or ``crop_flip``, a
-            shift by up to 4 pixels and a mirroring of every other one
+        augment: augmentation of training images, with new random numbers in every epoch: ``none``,
+            or ``crop_flip``, a shift by up to 4 pixels and, with probability 1/2, a mirroring
             (:mod:`trainers.data.augment`).
     """
 
@@ -68,7 +68,7 @@ class PianoRollArguments(WindowArguments):
     """The arguments of ``piano_rolls`` (:mod:`trainers.data.windows`).
 
     Attributes:
-        collection: music that is read where ``data.root`` names no file: ``JSB_Chorales``,
+        collection: collection to read if ``data.root`` is not a file: ``JSB_Chorales``,
             ``MuseData``, ``Nottingham`` or ``Piano_midi``.
     """
 
@@ -84,9 +84,9 @@ class GeneratedArguments:
     """The arguments of every generated data set (:mod:`trainers.data.generated`).
 
     Attributes:
-        seed: seed of all that is drawn.
+        seed: seed of all random numbers.
         examples: number of training and validation examples together.
-        test: examples of the test set.
+        test: number of test examples.
     """
 
     seed: int = 0
@@ -104,8 +104,8 @@ class Mnist1DArguments(GeneratedArguments):
     """The arguments of ``mnist1d``.
 
     Attributes:
-        examples, test: as many as in the paper.
-        length: values of an example.
+        examples, test: numbers of examples; the defaults are the paper's.
+        length: number of values per example.
         noise: standard deviation of the noise at each value.
         drift: standard deviation of the noise that neighbours share.
         shear: largest slope added to an example, over its whole length.
@@ -133,8 +133,8 @@ class SymbolArguments(GeneratedArguments):
     """The arguments of ``copy`` and ``sort``.
 
     Attributes:
-        length: symbols of a question.
-        symbols: different symbols that there are.
+        length: number of symbols per question.
+        symbols: number of different symbols.
     """
 
     length: int = 8
@@ -152,7 +152,7 @@ class AdditionArguments(GeneratedArguments):
     """The arguments of ``addition``.
 
     Attributes:
-        length: decimal digits of each of the two terms.
+        length: number of decimal digits per term.
     """
 
     length: int = 3
@@ -164,7 +164,7 @@ class AdditionArguments(GeneratedArguments):
 
 
 def _check_questions(args: GeneratedArguments, there_are: int, more: str) -> None:
-    """Refuse to draw more questions than half of those that there are; none is drawn twice."""
+    """Refuse a data set with more than half of all possible questions; each is drawn only once."""
     if 2 * (args.examples + args.test) > there_are:
         raise ValueError(
             f"data.args.examples={args.examples}, data.args.test={args.test}: no question is drawn"
@@ -175,19 +175,19 @@ def _check_questions(args: GeneratedArguments, there_are: int, more: str) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    """What is known of a data set of ours before it is read.
+    """A built-in data set, described without reading it.
 
     Attributes:
-        about: what it has, in a line.
-        train, test: examples, those for validation among the former; 0 where files or arguments
-            decide.
-        shape: shape of an example; empty where arguments decide.
-        varying: shape of an example in terms of the arguments, where they decide.
-        classes: number of them; 0 where files or arguments decide.
-        validation: examples for validation where nothing is said; None for a tenth.
+        about: short description.
+        train, test: numbers of examples, ``train`` including validation; 0 if they depend on files
+            or arguments.
+        shape: shape of an example; empty if it depends on the arguments.
+        varying: shape of an example in terms of the arguments, if it depends on the arguments.
+        classes: number of classes; 0 if it depends on files or arguments.
+        validation: default number of validation examples; None for a tenth.
         arguments: dataclass of its ``data.args``.
         files: whether it is read from files.
-        own_file: whether ``data.root`` names a file of the user's, which decides what the data are.
+        own_file: whether the data come from a user's file, ``data.root``.
     """
 
     about: str
@@ -249,5 +249,5 @@ DATA: dict[str, DataInfo] = {
         about="numbers to add, generated", arguments=AdditionArguments, varying="3 length + 1"
     ),
 }  # fmt: skip
-"""Our data sets by name."""
+"""The built-in data sets by name."""
 DATASETS = ("auto", *DATA)

@@ -1,15 +1,15 @@
 """The layout of a trial: how its workers share the model and the batches, and which rank does what.
 
 ``workers`` processes form a grid of ``pp`` pipeline stages by ``dp`` replicas, ``dp * pp =
-workers``. Rank ``r`` holds stage ``r // dp`` of replica ``r % dp``: neighbours in rank are replicas
-of one stage, which exchange most. Or, with tensor parallelism, ``dp * tp = workers``, and rank
-``r`` holds part ``r % tp`` of replica ``r // tp``: the parts of one replica exchange more than
-replicas do. Every replica takes ``batch_size / dp`` examples of a batch and goes through them in
-``micro_batches`` equal parts, whose gradients it adds up in order. At ``pp=1`` that is gradient
-accumulation; with several stages it is what keeps them busy at the same time.
+workers``. Rank ``r`` holds stage ``r // dp`` of replica ``r % dp``. So neighbouring ranks are
+replicas of the same stage, which exchange the most. With tensor parallelism, ``dp * tp = workers``,
+and rank ``r`` holds part ``r % tp`` of replica ``r // tp``, because the parts of a replica exchange
+more than the replicas do. Every replica takes ``batch_size / dp`` examples of a batch, divides them
+into ``micro_batches`` equal parts and adds the parts' gradients in order. At ``pp=1`` this is
+gradient accumulation; with several stages it lets them work at the same time.
 
 Uneven micro-batches are refused. The summed loss would allow them, but the stages agree on the
-shape of what they send only once, at the start.
+shape of their messages only once, at the start.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ class Layout:
 
     Attributes:
         dp: replicas of the model; None for ``workers / (pp tp)``.
-        pp: pipeline stages that each replica is cut into, one worker each.
+        pp: number of pipeline stages per replica, one worker each.
         schedule: order of a stage's work: ``1f1b`` (one forward, one backward in turn; holds the
             activations of at most ``pp`` micro-batches), ``gpipe`` (all forwards, then all
             backwards), ``interleaved`` (1f1b, every worker with ``virtual_stages`` stages), or a
             schedule that fills waiting time with gradients of weights
             (:mod:`trainers.parallel.pipeline_zero_bubble`): ``zero_bubble`` (1f1b or interleaved),
-            ``zbv`` and ``dualpipev`` (two stages a worker, the first and the last on one worker).
-            All schedules give the same gradients.
-        micro_batches: equal parts in which a replica takes its share of a batch.
-        virtual_stages: stages that a worker holds; 1 under 1f1b and gpipe, 2 under zbv and
+            ``zbv`` and ``dualpipev`` (two stages per worker; the first and the last stage are on
+            the same worker). All schedules give the same gradients.
+        micro_batches: number of equal parts into which a replica divides its share of a batch.
+        virtual_stages: number of stages per worker; 1 with 1f1b and gpipe, 2 with zbv and
             dualpipev.
         fsdp: whether parameters, gradients and optimizer state are sharded over the replicas
             (:mod:`trainers.parallel.fsdp`); for float32 trials only.
-        tp: workers over which each linear layer of a replica is split
+        tp: number of workers over which each linear layer of a replica is split
             (:mod:`trainers.parallel.tensor_parallel`); for float32 trials only.
         pairwise: whether the gradients of all ``dp * micro_batches`` parts of a batch are added in
             pairs, as a balanced tree (:mod:`trainers.sync.pairwise`), instead of one after the
-            other. The sum then has the same bits for every ``dp`` and ``pp`` with as many parts.
+            other. The bits of the sum then only depend on the number of parts, not on ``dp`` and
+            ``pp``.
     """
 
     dp: int | None = None
@@ -129,28 +130,29 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """The number of stages that a replica's model is cut into, over all its workers."""
+        """The number of stages of a replica's model, over all its workers."""
         return self.pp * self.virtual_stages
 
     def owner(self, stage: int) -> int:
         """Return the pp_rank of the worker that holds ``stage``.
 
-        Stages are dealt out in rounds, or, under the V-shaped schedules, forth and back.
+        Stages are assigned round-robin; with the V-shaped schedules every second round goes
+        backwards.
         """
         lap, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.schedule in V_SHAPED and lap % 2 else place
 
     def replicas(self, workers: int) -> int:
-        """Return ``dp``, or, where it is None, the number of replicas that ``workers`` give."""
+        """Return ``dp``, or the number of replicas of ``workers`` workers if ``dp`` is None."""
         return self.dp or workers // (self.pp * self.tp)
 
     def check(self, *, workers: int, batch_size: int, layers: int) -> None:
         """Refuse a layout that does not divide the workers, the batch or the layers evenly.
 
         Args:
-            workers: processes of the trial.
-            batch_size: examples a step, over all workers together.
-            layers: layers of the model's chain; a stage holds at least one.
+            workers: number of processes of the trial.
+            batch_size: number of examples per step, over all workers together.
+            layers: number of layers of the model's chain; a stage holds at least one.
 
         Raises:
             ValueError: an equation of the layout does not hold; the message shows it.
@@ -164,14 +166,15 @@ class Layout:
             )
         if batch_size % dp:
             raise ValueError(
-                f"batch_size={batch_size}, workers={workers}: {batch_size} / {dp} is no whole"
-                f" number of examples a replica; use a multiple of {dp}"
+                f"batch_size={batch_size}, workers={workers}: {batch_size} / {dp} is not a whole"
+                f" number of examples per replica; use a multiple of {dp}"
             )
         if batch_size // dp % self.micro_batches:
             raise ValueError(
                 f"batch_size={batch_size}, layout.micro_batches={self.micro_batches}: batch_size"
-                f" {batch_size} / dp {dp} / micro_batches {self.micro_batches} is no whole number"
-                f" of examples; use a batch_size that is a multiple of {dp * self.micro_batches}"
+                f" {batch_size} / dp {dp} / micro_batches {self.micro_batches} is not a whole"
+                " number of examples; use a batch_size that is a multiple of"
+                f" {dp * self.micro_batches}"
             )
         parts = dp * self.micro_batches
         if self.pairwise and (dp & (dp - 1) or self.micro_batches & (self.micro_batches - 1)):

@@ -1,4 +1,4 @@
-"""The loss that a trial minimises, and what else is measured of its answers."""
+"""The configuration of a trial's loss and additional metrics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "l1": (),
     "huber": ("delta",),
 }
-"""Our losses, with the arguments that they take."""
+"""The built-in losses with the names of their arguments."""
 OF_CLASSES = ("cross_entropy", "margin", "binary_cross_entropy")
 """Losses of answers that are right or wrong."""
 MEASURED = ("loss", "error")
-"""Names of what a trial reports anyway."""
+"""Names of the measurements that every trial reports."""
 
 
 @plain_values
@@ -29,12 +29,12 @@ class LossConfig:
     """The loss, averaged over all answers of a batch; an example has one answer or several.
 
     Attributes:
-        name: ``cross_entropy`` or ``margin`` of classes; ``binary_cross_entropy`` of labels that
-            are 0 or 1, from logits; ``mse``, ``l1`` or ``huber`` of numbers; or
+        name: ``cross_entropy`` or ``margin`` for classes; ``binary_cross_entropy``, from logits,
+            for labels 0 and 1; ``mse``, ``l1`` or ``huber`` for numbers; or
             ``file.py:factory`` or ``package.module:factory``, which returns
             ``loss(outputs, targets)`` (:mod:`trainers.models.loss`).
-        args: arguments of the loss (``label_smoothing`` of cross_entropy, ``delta`` of huber, as
-            torch has them; ``positive``, ``negative`` and ``weight`` of margin) or of the factory.
+        args: arguments of the loss (``label_smoothing`` of cross_entropy and ``delta`` of huber, as
+            in torch; ``positive``, ``negative`` and ``weight`` of margin) or of the factory.
             ``softmax: lns`` of cross_entropy computes its gradient in LNS, with the same bits on
             every CPU and GPU.
         code: sha256 of the factory's file, filled in when a study is planned.
@@ -68,7 +68,7 @@ class LossConfig:
 
     @property
     def own(self) -> bool:
-        """Whether the user's code makes the loss."""
+        """Whether the loss comes from the user's code."""
         return names_code(self.name)
 
     @property
@@ -103,7 +103,7 @@ class MetricConfig:
 
 
 def check_metrics(metrics: dict[str, MetricConfig]) -> None:
-    """Refuse names that a trial reports anyway, or that are no names.
+    """Refuse metrics with a reserved or invalid name.
 
     Raises:
         ValueError: with the name, the rule and the remedy.

@@ -6,12 +6,12 @@ With ``t`` the step, ``w`` the number of warm-up steps and ``T`` the number of s
     lr_t = lr * scale * (end + (1 - end) * f((t - w) / (T - w)))      after the warm-up
 
 with ``f(u) = 1`` (constant), ``(1 - u)^power`` (polynomial; power 1 is linear) or ``(1 + cos(pi u))
-/ 2`` (cosine), and ``scale = batch_size / reference_batch`` where a reference is given: a batch k
-times as large takes a step k times as long.
+/ 2`` (cosine), and ``scale = batch_size / reference_batch`` if a reference is given: with a batch k
+times as large, the rate is k times as large.
 
-The rate depends on the step alone, so a trial that is interrupted continues with the rate it had.
-In an LNS update the rate is a code of the format: it moves in steps of an ulp and does not go below
-the format's smallest magnitude.
+The rate only depends on the step, so an interrupted trial continues with the same rate. In an LNS
+update the rate is a code of the format: it changes in steps of an ulp and cannot go below the
+format's smallest magnitude.
 
 Sources: P. Goyal et al. 2017 (arXiv:1706.02677) for scaling and warm-up; I. Loshchilov, F. Hutter
 2017 (arXiv:1608.03983) for cosine.
@@ -30,14 +30,14 @@ DECAYS = ("constant", "polynomial", "cosine")
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class LRSchedule:
-    """The course of the learning rate, ``optimizer.lr`` at its full value, during a trial.
+    """How the learning rate changes during a trial; its full value is ``optimizer.lr``.
 
     Attributes:
         decay: ``constant``, ``polynomial`` or ``cosine``.
-        warmup_epochs: epochs (a fraction is possible) in which the rate rises to its full value.
+        warmup_epochs: epochs, possibly fractional, in which the rate rises to its full value.
         power: exponent of polynomial decay; 1 is linear.
         end: share of the full rate at which the decay ends.
-        reference_batch: batch size that ``optimizer.lr`` was found for; None for the trial's own.
+        reference_batch: batch size for which ``optimizer.lr`` was chosen; None for the trial's.
     """
 
     decay: str = "constant"

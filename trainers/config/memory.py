@@ -1,4 +1,4 @@
-"""The configuration of what a trial does to need less memory."""
+"""The configuration of a trial's methods to save memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ AUTOCASTS = ("none", "bfloat16", "float16")
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """The ways to save memory, each at the price of more computation or transfer.
+    """The methods to save memory, at the cost of more computation or more transfers.
 
     Attributes:
         activation_checkpoints: whether only the inputs of segments of layers are kept, and the
-            other activations are computed again in backward.
+            other activations are recomputed in backward.
         segments: number of segments of the model, or of a pipeline's stage; None for the square
             root of the number of layers.
         offload_optimizer: whether the optimizer state of a GPU trial is kept on the CPU and the

@@ -1,4 +1,4 @@
-"""The arguments that our models take, ``model.args``."""
+"""The arguments of the built-in models, ``model.args``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class FeedforwardArguments:
 
     Attributes:
         activation: ``relu``; ``swish``, x sigmoid(beta x) (P. Ramachandran, B. Zoph, Q. V. Le 2017,
-            arXiv:1710.05941); or ``swish_beta``, the same with a beta that each layer learns.
-        beta: constant of swish; the value that those of swish_beta begin with.
+            arXiv:1710.05941); or ``swish_beta``, swish with one learned beta per layer.
+        beta: constant of swish; initial value of swish_beta's betas.
     """
 
     activation: str = "relu"
@@ -40,8 +40,8 @@ class ResNetArguments:
     """The arguments of ``resnet`` (:mod:`trainers.models.resnet`).
 
     Attributes:
-        depth: layers with weights, 6 n + 2: a first convolution, three stages of n blocks of two
-            convolutions, and a linear layer.
+        depth: number of layers with weights, 6 n + 2: a first convolution, three stages of n blocks
+            of two convolutions, and a linear layer.
         width: channels of the first stage; the second has twice, the third four times as many.
     """
 
@@ -59,7 +59,7 @@ class ResNetArguments:
 
     @property
     def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
+        """The number of layers of the chain that pipeline stages divide."""
         return 2 + (self.depth - 2) // 2
 
 
@@ -68,12 +68,12 @@ class LSTMArguments:
     """The arguments of ``lstm`` (:mod:`trainers.models.lstm`).
 
     Attributes:
-        layers: LSTM layers.
-        width: units of each.
+        layers: number of LSTM layers.
+        width: number of units per layer.
         dropout: share of each layer's outputs that training sets to zero.
-        variant: ``torch`` for the equations of ``torch.nn.LSTM``; or one of the nine of Greff et
-            al. 2015: ``vanilla`` with peepholes, or what differs from it, ``nig``, ``nfg``,
-            ``nog``, ``niaf``, ``noaf``, ``cifg``, ``np`` or ``fgr``.
+        variant: ``torch`` for the equations of ``torch.nn.LSTM``; or a variant of Greff et al.
+            2015: ``vanilla`` with peepholes, or one of its eight modifications ``nig``, ``nfg``,
+            ``nog``, ``niaf``, ``noaf``, ``cifg``, ``np`` and ``fgr``.
     """
 
     layers: int = 1
@@ -89,7 +89,7 @@ class LSTMArguments:
 
     @property
     def chain(self) -> int:
-        """The layers of the chain, between which stages are cut; with tokens one more."""
+        """The number of layers of the chain that pipeline stages divide; with tokens one more."""
         return self.layers + 1
 
 
@@ -98,11 +98,11 @@ class GPTArguments:
     """The arguments of ``gpt`` (:mod:`trainers.models.gpt`).
 
     Attributes:
-        layers: blocks of attention and feed-forward layers.
-        heads: number of heads of each attention; they share the width evenly.
-        width: values that stand for a token between the blocks.
-        dropout: share of the values that training sets to zero, after the embedding, of the
-            attention weights and at the end of each branch.
+        layers: number of blocks of an attention and a feed-forward layer.
+        heads: number of heads per attention layer; they share the width evenly.
+        width: number of values per token between the blocks.
+        dropout: share of values that training sets to zero after the embedding, in the attention
+            weights and at the end of each branch.
     """
 
     layers: int = 4
@@ -127,7 +127,7 @@ class GPTArguments:
 
     @property
     def chain(self) -> int:
-        """The layers of the chain, between which stages are cut."""
+        """The number of layers of the chain that pipeline stages divide."""
         return self.layers + 2
 
 
@@ -138,11 +138,11 @@ ARGUMENTS: dict[str, type[Any]] = {
     "lstm": LSTMArguments,
     "gpt": GPTArguments,
 }
-"""Our models, each with the dataclass of its ``model.args``."""
+"""The built-in models with the dataclass of their ``model.args``."""
 MODELS = tuple(ARGUMENTS)
 MOVED = {name: f"examples/{name}/study.yaml" for name in ("capsules", "densenet", "vanilla")}
-"""Networks that earlier versions had, each with the study of the repository that has it now."""
+"""Built-in networks of earlier versions, with the study that contains each network now."""
 HIDDEN = [512]
-"""``model.hidden`` where nothing is said."""
+"""The default of ``model.hidden``."""
 CHANNELS = [8, 16]
-"""The channels of the cnn's convolutions, unless the config names others."""
+"""The default channels of the cnn's convolutions."""

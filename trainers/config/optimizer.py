@@ -1,6 +1,6 @@
-"""The configuration of a trial's optimizer: its name and the options that it understands.
+"""The configuration of a trial's optimizer: its name and its options.
 
-:mod:`trainers.optim.build` makes the optimizer from it.
+:mod:`trainers.optim.build` makes the optimizer from this configuration.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ OPTIMIZERS: dict[str, frozenset[str]] = {
     "mul": frozenset(),
     "signmul": frozenset(),
 }
-"""The optimizers of :mod:`lns_ops.optim` that a trial can use, each with the options that it
-understands besides ``lr``."""
+"""The optimizers of :mod:`lns_ops.optim` that a trial can use, with their options except ``lr``."""
 DECAYS = {"alpha": 0.99, "rho": 0.9, "beta": 0.999}
 MULTIPLICATIVE = ("madam", "mul", "signmul")
 """The optimizers that multiply weights."""
 WHOLE_TENSORS = ("lars", "lamb", *MULTIPLICATIVE)
 """The optimizers whose step needs the norm of a whole tensor."""
 RATE_OF_HOST = ("rprop", *MULTIPLICATIVE)
-"""The optimizers whose ``lr`` is a number of the host's, which a captured step repeats."""
+"""The optimizers whose ``lr`` is a Python number, which a captured CUDA graph cannot change."""
 SLICEABLE = ("sgd", "adam", "adamw")
 """The optimizers that work element by element: the step of a slice, even one that runs across
 tensors, is the slice of the step."""
@@ -48,19 +47,18 @@ tensors, is the slice of the step."""
 class OptimizerConfig:
     """The optimizer of a trial and its options, for the mean loss of a batch.
 
-    An option that the optimizer does not understand is refused.
+    An option that the optimizer does not have is refused.
 
     Attributes:
         name: ``sgd``, ``adam``, ``adamw``, ``adamax``, ``nadam``, ``radam``, ``adagrad``,
             ``adadelta``, ``rmsprop``, ``rprop``, ``asgd``, ``lars``, ``lamb``, ``lion``, ``madam``,
-            ``mul`` or ``signmul``; the classes are those of :mod:`lns_ops.optim`.
+            ``mul`` or ``signmul``, with the classes of :mod:`lns_ops.optim`.
         lr: step size.
         momentum: momentum of sgd (heavy ball), rmsprop and lars.
         nesterov: whether sgd or lars with momentum looks ahead.
-        betas: decays of the two averages of lion and of Adam and its variants.
-        eps: number added to a root.
-        weight_decay: weight decay; added to the gradient by sgd, adam and others, decoupled in
-            adamw, lamb and lion.
+        betas: decays of the two averages in lion, Adam and Adam's variants.
+        eps: number added to a root in a denominator.
+        weight_decay: weight decay; decoupled in adamw, lamb and lion, else added to the gradient.
         alpha: decay of the second moment of rmsprop.
         rho: decay of the two averages of adadelta.
         beta: decay of the second moment of madam.
@@ -118,7 +116,7 @@ class OptimizerConfig:
         self._refuse_what_means_nothing()
 
     def _refuse_what_means_nothing(self) -> None:
-        """Refuse an option that was set but that this optimizer does not understand."""
+        """Refuse an option that was set but that this optimizer does not have."""
         usual = {"betas": [0.9, 0.999], "eps": 1e-8, "trust_coefficient": 1e-3, **DECAYS}
         for option in sorted(frozenset().union(*OPTIMIZERS.values()) - OPTIMIZERS[self.name]):
             value, default = getattr(self, option), usual.get(option, 0)

@@ -1,4 +1,4 @@
-"""The arithmetic in which a trial trains: its number format, and how it rounds and sums."""
+"""The configuration of a trial's arithmetic: number format, rounding and summation."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ class PrecisionConfig:
     """The arithmetic in which a trial trains.
 
     Attributes:
-        format: ``float32``; an LNS format, in whose arithmetic everything is computed: ``lns16``,
-            ``lns12``, ``lns8``, ``lns(bits,fraction_bits)``; or any other of
-            :mod:`lns_ops.formats`, simulated (:mod:`lns_ops.nn.simulate`): values on its grid, sums
-            in float32.
+        format: ``float32``; an LNS format, computed in its own arithmetic: ``lns16``, ``lns12``,
+            ``lns8``, ``lns(bits,fraction_bits)``; or any other format of :mod:`lns_ops.formats`,
+            simulated (:mod:`lns_ops.nn.simulate`): values are rounded to its grid, sums are
+            float32.
         scope: for LNS formats, ``matmul`` (products and their sums only) or ``everywhere``
             (parameters, activations, gradients and updates too). Ignored for float32; simulated
             formats are always used everywhere.
         kahan_sum: whether a Kahan compensation is kept for each parameter. With scope ``matmul``
             the parameters are float32, and so are the compensations.
-        stochastic_rounding: whether an update rounds weights at random, with the exact value as the
-            expected one; not for float32 parameters. The random bits come from the trial's seed.
-        update_arithmetic: arithmetic in which LNS parameters are updated: ``lns``, or ``float32``
-            between loads and stores of codes.
+        stochastic_rounding: whether updates round weights at random so that the expected value is
+            the exact one; not for float32 parameters. The random bits depend on the trial's seed.
+        update_arithmetic: arithmetic in which LNS parameters are updated: ``lns``, or ``float32``,
+            with codes converted before and after.
         accumulation: for LNS formats, how sums of matrix products are taken: ``contract`` (in LNS)
             or ``float32``; see :mod:`lns_ops.functional.accumulation`. Ignored for other formats,
-            whose sums are float32 or as ``sum_format`` says.
+            which sum in float32 or in ``sum_format``.
         gradient_format: format of the gradients of a simulated format; None for ``format``.
         master_format: format of the finer copies of the weights to which a simulated format adds
             updates; None for no copies.
         sum_format: binary float to which the running sums of linear layers are rounded after every
             addition, in simulated formats (:class:`lns_ops.formats.Accumulation`); None for sums in
             float32.
-        sum_block: number of terms that are summed in ``sum_format`` before the next sum starts;
-            None for all.
-        sum_of_blocks: format in which sums of blocks are added: ``float32``, or ``format`` for
+        sum_block: number of terms that are summed in ``sum_format`` before a new sum starts; None
+            for a single sum.
+        sum_of_blocks: format in which the sums of blocks are added: ``float32``, or ``format`` for
             ``sum_format``.
-        loss_scale: power of two by which gradients are larger on their way back, so that fewer
-            underflow in a narrow format; those of parameters are divided by it as they arrive
+        loss_scale: power of two by which gradients are multiplied in backward, so that fewer
+            underflow in a narrow format; the parameters' gradients are divided by it again
             (:class:`lns_ops.LossScale`). Ignored for float32; None for 1.
     """
 
@@ -132,7 +132,7 @@ class PrecisionConfig:
             )
 
     def _check_sums(self) -> None:
-        """Refuse a format of sums that is no binary float, and what asks for one."""
+        """Refuse a sum format that is not a binary float, and options of sums without a format."""
         if self.sum_format is None:
             for key, default in (("sum_block", None), ("sum_of_blocks", SUM_BLOCK_FORMATS[0])):
                 if (value := getattr(self, key)) != default:
@@ -151,7 +151,7 @@ class PrecisionConfig:
             ) from None
 
     def _check_loss_scale(self) -> None:
-        """Refuse a scale that is no power of two, or whose inverse underflows in the format."""
+        """Refuse a scale that is not a power of two, or whose inverse underflows in the format."""
         if self.loss_scale is None:
             return
         scale, fmt = self.loss_scale, self.lns_format
@@ -165,12 +165,12 @@ class PrecisionConfig:
 
     @property
     def number_format(self) -> NumberFormat:
-        """The format, behind the interface that all formats share."""
+        """The format as an object with the common interface of all formats."""
         return parse(self.format)
 
     @property
     def lns_format(self) -> LNSFormat | None:
-        """The LNS format whose arithmetic is used, or None for another format."""
+        """The LNS format whose arithmetic is used, or None for a different kind of format."""
         fmt = self.number_format
         return fmt.lns if isinstance(fmt, Logarithmic) else None
 
@@ -184,10 +184,10 @@ class PrecisionConfig:
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale in use: 1 for float32 and where none is given."""
+        """The effective loss scale; 1 for float32 and by default."""
         return 1.0 if self.format in FLOAT_FORMATS else self.loss_scale or 1.0
 
     @property
     def simulated(self) -> bool:
-        """Whether values are rounded to the format's grid and computed with in float32."""
+        """Whether the format is simulated: values rounded to its grid, computed with in float32."""
         return self.format not in FLOAT_FORMATS and self.lns_format is None

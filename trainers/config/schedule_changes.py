@@ -1,9 +1,9 @@
 """Hyperparameters that change in the middle of a trial.
 
-Written as ``changes: [{epoch: 4, optimizer.lr: 0.02}]``. An entry holds from the end of its epoch
-until a later entry changes the same key. Weights and optimizer state are kept. Population based
-training (:mod:`study.search.population`) writes what it did in this form, as the config of an
-ordinary trial, which gives the same bits again.
+They are written as ``changes: [{epoch: 4, optimizer.lr: 0.02}]``. An entry is valid from the end of
+its epoch until a later entry changes the same key. Weights and optimizer state are kept. Population
+based training (:mod:`study.search.population`) writes its changes in this form, as the config of an
+ordinary trial, which reproduces the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHANGEABLE = tuple(
 def optimizer_at(
     optimizer: OptimizerConfig, changes: Sequence[Mapping[str, Any]], epoch: int
 ) -> OptimizerConfig:
-    """Return an optimizer's options after ``epoch`` epochs.
+    """Return the optimizer's config after ``epoch`` epochs.
 
     Raises:
         ValueError: the optimizer does not accept the options.
@@ -39,7 +39,7 @@ def optimizer_at(
 
 
 def check_changes(optimizer: OptimizerConfig, changes: Sequence[Any], epochs: int) -> None:
-    """Refuse changes that cannot be, of a trial of so many epochs.
+    """Refuse changes that cannot be applied in a trial of ``epochs`` epochs.
 
     Raises:
         ValueError: an entry cannot be applied; the message has the entry, the rule and the remedy.

@@ -1,4 +1,4 @@
-"""The configuration of how the replicas of a trial stay together, and the keys of each method."""
+"""The configuration of how a trial synchronises its replicas, and the keys of each method."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ USES: dict[str, tuple[str, ...]] = {
     "ensemble": (),
     "asynchronous": ("staleness", "shards", "work", "staleness_aware"),
 }
-"""Every method with its keys, besides ``straggler_seconds``, which delays any of them."""
+"""The methods with their keys, except ``straggler_seconds``, which all methods have."""
 
 
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """The method by which the replicas of a trial stay together, and its options.
+    """The method by which the replicas of a trial are synchronised, and its options.
 
     See :mod:`trainers.sync.weight_averaging` and :mod:`trainers.sync.async_client`.
 
     Attributes:
         name: ``synchronous`` (gradients, every step), ``local_sgd`` (weights, every ``period``
             steps), ``diloco`` (the same with an outer Nesterov step), ``elastic`` (replicas pulled
-            towards a centre), ``final_average`` (weights, once, at the end), ``ensemble`` (nothing:
-            the mean of the replicas' predictions is evaluated) or ``asynchronous`` (gradients to a
-            parameter server, weights back, without waiting for all).
-        period: steps between two exchanges.
+            towards a centre), ``final_average`` (weights, once, at the end), ``ensemble`` (no
+            exchange; the mean of the replicas' predictions is evaluated) or ``asynchronous``
+            (gradients to a parameter server, weights back, without waiting for all replicas).
+        period: number of steps between two exchanges.
         outer_lr: learning rate of diloco's outer step.
         outer_momentum: momentum of diloco's outer step.
         moving_rate: share of the way that the centre of elastic averaging moves towards the
             replicas' mean at an exchange.
-        staleness: steps that an asynchronous replica may be ahead of the slowest one; 0 for none
-            (bulk synchronous), None for no bound.
-        shards: processes that the parameter server is divided over, with equal parts of the
-            weights.
+        staleness: number of steps that an asynchronous replica may be ahead of the slowest one; 0
+            for bulk synchronous steps, None for no bound.
+        shards: number of processes of the parameter server; each has an equal part of the weights.
         work: how asynchronous replicas divide an epoch: ``fixed`` (every replica takes its part of
             every batch, so an epoch lasts as long as the slowest replica) or ``shared`` (a replica
-            that is ready takes the next part of the epoch; only without a bound on staleness, since
-            fast replicas shall not wait for slow ones).
+            that is ready takes the next part of the epoch; only without a bound on staleness, so
+            that fast replicas do not wait for slow ones).
         staleness_aware: whether the parameter server divides the learning rate of a gradient by the
-            number of updates that the gradient does not know of; for asynchronous with a bound
-            above 0 or none.
-        straggler_seconds: seconds that the last replica sleeps every step, to study stragglers.
+            number of updates between the replica's pull and push, at least 1; for asynchronous
+            without a bound or with a bound above 0.
+        straggler_seconds: seconds that the last replica sleeps in every step, to study stragglers.
     """
 
     name: str = "synchronous"
@@ -108,5 +107,5 @@ class SyncConfig:
 
     @property
     def local(self) -> bool:
-        """Whether a replica updates by its own gradients, the mean over its share of the batch."""
+        """Whether a replica updates its weights with the mean gradient of its own examples."""
         return self.name not in ("synchronous", "asynchronous")

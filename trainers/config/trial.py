@@ -1,8 +1,7 @@
 """The keys of one trial (:class:`TrialKeys`) and its parts: data, model, own loop, profile.
 
-Each is a frozen dataclass that refuses what is wrong by itself.
-:class:`~trainers.config.TrialConfig`, in :mod:`trainers.config.compatibility`, adds the rules
-between them.
+Each part is a frozen dataclass that checks its own values. :class:`~trainers.config.TrialConfig`,
+in :mod:`trainers.config.compatibility`, also checks the rules between the parts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ EPOCHS = 1 << 20
 
 
 UNKNOWN = 1 << 30
-"""Layers of a network of the user's: more than any layout has stages."""
+"""Number of layers of a user's network, which is unknown: more than any layout's stages."""
 
 
 @plain_values
@@ -51,12 +50,12 @@ class DataConfig:
     """The examples that a trial sees.
 
     Attributes:
-        name: one of ours (docs/howto/data.md): ``mnist`` (28 x 28, 60,000 + 10,000), ``digits`` (8
-            x 8, scikit-learn's 1,797, the last 297 for testing), ``fashion_mnist``, ``kmnist``,
-            ``cifar10``, ``cifar100``, ``text``, ``piano_rolls``, ``mnist1d``, ``copy``, ``sort``,
-            ``addition``; or ``auto``: mnist where it is found or can be downloaded, otherwise
-            digits; or ``file.py:factory`` or ``package.module:factory``, which returns examples and
-            classes (:mod:`trainers.data.factory`).
+        name: a built-in data set (docs/howto/data.md): ``mnist`` (28 x 28, 60,000 + 10,000),
+            ``digits`` (8 x 8, scikit-learn's 1,797, the last 297 for testing), ``fashion_mnist``,
+            ``kmnist``, ``cifar10``, ``cifar100``, ``text``, ``piano_rolls``, ``mnist1d``, ``copy``,
+            ``sort``, ``addition``; or ``auto``: mnist if it is found or can be downloaded,
+            otherwise digits; or ``file.py:factory`` or ``package.module:factory``, which returns
+            examples and classes (:mod:`trainers.data.factory`).
         args: arguments of a data set that takes some (:mod:`trainers.config.data`), or of the
             factory.
         code: sha256 of the factory's file, or of the file of text or piano_rolls, filled in when a
@@ -69,8 +68,8 @@ class DataConfig:
         train_size: number of the remaining examples to train on, from the first; None for all. A
             budget, not part of the recipe.
         num_workers: number of processes that load the examples of a factory's ``Dataset`` when they
-            are needed, as of torch's ``DataLoader``; None to load all before and keep them in
-            memory.
+            are needed, as in torch's ``DataLoader``; None to load all examples at the start and
+            keep them in memory.
     """
 
     name: str = "mnist"
@@ -82,8 +81,8 @@ class DataConfig:
     num_workers: int | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the other one has the same values of the same types: 1 is not 1.0 or true
-        for a factory."""
+        """Return whether both have the same values of the same types; 1 differs from 1.0 and true,
+        as a factory may distinguish them."""
         return isinstance(other, DataConfig) and repr(self) == repr(other)
 
     def __post_init__(self) -> None:
@@ -106,12 +105,12 @@ class DataConfig:
 
     @property
     def arguments(self) -> Any:
-        """The arguments of our data set as its dataclass."""
+        """The arguments of a built-in data set as its dataclass."""
         return make_arguments("data", self.name, DATA[self.name].arguments, self.args)
 
     @property
     def own_file(self) -> bool:
-        """Whether ``root`` names a file of the user's, which decides what the data are."""
+        """Whether the data come from a user's file, ``root``."""
         return self.name in DATA and DATA[self.name].own_file
 
 
@@ -121,8 +120,8 @@ class ModelConfig:
     """The network of a trial; the data decide the number of inputs and classes.
 
     Attributes:
-        name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: before
-            that, convolutions of 3 x 3, each with activation and pooling to half the size;
+        name: ``mlp``: ``inputs - hidden... - classes`` with activations between; ``cnn``: 3 x 3
+            convolutions, each with activation and pooling to half the size, followed by an mlp;
             ``resnet``, ``lstm`` or ``gpt`` (:mod:`trainers.models`);
             or ``file.py:factory`` or ``package.module:factory``, which returns a torch module
             (:mod:`trainers.models.factory`).
@@ -172,7 +171,7 @@ class ModelConfig:
 
     @property
     def own(self) -> bool:
-        """Whether the user's code makes the model."""
+        """Whether the model comes from the user's code."""
         return names_code(self.name)
 
     @property
@@ -182,25 +181,25 @@ class ModelConfig:
 
     @property
     def stateless(self) -> bool:
-        """Whether the model is ours, draws no random numbers while it trains and keeps nothing
+        """Whether the model is built in, draws no random numbers in training and keeps no state
         between steps."""
         recurrent = self.name in ("lstm", "gpt") and self.arguments.dropout == 0
         return self.feedforward or recurrent
 
     @property
     def normed(self) -> bool:
-        """Whether the model is ours and has batch norm, which keeps running statistics."""
+        """Whether the model is built in and has batch norm, which keeps running statistics."""
         return self.name == "resnet"
 
     @property
     def arguments(self) -> Any:
-        """The arguments of our model as its dataclass."""
+        """The arguments of a built-in model as its dataclass."""
         return make_arguments("model", self.name, ARGUMENTS[self.name], self.args)
 
     @property
     def layers(self) -> int:
-        """The number of layers, at least, of our model's chain; a pipeline stage holds one or
-        more. Of the user's, which only making it shows, it is :data:`UNKNOWN`."""
+        """The minimum number of layers of the model's chain; a pipeline stage holds at least one.
+        :data:`UNKNOWN` for a user's model, as its layers are only known once it is made."""
         if self.own:
             return UNKNOWN
         if self.name in ("mlp", "cnn"):
@@ -212,20 +211,20 @@ class ModelConfig:
 def _checked(
     part: str, name: str, args: dict[str, Any], ours: Mapping[str, type[Any]]
 ) -> dict[str, Any]:
-    """Return the arguments of a factory, checked if it is one of ours.
+    """Check the name and, for a built-in, the arguments, and return the arguments.
 
-    None counts as left out where an argument of ours does not take it: rows merge their arguments
-    with those of the base trial, and leave one out so.
+    For a built-in, arguments with the value None are removed unless it accepts None: rows merge
+    their arguments with the base trial's arguments and remove an argument in this way.
 
     Args:
         part: ``model`` or ``data``.
         name: name of the model or data set.
-        args: its arguments.
-        ours: the dataclass of the arguments of each of ours.
+        args: arguments of the model or data set.
+        ours: the built-in names, each with the dataclass of its arguments.
 
     Raises:
-        ValueError: a name that is neither one of ours nor a factory's, or an argument that ours
-            does not take; with the value, the rule and the remedy.
+        ValueError: the name is neither built in nor a factory, or a built-in does not accept an
+            argument; the message has the value, the rule and the remedy.
     """
     check_named(part, name, tuple(ours))
     if names_code(name):
@@ -243,14 +242,14 @@ def _checked(
 @plain_values
 @dataclass(frozen=True, kw_only=True)
 class TrainableConfig:
-    """A training loop of the user's own, which takes the place of ours.
+    """A user's training loop, which replaces the built-in loop.
 
     Of the trial's other keys only ``epochs`` (the largest number of reports), ``seed``, ``device``,
-    ``gpus``, ``threads`` and ``workers`` act; all are told to the loop.
+    ``gpus``, ``threads`` and ``workers`` have an effect; the loop can read all keys.
 
     Attributes:
         name: ``file.py:function`` or ``package.module:function``, called with ``args``
-            (:mod:`trainers.user_loop`); empty for our loop.
+            (:mod:`trainers.user_loop`); empty for the built-in loop.
         args: arguments of the function.
         code: sha256 of the function's file, filled in when a study is planned.
     """
@@ -296,31 +295,32 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialKeys:
-    """The keys of a trial, each right by itself.
+    """The keys of a trial, checked one by one.
 
     Attributes:
-        loss: what is minimised.
-        metrics: what else is measured of the answers on validation and test examples, by name.
-        epochs: passes over the training examples; of a loop of the user's own the most reports.
-        batch_size: examples a step, over all workers together.
+        loss: loss to minimise.
+        metrics: additional metrics of the answers on validation and test examples, by name.
+        epochs: passes over the training examples; for a user's loop the maximum number of reports.
+        batch_size: number of examples per step, over all workers together.
         seed: seed of the initial weights and the data order.
-        workers: processes that train together, the layout's dp x pp x tp.
-        min_workers: with Ray Train (``gang``), the fewest data-parallel workers to go on with where
-            there is no room for ``workers`` (more join when there is); None for all or none.
-        threads: CPU threads a worker computes with.
-        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda where there is one and the
-            trial has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32
+        workers: number of processes that train together, the layout's dp x pp x tp.
+        min_workers: with Ray Train (``gang``), the smallest number of data-parallel workers with
+            which the trial runs if the cluster has no resources for ``workers``; more workers join
+            when resources become free. None for always ``workers``.
+        threads: number of CPU threads per worker.
+        device: ``cpu``, ``cuda`` (an NVIDIA GPU), or ``auto``: cuda if there is a GPU and the trial
+            has one worker, otherwise cpu. LNS arithmetic gives the same bits on both; float32
             parts, such as the softmax at the loss, may round differently.
-        analysis_every: epochs between analyses of what the format does to each layer
+        analysis_every: number of epochs between analyses of the format's effect on each layer
             (:mod:`trainers.training.format_analysis`), reported as ``analysis/LAYER/...``; 0 for
             none.
-        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda, so that
-            0.25 lets four trials share one; None for a share according to the trial's size
+        gpus: share of a GPU that the worker of a one-worker trial takes on device cuda; with 0.25
+            four trials share a GPU. None for a share according to the trial's size
             (:data:`trainers.workers.resources.SHARES`). With several workers each takes a whole
             GPU.
-        telemetry: whether to report where time, memory and energy go, as ``telemetry/...``
+        telemetry: whether to report the use of time, memory and energy, as ``telemetry/...``
             (:mod:`trainers.telemetry.metrics`).
-        profile: steps of which a trace is kept with the trial's files
+        profile: steps whose trace is kept with the trial's files
             (:mod:`trainers.telemetry.profiler`).
         autocast: ``bfloat16`` or, on cuda, ``float16`` to compute the products of a float32 trial
             in that type (:mod:`trainers.models.forward`); or ``none``.
@@ -365,7 +365,7 @@ class TrialKeys:
             f"epochs={self.epochs}",
             self.epochs < EPOCHS,
             f"must be below 2^20 = {EPOCHS}, as an epoch's data order is drawn from seed x 2^20 +"
-            " epoch and would be that of another seed",
+            " epoch and would repeat an order of another seed",
             "use for example epochs=20",
         )
         at_least("analysis_every", self.analysis_every, 0, "use 1 for every epoch, 0 for none")
@@ -383,17 +383,17 @@ class TrialKeys:
 
     @property
     def own_loop(self) -> bool:
-        """Whether a loop of the user's own trains the trial."""
+        """Whether a user's loop trains the trial."""
         return bool(self.trainable.name)
 
     @property
     def own_code(self) -> bool:
-        """Whether the user's code makes the trial's model, data, loss or metrics."""
+        """Whether the trial's model, data, loss or a metric comes from the user's code."""
         return bool(self.user_code) and not self.own_loop
 
     @property
     def user_code(self) -> tuple[str, ...]:
-        """Names of the user's code that the trial runs: of a loop, or of parts of ours."""
+        """Names of the user's code that the trial runs: a loop, or parts for the built-in loop."""
         if self.own_loop:
             return (self.trainable.name,)
         named = [self.model.name, self.data.name, self.loss.name]
@@ -404,7 +404,7 @@ class TrialKeys:
     def update_examples(self) -> int:
         """The number of examples whose mean gradient makes one update.
 
-        The whole batch, or a replica's share of it where each replica updates by itself.
+        The whole batch, or a replica's share of the batch if each replica updates by itself.
         """
         apart = self.layout.replicas(self.workers) if self.sync.local else 1
         return self.batch_size // apart
@@ -413,9 +413,9 @@ class TrialKeys:
     def step_captured(self) -> bool:
         """Whether a GPU replays the trial's steps from a CUDA graph, perhaps without the update.
 
-        The user's code would run once instead of every step, so such trials are eager. So are
-        models with random numbers with activation checkpoints, whose generators a graph cannot set
-        back, and with simulated formats and autocast, which were not tried.
+        Trials with user code are not captured, as the code would only run once instead of in every
+        step. Nor are models with random numbers and activation checkpoints, as a graph cannot reset
+        their generators, or with simulated formats or autocast, which are untested.
         """
         own = self.own_loop or self.model.own or self.loss.own
         on_host = self.memory.offload_optimizer or self.autocast == "float16"
@@ -427,7 +427,7 @@ class TrialKeys:
 
     @property
     def recurrence_fused(self) -> bool:
-        """Whether any GPU runs all steps of an LSTM's layer in one kernel
+        """Whether a GPU runs all steps of an LSTM layer in one kernel
         (:mod:`trainers.models.lstm.kernels`)."""
         if self.model.name != "lstm" or self.precision.format != "float32":
             return False
@@ -440,7 +440,7 @@ class TrialKeys:
         return not self.lr_schedule.varies or self.optimizer.name not in RATE_OF_HOST
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain nested dict of JSON values, which :meth:`from_dict` reads back."""
+        """Return a nested dict of JSON values, the input of :meth:`from_dict`."""
         return as_dict(self)
 
     @classmethod

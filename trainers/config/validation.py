@@ -1,7 +1,7 @@
-"""Checks of config values, for the ``__post_init__`` of the frozen dataclasses, and their values.
+"""Checks and conversions of config values, for the ``__post_init__`` of the frozen dataclasses.
 
-Every error message has the value, the rule and the remedy. Every rule of one key goes through
-:func:`require`, from whose calls ``docs/_ext/key_rules.py`` makes the site's page of keys.
+Every error message has the value, the rule and the remedy. Every rule about a single key is a call
+of :func:`require`; ``docs/_ext/key_rules.py`` makes the site's page of keys from these calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Config = TypeVar("Config")
 
 
 def require(given: str, holds: bool, rule: str, remedy: str) -> None:
-    """Refuse a value that does not keep its rule.
+    """Raise an error unless a value satisfies its rule.
 
     Args:
-        given: the key and its value, ``epochs=0``, maybe with that of another key.
-        holds: whether the value keeps the rule.
-        rule: what must be.
-        remedy: what to do about it.
+        given: the key and its value, ``epochs=0``, possibly followed by a second key and its value.
+        holds: whether the value satisfies the rule.
+        rule: the rule, ``must be ...``.
+        remedy: advice, ``use ...``.
 
     Raises:
         ValueError: with ``given``, ``rule`` and ``remedy``.
@@ -44,16 +44,14 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Refuse a value that is not among ``allowed``.
 
     Raises:
-        ValueError: with ``name``, ``value``, what is allowed and an example.
+        ValueError: with ``name``, ``value``, the allowed values and an example.
     """
     rule, remedy = f"must be one of {', '.join(allowed)}", f"use for example {name}={allowed[0]}"
     require(f"{name}={value!r}", value in allowed, rule, remedy)
 
 
 def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
-    """Refuse a value that is not a whole number of at least ``low``.
-
-    None, where a key may be left out, passes.
+    """Refuse a value that is neither an integer of at least ``low`` nor None.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
@@ -63,9 +61,7 @@ def at_least(name: str, value: int | None, low: int, remedy: str) -> None:
 
 
 def finite(name: str, value: float | None, low: float, remedy: str) -> None:
-    """Refuse a NaN, an infinity, or a value below ``low``.
-
-    None, where a key may be left out, passes.
+    """Refuse a NaN, an infinity, or a value below ``low``; accept None.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``remedy``.
@@ -75,7 +71,7 @@ def finite(name: str, value: float | None, low: float, remedy: str) -> None:
 
 
 def positive(name: str, value: float, example: str) -> None:
-    """Refuse a NaN, an infinity, and what is not above 0.
+    """Refuse a NaN, an infinity, or a value of at most 0.
 
     Raises:
         ValueError: with ``name``, ``value``, the rule and ``example``.
@@ -85,7 +81,7 @@ def positive(name: str, value: float, example: str) -> None:
 
 
 def check_named(part: str, name: str, ours: tuple[str, ...]) -> None:
-    """Refuse a name that is neither one of ``ours`` nor of the user's code.
+    """Refuse a name that is neither among ``ours`` nor the name of a user's factory.
 
     Raises:
         ValueError: with the name, the rule and the remedy.
@@ -102,12 +98,12 @@ def check_named(part: str, name: str, ours: tuple[str, ...]) -> None:
 
 
 def fits(what: str, size: float, remedy: str) -> None:
-    """Refuse a size that the memory of this machine cannot hold.
+    """Refuse a size that exceeds the memory of this machine.
 
     Args:
-        what: name of what needs the memory.
-        size: bytes needed, at the least.
-        remedy: what to do about it.
+        what: beginning of the message: the key or object that needs the memory.
+        size: minimum number of bytes needed.
+        remedy: advice, ``use ...``.
 
     Raises:
         ValueError: with both sizes and ``remedy``.
@@ -120,7 +116,7 @@ def fits(what: str, size: float, remedy: str) -> None:
 
 
 def memory() -> int:
-    """Return the bytes of this machine's memory."""
+    """Return the size of this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -139,9 +135,9 @@ def show(value: object) -> str:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Return what ``dataclasses.asdict`` does, in a fifth of its time.
+    """Return the result of ``dataclasses.asdict``, in a fifth of its time.
 
-    A study asks for a trial's values half a dozen times.
+    A study calls this function about six times per trial.
     """
     found = {}
     for name in _names(config.__class__):
@@ -175,12 +171,12 @@ KINDS: dict[Any, tuple[Any, str]] = {
     str: (str, "a text"),
     bool: (bool, "True or False"),
 }
-"""Types of arguments and fields, each with what a value may be."""
+"""Types of arguments and fields, each with the accepted types of a value and their description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoArguments:
-    """The arguments of what takes none."""
+    """The arguments of a data set or model without arguments."""
 
 
 @cache
@@ -197,11 +193,11 @@ def make_arguments(
     Args:
         part: ``model`` or ``data``.
         name: name of the model or data set.
-        kind: dataclass whose fields are of :data:`KINDS`, or None where that is a type of theirs.
+        kind: dataclass with fields of types in :data:`KINDS`, optional or not.
         args: values by name.
 
     Raises:
-        ValueError: an argument that there is not, of the wrong type, or out of range.
+        ValueError: an argument is unknown, of the wrong type, or out of range.
     """
     hints = field_types(kind)  # type: ignore[arg-type]
     known = fields(kind)  # type: ignore[arg-type]
@@ -234,10 +230,10 @@ def make_arguments(
 
 
 def plain_values(kind: type[Config]) -> type[Config]:
-    """Let a config's dataclass take the values that Python programs have (:func:`plain`).
+    """Let a config's dataclass accept usual Python values and convert them (:func:`plain`).
 
-    Its fields then hold what a YAML file would have given. A value of another type than the
-    field's is refused before the rules of the class see it.
+    The fields then have the same values as from a YAML file. A value of the wrong type is refused
+    before the class checks its rules.
     """
     made = kind.__init__
 
@@ -257,17 +253,17 @@ def plain_values(kind: type[Config]) -> type[Config]:
 
 
 def plain(key: str, value: Any) -> Any:
-    """Return a value from Python as YAML has it: numbers, texts, true and false, lists, mappings.
+    """Convert a Python value to YAML's types: numbers, strings, booleans, lists and dicts.
 
-    Scalars and arrays of NumPy, torch and pandas become numbers and lists; so do tuples and ranges.
-    Paths become texts.
+    Scalars and arrays of NumPy, torch and pandas become numbers and lists; tuples and ranges become
+    lists, and paths become strings.
 
     Args:
         key: name of the value, for errors.
         value: the value.
 
     Raises:
-        ValueError: it is, or holds, anything else; the message says what to write instead.
+        ValueError: the value, or one of its entries, has another type; the message has advice.
     """
     if type(value) in _CONSTANT:
         return value
@@ -290,7 +286,7 @@ def plain(key: str, value: Any) -> Any:
 
 
 def _instead(value: Any) -> str:
-    """Return what to write instead of a value that :func:`plain` does not take."""
+    """Return advice for a value that :func:`plain` does not accept."""
     if isinstance(value, Set):
         return "a set has no order: use sorted(...)"
     if isinstance(value, Enum):
@@ -305,10 +301,10 @@ def _instead(value: Any) -> str:
 
 
 def _typed(config: type, name: str, hint: Any, value: Any) -> Any:
-    """Return a field's value, made plain.
+    """Return a field's value, converted by :func:`plain`.
 
     Raises:
-        ValueError: it is of another type than the field.
+        ValueError: the value does not have the field's type.
     """
     if type(value) is hint and hint in _CONSTANT:
         return value
@@ -322,11 +318,11 @@ def _typed(config: type, name: str, hint: Any, value: Any) -> Any:
 
 
 def _converted(key: str, hint: Any, value: Any) -> Any:
-    """Return a value of the type ``hint``, made plain.
+    """Return a value of the type ``hint``, converted by :func:`plain`.
 
     Raises:
-        TypeError: it is of another type.
-        ValueError: it holds what no config holds.
+        TypeError: the value does not have the type.
+        ValueError: an entry cannot be converted.
     """
     if is_dataclass(hint):
         if not isinstance(value, hint):  # type: ignore[arg-type]
@@ -354,7 +350,7 @@ def _converted(key: str, hint: Any, value: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """Return what a value of a type is, in words."""
+    """Return a description of a type's values, for example "a list"."""
     kinds, origin = get_args(hint), get_origin(hint)
     if NoneType in kinds:
         return f"{_words(kinds[0])}, or None"
@@ -366,7 +362,7 @@ def _words(hint: Any) -> str:
 
 
 def _example(config: Any, name: str, hint: Any) -> str:
-    """Return an example of a field's value: its default, unless that is empty."""
+    """Return an example of a field's value: its default, unless the default is empty."""
     (entry,) = (entry for entry in fields(config) if entry.name == name)
     default = entry.default if entry.default_factory is MISSING else entry.default_factory()
     if is_dataclass(default):
@@ -380,7 +376,7 @@ def _example(config: Any, name: str, hint: Any) -> str:
 
 
 def share_of_one(name: str, value: float) -> None:
-    """Refuse a probability that does not lie in [0, 1).
+    """Refuse a probability outside [0, 1).
 
     Raises:
         ValueError: with the value, the rule and the remedy.
@@ -395,11 +391,11 @@ class Rule:
     """A combination of keys that is refused.
 
     Attributes:
-        keys: dotted names of the keys, the one that asks for too much first.
-        when: whether a config has the combination.
-        because: why the keys cannot be together.
-        use: what to use instead. Both texts may name keys in braces, which stand for their values,
-            and ``{common_multiple}`` (:func:`common_multiple`).
+        keys: dotted names of the keys, first the key that should change.
+        when: function that returns whether a config has the combination.
+        because: why the keys cannot be combined.
+        use: what to use instead. In both texts, names of keys in braces are replaced by their
+            values, and ``{common_multiple}`` by the result of :func:`common_multiple`.
     """
 
     keys: tuple[str, ...]
@@ -408,7 +404,7 @@ class Rule:
     use: str
 
     def message(self, config: Any) -> str:
-        """Return what is wrong with a config that has the combination."""
+        """Return the error message for a config that has the combination."""
         first, *others = [f"{key}={show(attrgetter(key)(config))}" for key in self.keys]
         values = vars(config) | {"common_multiple": common_multiple(config)}
         texts = f"{self.because}; use {self.use}".format(**values)
@@ -416,6 +412,6 @@ class Rule:
 
 
 def common_multiple(config: Any) -> int:
-    """Return the smallest batch that every number of workers of a trial shares evenly."""
+    """Return the smallest batch size that every possible number of workers divides evenly."""
     sizes = range(config.min_workers or config.workers, config.workers + 1)
     return math.lcm(*sizes) * int(config.layout.micro_batches)

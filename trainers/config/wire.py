@@ -20,21 +20,20 @@ class WireConfig:
     """The format in which gradients, or differences of weights, travel between replicas.
 
     Attributes:
-        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes, 2 bytes,
-            or 1 in up to 8 bits), or a format of :mod:`trainers.comm.codecs`, or
+        name: ``native`` (float32 gradients as float32, LNS gradients as their own codes of 2 bytes,
+            or 1 byte for formats of at most 8 bits), or a format of :mod:`trainers.comm.codecs`, or
             ``powersgd`` (:mod:`trainers.sync.powersgd`).
         sum: arithmetic in which the values of the replicas are added up: ``float32``, ``lns``
             (codes of ``native`` LNS and ``lns16`` only), or ``auto``: LNS for ``native`` LNS
             gradients, else float32.
         topk: share of values that ``topk`` sends.
         rank: rank of ``powersgd``'s two factors.
-        error_feedback: whether lns8, int8, topk and powersgd add what was lost in sending a step's
-            values to the next step's values. The other formats lose too little to need it and keep
-            no residue.
+        error_feedback: whether lns8, int8, topk and powersgd add a step's compression error to the
+            next step's values. The other formats have too small errors to need this.
         bucket_cap_mb: size of the buckets, in megabytes of float32 values, in which synchronous
             replicas send gradients while backward still runs (:mod:`trainers.sync.buckets`); None
             sends all gradients at once after backward.
-        overlap: whether buckets are sent while backward runs; False sends them after it, for
+        overlap: whether buckets are sent while backward runs; False sends them after backward, for
             comparison.
     """
 
@@ -96,5 +95,5 @@ class WireConfig:
 
     @property
     def feedback(self) -> bool:
-        """Whether residues are kept for error feedback."""
+        """Whether the compression errors are kept for error feedback."""
         return self.error_feedback and self.name in COMPRESSING

@@ -1,7 +1,7 @@
-"""The data of a trial as tensors in memory: found, checked, read, split, and dealt out in batches.
+"""The data of a trial: finding, checking, reading and splitting files, and batches of examples.
 
-The order of the batches depends on the seed and the epoch alone. Torch is imported with
-:func:`load`, when that is first used.
+The order of the batches depends only on the seed and the epoch. Torch is imported on the first use
+of :func:`load`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""Training images that are shifted and mirrored at random, anew in every epoch.
+"""Augmentation of training images: random shifts and mirroring, different in every epoch.
 
-An image is padded with :data:`SHIFT` zeros at each side; a window of its old size is cut out, at a
-place drawn uniformly, and half of the windows are mirrored left to right. All images of an epoch
-are drawn at once, from a seed, so that neither the layout nor an interruption changes what is seen.
+An image is padded with :data:`SHIFT` zeros on each side, a window of the original size is cut out
+at a uniformly random position, and half of the windows are mirrored left to right. All images of an
+epoch are drawn at once from a seed, so they do not depend on the layout or on interruptions.
 
 Source: K. He et al. 2015, "Deep Residual Learning for Image Recognition" (arXiv:1512.03385),
 section 4.2.
@@ -19,16 +19,16 @@ from trainers.config.data import DATA
 from trainers.data.split import Examples, Split
 
 SHIFT = 4
-"""Pixels by which an image is moved at most, in each direction."""
+"""Maximum shift in pixels, in each direction."""
 _AT_A_TIME = 4_096
-"""Images that are padded together."""
+"""Number of images that are padded together."""
 
 
 class AugmentedImages:
-    """The training images of one epoch after the other.
+    """Augmented training images, drawn for one epoch at a time.
 
     Args:
-        images: as they are, ``x`` float32 [N, C, H, W], or laid flat [N, C H W]; on any device.
+        images: original images, ``x`` float32 [N, C, H, W] or [N, C H W]; on any device.
         shape: ``(C, H, W)``.
     """
 
@@ -37,7 +37,7 @@ class AugmentedImages:
         self._drawn = Split(torch.empty_like(images.x), images.y)
 
     def draw(self, seed: int) -> Split:
-        """Return all images as an epoch sees them; the next call overwrites them."""
+        """Return all images of an epoch; the next call overwrites them."""
         count, generator = self._images.size, torch.Generator().manual_seed(seed)
         shifts = torch.randint(2 * SHIFT + 1, (2, count), generator=generator)
         mirrored = torch.rand(count, generator=generator) < 0.5
@@ -51,7 +51,7 @@ class AugmentedImages:
 
 
 def _cut(images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
-    """Return a window of each padded image, its upper left corner at ``shifts`` [2, N]."""
+    """Return a window of each padded image, with the upper left corner at ``shifts`` [2, N]."""
     count, channels, height, width = images.shape
     rows = shifts[0, :, None] + torch.arange(height)
     across = torch.arange(width)
@@ -67,7 +67,8 @@ def _cut(images: Tensor, shifts: Tensor, mirrored: Tensor) -> Tensor:
 
 
 def augment(config: DataConfig, images: Examples) -> AugmentedImages | None:
-    """Return what ``data.args.augment`` makes of the training images; None where it is off."""
+    """Return the augmentation of the training images by ``data.args.augment``; None if it is
+    off."""
     if config.name not in DATA or getattr(config.arguments, "augment", "none") == "none":
         return None
     assert isinstance(images, Split)

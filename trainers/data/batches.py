@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> Tensor:
-    """Return the order in which an epoch visits its examples, int64 ``[examples]`` on the CPU.
+    """Return the order of an epoch's examples, int64 ``[examples]`` on the CPU.
 
-    It is a permutation that depends on (seed, epoch) alone.
+    It is a permutation that only depends on (seed, epoch).
     """
     import torch
 
@@ -49,17 +49,18 @@ def batches(
 
 
 EVALUATION_BATCH = {"cpu": 2_000, "cuda": 10_000}
-"""Examples evaluated at a time, by device: few fit a CPU's caches, many fill a GPU's launch."""
+"""Number of examples per evaluation batch, by device: small enough for a CPU's caches, large enough
+to fill a GPU."""
 STREAMED = 250
-"""Examples evaluated at a time that are not in memory."""
+"""Number of examples per evaluation batch for examples that are not in memory."""
 
 
 def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Split]:
-    """Yield copies of ``split``, which a model may change, in parts of :data:`EVALUATION_BATCH`
-    examples, fewer where they are larger than 784 values or have several steps; in parts of
-    :data:`STREAMED` where they are not in memory.
+    """Yield ``split`` in batches for evaluation, as copies that a model may change.
 
-    With ``like``, yield as many equal parts as ``like`` examples would take instead.
+    A batch has :data:`EVALUATION_BATCH` examples, or fewer if they have more than 784 values or
+    several steps; :data:`STREAMED` if they are not in memory. With ``like``, the number of batches
+    is the same as for ``like`` examples, and they have equal sizes.
     """
     if not isinstance(split, Split):
         import torch
@@ -83,6 +84,6 @@ def evaluation_batches(split: Examples, like: int | None = None) -> Iterator[Spl
 
 
 def _weight(split: Split) -> int:
-    """Return how many small examples one of ``split`` counts for."""
+    """Return the size of an example of ``split``, relative to a small one."""
     steps = split.y.shape[1] if split.y.dim() - int(split.y.is_floating_point()) > 1 else 1
     return max(1, steps, split.x[:1].numel() // PIXELS)

@@ -1,10 +1,10 @@
-"""CIFAR-10 and CIFAR-100, from their binary version or from their Python batches.
+"""CIFAR-10 and CIFAR-100, read from their binary version or from their Python batches.
 
-A record of the binary version is a byte with the class (of CIFAR-100 two: coarse and fine, the fine
-one is used), then 3 x 1,024 bytes, the red, green and blue values, row by row. A Python batch is a
-pickled dict with ``data``, uint8 ``[N, 3072]`` in the same order, and ``labels`` or
-``fine_labels``. It is read by an unpickler that makes NumPy arrays, bytes and Python's own
-containers and nothing else: pickle could otherwise run any code of the file's.
+A record of the binary version has one byte for the class (CIFAR-100 has two, coarse and fine; the
+fine one is used), then 3 x 1,024 bytes, the red, green and blue values, row by row. A Python batch
+is a pickled dict with ``data``, uint8 ``[N, 3072]`` in the same order, and ``labels`` or
+``fine_labels``. It is read by an unpickler that is limited to NumPy arrays, bytes and Python's
+built-in containers, because pickle could otherwise run any code in the file.
 
 Source: A. Krizhevsky 2009, "Learning Multiple Layers of Features from Tiny Images";
 https://www.cs.toronto.edu/~kriz/cifar.html has both formats.
@@ -28,7 +28,7 @@ from trainers.data.split import Split
 SHAPE = (3, 32, 32)
 VALUES = 3 * 32 * 32
 TRAIN, TEST = 50_000, 10_000
-"""Images of the training and the test set."""
+"""Number of images of the training and the test set."""
 Table = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
@@ -42,7 +42,7 @@ def load_cifar(root: str, classes: int) -> tuple[Split, Split]:
         classes: 10 or 100.
 
     Raises:
-        ValueError: a file is not of its format, or has another number of images.
+        ValueError: a file has another format or number of images.
     """
     train, test = (BATCHES[:-1], BATCHES[-1:]) if classes == 10 else (("train",), ("test",))
     return (_split(Path(root), train, TRAIN, classes), _split(Path(root), test, TEST, classes))
@@ -56,7 +56,7 @@ def _split(folder: Path, names: tuple[str, ...], images: int, classes: int) -> S
 
 
 def _read(folder: Path, name: str, images: int, classes: int) -> Table:
-    """Return pixels and classes of a file, which must hold ``images``."""
+    """Return pixels and classes of a file, which must have the number of ``images``."""
     binary = folder / f"{name}.bin"
     path = binary if binary.is_file() else folder / name
     try:
@@ -99,7 +99,7 @@ def read_batch(raw: bytes, path: Path) -> Table:
     """Return pixels ``[N, 3072]`` and classes ``[N]`` of a Python batch.
 
     Raises:
-        ValueError: it is no pickle, needs anything but arrays, or is no such dict.
+        ValueError: it is not a pickle, contains other types than allowed, or is not such a dict.
     """
     try:
         batch = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
@@ -126,11 +126,11 @@ def _encoded(text: str, encoding: str) -> bytes:
 
 
 _REBUILD: Any = np.empty(0).__reduce__()[0]
-"""What makes an array of its pickle."""
+"""NumPy's function that reconstructs a pickled array."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes NumPy arrays, bytes and Python's own containers and numbers, nothing else."""
+    """Only reads NumPy arrays, bytes, and Python's built-in containers and numbers."""
 
     _known: dict[tuple[str, str], Callable[..., Any]] = {  # noqa: RUF012
         ("numpy.core.multiarray", "_reconstruct"): _REBUILD,
@@ -144,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
         """Return one of the few names that arrays need.
 
         Raises:
-            pickle.UnpicklingError: the file asks for another.
+            pickle.UnpicklingError: the file refers to another name.
         """
         if (module, name) not in self._known:
             raise pickle.UnpicklingError(f"asks for {module}.{name}, which is refused")

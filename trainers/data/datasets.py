@@ -1,18 +1,16 @@
 """The data sets of a trial, as tensors in memory.
 
-Files are found by :mod:`trainers.data.places` and read by the module of their format: CIFAR by
-:mod:`trainers.data.cifar`, text and piano rolls by :mod:`trainers.data.windows`; what is made from
-a seed by :mod:`trainers.data.generated`.
+:mod:`trainers.data.places` finds files, and the module of their format reads them: CIFAR
+:mod:`trainers.data.cifar`, text and piano rolls :mod:`trainers.data.windows`, MNIST's IDX files
+:mod:`trainers.data.mnist`. :mod:`trainers.data.generated` makes data sets from a seed. The
+handwritten digits come from scikit-learn.
 
-MNIST is read from its IDX files (:mod:`trainers.data.mnist` says where they are looked for), the
-handwritten digits from scikit-learn.
+Pixels are scaled to [0, 1] without further preprocessing. Splits are by position, never shuffled:
+the last ``validation_size`` examples of the training set are for validation, the test set is as
+published (digits: the last 297).
 
-Pixels are scaled to [0, 1], nothing else. Splits are by position, never shuffled: training first,
-the last ``validation_size`` of the training set for validation, the test set as published (digits:
-the last 297).
-
-The data order of an epoch is a permutation drawn from (seed, epoch) alone, so it is the same for
-any number of workers, before and after a restart.
+The order of an epoch's examples is a permutation that only depends on (seed, epoch), so it is the
+same for any number of workers, before and after a restart.
 
 Sources: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; E. Alpaydin, C.
 Kaynak 1998 (digits, UCI).
@@ -39,16 +37,15 @@ from trainers.data.windows import load_piano_rolls, load_text
 from trainers.user_code import forget, names_code, placeless
 
 STREAMED_DIGEST = 100
-"""Examples of a split that are hashed, with its size, where they are not in memory."""
+"""Number of examples that are hashed, together with the split's size, if a split is not in
+memory."""
 HELD = 8
-"""Data sets that stay in the memory of a process for its next trials."""
+"""Number of data sets that a process keeps in memory for its next trials."""
 
 
 @lru_cache(maxsize=HELD)
 def load(config: DataConfig) -> Dataset:
-    """Return the splits of ``config``, resolving it first.
-
-    They stay in memory for the next trial of this process.
+    """Resolve ``config`` and return its splits, which are cached for the process's next trials.
 
     Raises:
         ValueError: files are missing or corrupt, or split sizes do not fit.
@@ -75,8 +72,8 @@ def load(config: DataConfig) -> Dataset:
 
 
 def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
-    """Return all examples for training, for validation (None where they are the last of the
-    former), and for testing."""
+    """Return all training, validation and test examples; None for validation if it is to be cut
+    from the end of the training examples."""
     if names_code(config.name):
         return load_own(config)
     name, args, root = config.name, config.arguments, Path(config.root or "")
@@ -100,13 +97,12 @@ def _read(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
 
 
 def _identity(config: DataConfig) -> str:
-    """Return what decides the examples of a user's factory, in a line."""
+    """Return the settings that determine the examples of a user's factory, as one line."""
     return json.dumps(placeless(asdict(config)), sort_keys=True, default=repr)
 
 
 def _note(data: Dataset) -> str:
-    """Return what is odd about targets of the user's, for the line about the data; "" if nothing
-    is."""
+    """Return a warning if the classes of a user's data set do not start at 0, else ""."""
     held = [split.y for split in data if isinstance(split, Split)]
     if any(y.is_floating_point() or y.dim() > 1 for y in held) or not held:
         return ""
@@ -123,7 +119,7 @@ def describe(config: DataConfig) -> DatasetInfo:
     """Read the data of ``config`` and describe them, with digests and sizes."""
     own = names_code(config.name)
     if own:
-        forget()  # what the factory reads may have changed
+        forget()  # files that the factory reads may have changed
         load.cache_clear()
     data = load(config)
     digest = hashlib.sha256()

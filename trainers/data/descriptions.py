@@ -1,6 +1,6 @@
-"""What is known of a data set without reading it: the description that was kept when it was read.
+"""Cached descriptions of data sets, so that unchanged files need not be read again.
 
-Loads no torch, unless a data set must be read to be described.
+Does not import torch, unless a data set must be read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainers.user_code import names_code
 
 
 def prepare(config: DataConfig) -> DatasetInfo:
-    """Resolve, check and describe the data of ``config``, downloading them if need be.
+    """Resolve, check and describe the data of ``config``; download them if necessary.
 
-    Files that have not changed (by path, size and time of change) since they were described are not
+    Files whose path, size and modification time are unchanged since they were described are not
     read again.
 
     Raises:
@@ -44,7 +44,7 @@ def prepare(config: DataConfig) -> DatasetInfo:
 
 
 def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change (ns) of each file that the data may be read from."""
+    """Return path, size and modification time (ns) of each file that the data may be read from."""
     place = Path(config.root) if config.root else None
     paths: list[Path | None] = []
     if config.name == "mnist" and place:
@@ -61,12 +61,12 @@ def _files_of(config: DataConfig) -> list[tuple[str, int, int]]:
 
 
 def _descriptions() -> Path:
-    """Return the path of the file that keeps the descriptions of data sets."""
+    """Return the path of the file with the cached descriptions."""
     return cache_folder().parent / "datasets.json"
 
 
 def _known_descriptions() -> dict[str, dict[str, Any]]:
-    """Return the descriptions kept so far, by config and files; empty where there are none."""
+    """Return the cached descriptions, by config and files."""
     try:
         known = json.loads(_descriptions().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def _known_descriptions() -> dict[str, dict[str, Any]]:
 
 
 def _write_descriptions(known: dict[str, dict[str, Any]]) -> None:
-    """Replace the kept descriptions in one step."""
+    """Replace the cached descriptions atomically."""
     path = _descriptions()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(known).encode())

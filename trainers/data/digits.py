@@ -24,8 +24,8 @@ def load_digits() -> tuple[Split, Split]:
 def digits_table() -> NDArray[np.float64]:
     """Return 64 pixels (0 to 16) and the label of each digit, ``[1797, 65]``.
 
-    Read from the file in scikit-learn's package where it is found: importing scikit-learn takes
-    every process of a study seconds.
+    Read directly from the file in scikit-learn's package if it is found, because importing
+    scikit-learn takes each process of a study seconds.
     """
     package = find_spec("sklearn")
     for folder in (package and package.submodule_search_locations) or []:

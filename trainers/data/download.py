@@ -1,14 +1,14 @@
-"""Where the files of our data sets are found, and how they are downloaded and checked.
+"""Finding, downloading and checking the files of the built-in data sets.
 
-Files are looked for in ``data.root``, else in ``$LNS_STUDY_DATA/NAME``, ``./data/NAME`` and the
+Files are searched in ``data.root``, else in ``$LNS_STUDY_DATA/NAME``, ``./data/NAME`` and the
 download cache ``~/.cache/lns-study/NAME``. ``lns-study data fetch NAME`` downloads into the cache;
-``$LNS_STUDY_NAME_URL`` (``LNS_STUDY_CIFAR10_URL``) names another mirror. A file appears in the
-cache only after its checksum has been found right. Only MNIST is downloaded without being asked for
+``$LNS_STUDY_NAME_URL`` (for example ``LNS_STUDY_CIFAR10_URL``) sets another mirror. A file is moved
+into the cache only after its checksum was verified. Only MNIST is downloaded automatically
 (:mod:`trainers.data.mnist`).
 
-Checksums: of Fashion-MNIST and KMNIST the MD5 that their authors' pages and torchvision have; of
-CIFAR the MD5 of https://www.cs.toronto.edu/~kriz/cifar.html; of the text and the music, whose
-sources publish none, the SHA-256 of the files there.
+Checksums: Fashion-MNIST and KMNIST have the MD5 of their authors' pages and of torchvision, CIFAR
+the MD5 of https://www.cs.toronto.edu/~kriz/cifar.html. The sources of the text and the music do not
+publish checksums; theirs are the SHA-256 of the downloaded files.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from trainers.config.data import COLLECTIONS
 DATA_VARIABLE = "LNS_STUDY_DATA"
 DOWNLOAD_TIMEOUT_S = 20
 SCRATCH = ".fetch-"
-"""Beginning of the name of a folder for the parts of a download, which its process has locked."""
+"""Prefix of the names of temporary download folders; the downloading process locks its folder."""
 LEGAL = "%/:?#[]@!$&'()*+,;=~"
-"""Characters that an address may have beside letters, digits and ``_.-``; others are quoted."""
+"""Characters allowed in an address in addition to letters, digits and ``_.-``; others are
+quoted."""
 
 
 class DownloadError(ValueError):
-    """The error where data cannot be found or downloaded; ``data.name=auto`` then uses digits."""
+    """Data cannot be found or downloaded; ``data.name=auto`` then uses digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """The place of a data set's files.
+    """The source of a data set's files.
 
     Attributes:
         mirror: address of the folder with the files.
-        files: ``md5:`` or ``sha256:`` and the hex digest, by file name.
-        needs: names of the files that a folder must hold; each tuple is a choice.
-        folders: names of folders inside it that may hold them instead.
+        files: checksums by file name, as ``md5:`` or ``sha256:`` and the hex digest.
+        needs: alternative tuples of file names; a local folder must contain all files of one.
+        folders: names of subfolders that may contain them instead.
     """
 
     mirror: str
@@ -123,11 +124,11 @@ REMOTES = {
         needs=tuple((f"{collection}.mat",) for collection in COLLECTIONS),
     ),
 }
-"""The data sets that are read from files, but for MNIST."""
+"""The data sets that are read from files, except MNIST."""
 
 
 def cache_folder(name: str = "mnist") -> Path:
-    """Return the folder that keeps downloads of a data set.
+    """Return the folder for downloads of a data set.
 
     It is ``$XDG_CACHE_HOME/lns-study/NAME`` or ``~/.cache/lns-study/NAME``.
     """
@@ -135,26 +136,26 @@ def cache_folder(name: str = "mnist") -> Path:
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """Return the path of file ``name`` in ``folder``, plain or .gz; None where there is neither."""
+    """Return the path of file ``name`` in ``folder``, plain or .gz; None if neither exists."""
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
 def usual_places(name: str) -> list[Path]:
-    """Return the folders in which the files of a data set are looked for."""
+    """Return the folders in which the files of a data set are searched."""
     named = os.environ.get(DATA_VARIABLE)
     return [*([Path(named) / name] if named else []), Path("data") / name, cache_folder(name)]
 
 
 def find_folder(name: str, root: str | None, file: str = "") -> Path | None:
-    """Return the folder that holds a data set's files; None where none of the usual places does.
+    """Return the folder with a data set's files; None if it is not in the usual places.
 
     Args:
         name: name of the data set.
-        root: folder that must hold them; None for the usual places.
-        file: name of the one file that is wanted, of a data set in which each can be read alone.
+        root: folder that must contain the files; None to search the usual places.
+        file: name of the only required file, for data sets whose files can be read separately.
 
     Raises:
-        ValueError: the folder that ``root`` names lacks some.
+        ValueError: ``root`` lacks files.
     """
     remote = REMOTES[name]
     if file:
@@ -179,8 +180,8 @@ def find(name: str, root: str | None, file: str = "") -> Path:
         name, root, file: as for :func:`find_folder`; without ``file`` the first one.
 
     Raises:
-        DownloadError: they are in none of the usual places.
-        ValueError: ``root`` names something else.
+        DownloadError: they are not in the usual places.
+        ValueError: ``root`` is missing or lacks files.
     """
     is_file = name in ("text", "piano_rolls")
     if is_file and root is not None:
@@ -203,20 +204,20 @@ def find(name: str, root: str | None, file: str = "") -> Path:
 
 
 def mirror_of(name: str, usual: str) -> str:
-    """Return the address that a data set is downloaded from, without a slash at the end."""
+    """Return the address that a data set is downloaded from, without a trailing slash."""
     return os.environ.get(f"LNS_STUDY_{name.upper()}_URL", usual).rstrip("/")
 
 
 def read_url(url: str, remedy: str) -> bytes:
-    """Return what is at an address.
+    """Download the content of an address.
 
     Raises:
-        DownloadError: it does not answer; the message ends with ``remedy``.
+        DownloadError: it cannot be downloaded; the message ends with ``remedy``.
     """
     try:
         with urllib.request.urlopen(quote(url, safe=LEGAL), timeout=DOWNLOAD_TIMEOUT_S) as reply:
             content: bytes = reply.read()
-    # a connection that breaks off, or an address that is none, is neither of the others
+    # HTTPException: the connection was interrupted; ValueError: the address is malformed
     except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise DownloadError(f"{url}: cannot be downloaded ({reason}); {remedy}") from None
@@ -224,9 +225,9 @@ def read_url(url: str, remedy: str) -> bytes:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove the parts of downloads whose processes were killed, but none that are being written.
+    """Remove temporary folders of killed downloads, but not of running ones.
 
-    Where the file system has no locks, they stay.
+    They remain if the file system does not support locks.
     """
     for left in folder.glob(f"{SCRATCH}*"):
         with suppress(OSError), (left / "lock").open("r+") as lock:
@@ -236,9 +237,10 @@ def remove_left(folder: Path) -> None:
 
 @contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """Provide a folder in ``folder`` for the parts of a download.
+    """Yield a temporary folder in ``folder`` for the parts of a download.
 
-    It takes its name after it has been locked, so that :func:`remove_left` never finds it unlocked.
+    It is renamed to its final name after it was locked, so :func:`remove_left` never finds it
+    unlocked.
     """
     scratch = Path(tempfile.mkdtemp(dir=folder))
     try:
@@ -252,9 +254,9 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def download(name: str) -> Path:
-    """Download the files of a data set into its cache, checked, and return the folder.
+    """Download and check the files of a data set, and return its cache folder.
 
-    Files that are there already are left alone.
+    Existing complete files are kept.
 
     Raises:
         DownloadError: the mirror does not answer, or sends something else.
@@ -288,13 +290,13 @@ def download(name: str) -> Path:
 
 
 def _is_whole(path: Path, checksum: str) -> bool:
-    """Tell whether a file is there, from a download that was interrupted after it."""
+    """Return whether a file exists and has the right checksum."""
     kind, _, expected = checksum.partition(":")
     return path.is_file() and hashlib.new(kind, path.read_bytes()).hexdigest() == expected
 
 
 def _unpack(archive: Path, folder: Path, names: tuple[str, ...]) -> None:
-    """Put the files of these names into ``folder``, whatever folders of the archive they are in."""
+    """Extract the files with these names into ``folder``, from any folder of the archive."""
     with tarfile.open(archive) as packed:
         for member in packed.getmembers():
             name = Path(member.name).name

@@ -1,23 +1,22 @@
 """Data sets that a user's factory makes.
 
-The factory is called once for each part: as ``factory(split="train" | "validation" | "test",
-**data.args)`` where it has a parameter ``split``, else as ``factory(train=True | False,
-**data.args)``; then the last ``data.validation_size`` training examples validate, a tenth where
-that is not set. It returns a pair ``(x, y)`` of tensors or arrays, or a map-style data set
-(``__len__`` and ``__getitem__``) of such pairs. In place of a pair there may be a mapping with one
-target and one input, as Hugging Face's data sets have them: the target is under one of
-:data:`TARGETS`, the input under one of :data:`INPUTS`, or the only other key.
+The factory is called once per split: as ``factory(split="train" | "validation" | "test",
+**data.args)`` if it has a parameter ``split``, else as ``factory(train=True | False,
+**data.args)``. In the second case the last ``data.validation_size`` training examples are for
+validation, by default a tenth. It returns a pair ``(x, y)`` of tensors or arrays, or a map-style
+data set (``__len__`` and ``__getitem__``) of such pairs. A pair can also be a mapping with one
+target and one input, as in Hugging Face's data sets: the target has one of the keys
+:data:`TARGETS`, the input one of :data:`INPUTS`, or the only other key.
 
-Examples ``x`` [N, ...] of 32 or 64 bit whole numbers stay whole (tokens), all others become
-float32. Targets ``y`` [N, ...] are whole numbers (classes)
-or become float32, whichever the loss takes (:mod:`trainers.models.loss`); texts become classes,
-numbered in the sorted order of the training set's. All examples are kept in
-memory, unless ``data.num_workers`` says how many processes load those of a ``Dataset`` when they
-are needed (:mod:`trainers.data.stream`).
+Examples ``x`` [N, ...] of 32 or 64 bit integers stay integers (tokens), all others become float32.
+Targets ``y`` [N, ...] are integers (classes) or become float32, depending on the loss
+(:mod:`trainers.models.loss`). Texts as targets become classes, numbered in the sorted order of the
+training set's texts. All examples are kept in memory, unless ``data.num_workers`` is set: then so
+many processes load the examples of a ``Dataset`` on demand (:mod:`trainers.data.stream`).
 
-A factory with neither parameter is called once, and returns a ``LightningDataModule``, or what has
-its ``setup``, ``train_dataloader``, ``val_dataloader`` and ``test_dataloader``: the data sets of
-these loaders are taken, not their batches.
+A factory with neither parameter is called once, and returns a ``LightningDataModule``, or an object
+with its ``setup``, ``train_dataloader``, ``val_dataloader`` and ``test_dataloader``. Only the
+loaders' data sets are used, not their batches.
 """
 
 from __future__ import annotations
@@ -39,20 +38,21 @@ from trainers.user_code import call, find_source, load_code, named
 
 KEY = "data.name"
 TOKENS = (torch.int32, torch.int64)
-"""Types of examples that stay whole numbers."""
+"""Data types of examples that stay integers."""
 TARGETS = ("label", "labels", "target", "targets", "y")
-"""Keys under which a mapping has its target."""
+"""Keys of the target in a mapping."""
 INPUTS = ("image", "img", "pixel_values", "input", "inputs", "features", "x")
-"""Keys under which a mapping has its input; if none of them is there, the only other key has it."""
+"""Keys of the input in a mapping; without any of these keys, it is the only other key."""
 VALIDATION_SHARE = 10
-"""One part in so many validates, where nothing is said."""
+"""Default validation split: 1 / VALIDATION_SHARE of the training data."""
 
 
 def load_own(config: DataConfig) -> tuple[Examples, Examples | None, Examples]:
-    """Return the training, validation (None where it must be cut from training) and test examples.
+    """Return the training, validation and test examples; None for validation if it is to be cut
+    from the training examples.
 
     Raises:
-        ValueError: the factory cannot be loaded or called, or returns no examples with targets.
+        ValueError: the factory cannot be loaded or called, or returns something else.
     """
     factory = load_code(KEY, config.name, config.code)
     try:
@@ -98,7 +98,7 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
     """Return the data sets of a ``LightningDataModule``'s loaders.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``module`` is not such a module.
     """
     names = ("train_dataloader", "val_dataloader", "test_dataloader")
     if any(not callable(getattr(module, name, None)) for name in names):
@@ -121,7 +121,7 @@ def _of_module(config: DataConfig, module: Any) -> tuple[Examples, Examples | No
 
 
 def _only(config: DataConfig, name: str, loader: Any) -> Any:
-    """Return a loader, or the only one of a list."""
+    """Return a loader, or the only loader of a list."""
     found = list(loader) if isinstance(loader, list | tuple) else [loader]
     if len(found) != 1 or not hasattr(found[0], "dataset"):
         raise ValueError(
@@ -132,10 +132,10 @@ def _only(config: DataConfig, name: str, loader: Any) -> Any:
 
 
 def _check_alike(config: DataConfig, splits: list[Examples]) -> None:
-    """Refuse examples without values, and splits of different shapes.
+    """Check that all splits have examples of the same shape, which is not empty.
 
     Raises:
-        ValueError: with the shapes.
+        ValueError: they do not; the message has the shapes.
     """
     shapes = [tuple(split.head(1).x.shape[1:]) for split in splits]
     if len(set(shapes)) > 1:
@@ -152,12 +152,12 @@ def _check_alike(config: DataConfig, splits: list[Examples]) -> None:
 
 
 def _examples(config: DataConfig, made: Any, names: list[str]) -> Examples:
-    """Return what a factory made as tensors, or as a stream where it is not to be in memory.
+    """Convert a factory's return value to tensors, or to a stream if ``data.num_workers`` is set.
 
     Args:
-        config: names the factory.
-        made: what it made.
-        names: names of the classes, which the training set fills in if its targets are texts.
+        config: config with the factory's name.
+        made: return value of the factory.
+        names: names of the classes; filled by the training set if its targets are texts.
     """
     if _is_dataset(made):
         _check_map_style(config, made)
@@ -176,7 +176,8 @@ def _examples(config: DataConfig, made: Any, names: list[str]) -> Examples:
 
 
 def _is_dataset(made: Any) -> bool:
-    """Tell whether a factory made a map-style data set, also Hugging Face's or a list of dicts."""
+    """Return whether a value is a map-style data set, including Hugging Face's and lists of
+    dicts."""
     if isinstance(made, list):
         return bool(made) and all(isinstance(example, Mapping) for example in made)
     if isinstance(made, torch.utils.data.Dataset):
@@ -186,10 +187,10 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _pair(config: DataConfig, example: Any) -> Any:
-    """Return the input and the target of a mapping; anything else as it is.
+    """Return the input and the target of a mapping; return any other value unchanged.
 
     Raises:
-        ValueError: it has none or several of either.
+        ValueError: a mapping does not have exactly one input and one target.
     """
     if not isinstance(example, Mapping):
         return example
@@ -207,10 +208,10 @@ def _pair(config: DataConfig, example: Any) -> Any:
 
 
 def _numbered(config: DataConfig, y: Any, names: list[str]) -> Any:
-    """Return classes that are texts as numbers, other targets as they are.
+    """Convert text classes to numbers; return other targets unchanged.
 
     Raises:
-        ValueError: a text is none of the training set's.
+        ValueError: a text does not occur in the training set.
     """
     texts = None if isinstance(y, Tensor) else np.asarray(y)
     if texts is None or not _are_texts(texts):
@@ -227,7 +228,7 @@ def _numbered(config: DataConfig, y: Any, names: list[str]) -> Any:
 
 
 def _are_texts(values: np.ndarray[Any, Any]) -> bool:
-    """Tell whether values are texts, also in an array of objects as pandas has them."""
+    """Return whether values are texts, including pandas-style arrays of objects."""
     objects = values.dtype == object and values.size
     return values.dtype.kind == "U" or bool(
         objects and all(isinstance(value, str) for value in values.ravel())
@@ -235,11 +236,10 @@ def _are_texts(values: np.ndarray[Any, Any]) -> bool:
 
 
 def _checked(config: DataConfig, split: Split) -> Split:
-    """Return examples in the types that training takes.
+    """Check examples and targets, and convert them to the data types of training.
 
     Raises:
-        ValueError: they are complex, not finite or too large for their type, or not as many as
-            their targets.
+        ValueError: they are complex, not finite, too large for their type, or differ in number.
     """
     x, y = split
     for name, part in (("examples", x), ("targets", y)):
@@ -271,10 +271,10 @@ def _checked(config: DataConfig, split: Split) -> Split:
 
 
 def _check_map_style(config: DataConfig, dataset: Any) -> None:
-    """Refuse a data set without a length.
+    """Check that a data set has a length and is not empty.
 
     Raises:
-        ValueError: it has none, or holds nothing.
+        ValueError: it does not, or is.
     """
     if not hasattr(dataset, "__len__") or not len(dataset):
         raise ValueError(
@@ -285,10 +285,10 @@ def _check_map_style(config: DataConfig, dataset: Any) -> None:
 
 
 def _streamed(config: DataConfig, dataset: Any) -> Stream:
-    """Return a data set whose examples are loaded when they are needed.
+    """Return a data set whose examples are loaded on demand.
 
     Raises:
-        ValueError: it does not say how many classes there are.
+        ValueError: the number of classes is unknown, or the classes are texts.
     """
     assert config.num_workers is not None
     check, pairs = partial(_checked, config), dataset
@@ -315,7 +315,7 @@ def _streamed(config: DataConfig, dataset: Any) -> Stream:
 
 
 class _Pairs(torch.utils.data.Dataset[Any]):
-    """A data set of mappings as one of pairs."""
+    """Adapter that converts a data set's mappings to pairs."""
 
     def __init__(self, config: DataConfig, dataset: Any) -> None:
         self._config, self._dataset = config, dataset
@@ -328,17 +328,17 @@ class _Pairs(torch.utils.data.Dataset[Any]):
 
 
 def _collected(parts: list[Any]) -> Any:
-    """Return the inputs or the targets of a data set's pairs as one array; texts as they are."""
+    """Stack the inputs or the targets of a data set's pairs; texts become a NumPy array."""
     if all(isinstance(part, str) for part in parts):
         return np.array(parts)
     return torch.stack([_tensor(part) for part in parts])
 
 
 def _tensor(values: Any) -> Tensor:
-    """Return a tensor of numbers.
+    """Convert numbers to a tensor.
 
     Raises:
-        ValueError: they are texts.
+        ValueError: the values are texts.
     """
     if isinstance(values, Tensor):
         return values

@@ -1,18 +1,18 @@
-"""Data sets that are made from a seed: curves to classify, sequences to copy, sort and add.
+"""Data sets generated from a seed: curves to classify, sequences to copy, sort and add.
 
 ``mnist1d``: ten classes of curves, each a template of twelve points that is stretched, moved,
-scaled, sheared, and overlaid with noise of its own and noise that neighbours share. The idea and
-the kinds of changes are those of MNIST-1D; templates and code are not, so that figures cannot be
-set beside published ones. ``x`` is float32 ``[N, length]``, ``y`` the class.
+scaled, sheared, and overlaid with independent and with smooth noise. The idea and the kinds of
+changes are taken from MNIST-1D, but the templates and the code are our own, so figures are not
+comparable with published ones. ``x`` is float32 ``[N, length]``, ``y`` the class.
 
-``copy``, ``sort`` and ``addition``: a question, then as many blanks as the answer has symbols. At
-the blanks the answer is asked for, elsewhere nothing (-100, torch's ``ignore_index``). ``x`` and
-``y`` are int64 ``[N, T]``; token 0 is the blank, and answers are counted from 0::
+``copy``, ``sort`` and ``addition``: a question, followed by as many blanks as the answer has
+symbols. Targets are the answer at the blanks, and -100 (torch's ``ignore_index``) elsewhere. ``x``
+and ``y`` are int64 ``[N, T]``; token 0 is the blank, and answers are counted from 0::
 
     copy, sort   x = s_1 ... s_L 0 ... 0     y = -100 ... -100 a_1 ... a_L
     addition     x = digits of a, digits of b, 0 ... 0     y: digits of a + b, the last one first
 
-No question is drawn twice, so none of the test set is among those trained on.
+Questions are unique, so the test set has no question in common with the training set.
 
 Sources: S. Greydanus 2020, "Scaling down Deep Learning" (arXiv:2011.14439); S. Hochreiter, J.
 Schmidhuber 1997 and A. Graves et al. 2014 (arXiv:1410.5401) for copying and sorting.
@@ -42,9 +42,9 @@ TEMPLATES = np.array(
     ],
     dtype=np.float64,
 )
-"""A curve for each class."""
+"""Template of each class's curve."""
 MARGIN = 0.6
-"""Most of an example, as a share of its length, that is not the curve."""
+"""Maximum share of an example's length outside of the curve."""
 
 
 def load_mnist1d(args: Mnist1DArguments) -> tuple[Split, Split]:
@@ -75,7 +75,7 @@ def _curve(
 
 
 def load_symbols(args: SymbolArguments, ordered: bool) -> tuple[Split, Split]:
-    """Return the training and the test examples of ``copy``, or ``sort`` where ``ordered``."""
+    """Return the training and the test examples of ``copy``, or, if ``ordered``, of ``sort``."""
     question = _questions(args.examples + args.test, args.length, args.symbols, args.seed)
     answer = np.sort(question, axis=1) if ordered else question
     return _cut(_asked(question, answer), args.examples)
@@ -91,7 +91,7 @@ def load_addition(args: AdditionArguments) -> tuple[Split, Split]:
 
 
 def _questions(count: int, length: int, symbols: int, seed: int) -> NDArray[np.int64]:
-    """Return different rows of symbols counted from 0, ``[count, length]``, in random order."""
+    """Return unique rows of symbols counted from 0, ``[count, length]``, in random order."""
     rng = np.random.default_rng(seed)
     rows: NDArray[np.int64] = np.empty((0, length), np.int64)
     while len(rows) < count:
@@ -102,7 +102,7 @@ def _questions(count: int, length: int, symbols: int, seed: int) -> NDArray[np.i
 
 
 def _asked(question: NDArray[np.int64], answer: NDArray[np.int64]) -> Split:
-    """Return questions, followed by blanks at which the answers are asked for."""
+    """Return questions followed by blanks, with the answers as targets at the blanks."""
     x = np.concatenate([question + 1, np.zeros_like(answer)], axis=1)
     y = np.concatenate([np.full_like(question, IGNORED), answer], axis=1)
     return Split(torch.from_numpy(x), torch.from_numpy(y))

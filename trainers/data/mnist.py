@@ -1,12 +1,11 @@
-"""MNIST: where its IDX files are found, how they are downloaded, checked and read; and the files of
-Fashion-MNIST and KMNIST, which have the same names and sizes.
+"""Finding, downloading, checking and reading the IDX files of MNIST, and of Fashion-MNIST and
+KMNIST, which have the same names and sizes.
 
-The four files are looked for in ``root``, else in ``$LNS_STUDY_DATA`` (either the folder itself or
-its ``mnist/``). A folder that is named in one of these ways must hold all files; a missing file is
-an error. If neither is given, they are looked for in ``./data/mnist``, then in the download cache
-``~/.cache/lns-study/mnist``; otherwise they are downloaded there. Files may be gzipped or plain.
-Every file is checked (magic number, size, SHA-256 of its content) before it is used, wherever it
-came from.
+The four files are searched in ``root``, else in ``$LNS_STUDY_DATA`` (the folder itself or its
+``mnist/``). A folder given in one of these ways must contain all files; a missing file is an error.
+If neither is given, they are searched in ``./data/mnist``, then in the download cache
+``~/.cache/lns-study/mnist``; if they are not found, they are downloaded there. Files may be gzipped
+or plain. Every file is checked (magic number, size, SHA-256 of its content) before it is used.
 
 Format: http://yann.lecun.com/exdb/mnist/; H. Xiao et al. 2017 (arXiv:1708.07747), Fashion-MNIST; T.
 Clanuwat et al. 2018 (arXiv:1812.01718), KMNIST.
@@ -42,8 +41,8 @@ MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 
 
 class _File(NamedTuple):
-    """One of the four files: its magic number, items, and SHA-256 of the uncompressed content, ""
-    where only that of the compressed file is published."""
+    """One of the four files: magic number, number of items, and SHA-256 of the uncompressed content
+    ("" to skip the check)."""
 
     magic: int
     items: int
@@ -88,7 +87,7 @@ def read_idx(path: Path, expected: _File) -> NDArray[np.uint8]:
     """Return the items of an IDX file, ``[N]`` labels or ``[N, 784]`` pixels.
 
     Raises:
-        ValueError: the magic number, the size or the content is not that of MNIST's file.
+        ValueError: the magic number, the size or the content differs from MNIST's file.
     """
     content = _content(path)
     is_images = expected.magic == 2051
@@ -126,10 +125,10 @@ def _missing_in(folder: Path) -> list[str]:
 
 
 def find_mnist(root: str | None) -> Path | None:
-    """Return the folder that holds the four files, or None where none of the usual places does.
+    """Return the folder with the four files; None if it is not in the usual places.
 
     Raises:
-        ValueError: the folder that ``root`` or else ``$LNS_STUDY_DATA`` names lacks some of them.
+        ValueError: ``root``, or else ``$LNS_STUDY_DATA``, is a folder that lacks files.
     """
     named = os.environ.get(DATA_VARIABLE)
     if root is not None:
@@ -143,10 +142,10 @@ def find_mnist(root: str | None) -> Path | None:
 
 
 def _mnist_in(key: str, value: str, remedy: str) -> Path:
-    """Return ``value`` or its ``mnist/``, whichever holds the four files.
+    """Return ``value`` or its ``mnist/``, whichever contains the four files.
 
     Raises:
-        ValueError: neither does; the message names the files missing in the one that holds more.
+        ValueError: neither does; the message lists the missing files of the more complete one.
     """
     folders = [Path(value), Path(value) / "mnist"]
     best = min(folders, key=lambda folder: len(_missing_in(folder)))
@@ -161,9 +160,9 @@ def _mnist_in(key: str, value: str, remedy: str) -> Path:
 
 
 def download_mnist(folder: Path) -> None:
-    """Download the four files into ``folder``; each appears there only after it has been checked.
+    """Download the four files into ``folder``; each is moved there only after it was checked.
 
-    ``$LNS_STUDY_MNIST_URL`` names another mirror.
+    ``$LNS_STUDY_MNIST_URL`` sets another mirror.
 
     Raises:
         DownloadError: the mirror does not answer, or sends something else.
@@ -195,7 +194,7 @@ def _mirror() -> str:
 
 
 def describe_download() -> str:
-    """Return what :func:`download_mnist` would download, from where and to which folder."""
+    """Describe what :func:`download_mnist` would download: files, address and folder."""
     return (
         f"{', '.join(f'{name}.gz' for name in _missing_in(cache_folder()))} from {_mirror()}/ to"
         f" {cache_folder()}"
@@ -204,7 +203,8 @@ def describe_download() -> str:
 
 @lru_cache(maxsize=2)
 def mnist_arrays(root: str, name: str = "mnist") -> tuple[NDArray[np.uint8], ...]:
-    """Return the pixels and labels for training, then those for testing, of the files in ``root``.
+    """Return training pixels, training labels, test pixels and test labels of the files in
+    ``root``.
 
     Args:
         root: folder of the files.

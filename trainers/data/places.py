@@ -1,4 +1,4 @@
-"""Where the data of a trial are: found, or downloaded. Loads no torch."""
+"""Finding or downloading the data of a trial. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def resolve(
 ) -> DataConfig:
     """Return ``config`` with a concrete name, root and validation size.
 
-    ``auto`` becomes ``mnist`` where the files are found or can be downloaded, otherwise ``digits``.
+    ``auto`` becomes ``mnist`` if the files are found or can be downloaded, otherwise ``digits``.
 
     Args:
-        config: the data asked for.
-        download: whether MNIST is downloaded where it is not found; if not, ``root`` stays None,
-            and ``auto`` becomes ``mnist`` without a check that it can be downloaded.
-        say: called with the reason for which ``auto`` becomes ``digits``.
+        config: config of the data.
+        download: whether to download MNIST if it is not found; if not, ``root`` stays None, and
+            ``auto`` becomes ``mnist`` without a check that it can be downloaded.
+        say: called with the reason if ``auto`` becomes ``digits``.
 
     Raises:
-        ValueError: ``root`` or ``$LNS_STUDY_DATA`` names a folder that lacks files, or ``root`` is
-            given for data that are read from none.
-        DownloadError: MNIST is asked for by name and cannot be downloaded.
+        ValueError: ``root`` or ``$LNS_STUDY_DATA`` is a folder that lacks files, or ``root`` is
+            given for data without files.
+        DownloadError: MNIST is requested by name and cannot be downloaded.
     """
     name, root = config.name, config.root
     if names_code(name):
         if root is not None:
             raise ValueError(
-                f"data.root={root!r} with data.name={name!r}: a factory is not told of it; give the"
-                " folder in data.args, as a parameter of the factory"
+                f"data.root={root!r} with data.name={name!r}: a factory does not get data.root;"
+                " give the folder in data.args, as a parameter of the factory"
             )
         return config
     if root is not None and name in DATA and not DATA[name].files:
@@ -65,7 +65,7 @@ def _located(config: DataConfig) -> DataConfig:
     """Return ``config`` with the folder or file of its data, and the digest of a user's own file.
 
     Raises:
-        ValueError: they are not to be found, or the file has changed since the study was planned.
+        ValueError: they are not found, or the file has changed since the study was planned.
     """
     collection = getattr(config.arguments, "collection", "")
     place = find(config.name, config.root, f"{collection}.mat" if collection else "")
@@ -76,13 +76,13 @@ def _located(config: DataConfig) -> DataConfig:
     if config.code not in ("", code):
         raise ValueError(
             f"data.name={config.name}: {place} has changed since the study was planned; run the"
-            " same command again, which plans its trials anew"
+            " same command again to plan its trials again"
         )
     return replace(config, code=code)
 
 
 def fetch(name: str) -> Path:
-    """Download the files of a data set into its cache, checked, and return the folder.
+    """Download and check the files of a data set, and return its cache folder.
 
     Raises:
         DownloadError: the mirror does not answer, or sends something else, or the cache cannot be
@@ -101,10 +101,10 @@ def fetch(name: str) -> Path:
 
 
 def describe_place(name: str) -> str:
-    """Return where the files of one of our data sets are, or how to get them.
+    """Return the place of a built-in data set's files, or the command that downloads them.
 
     Raises:
-        ValueError: ``$LNS_STUDY_DATA`` names a folder that lacks files of MNIST.
+        ValueError: ``$LNS_STUDY_DATA`` is a folder that lacks files of MNIST.
     """
     if not DATA[name].files:
         return "needs none"

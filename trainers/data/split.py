@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PIXELS = 784
 IGNORED = -100
-"""Class of an answer that is not asked for, torch's ``ignore_index``."""
+"""Target of positions without an answer, torch's ``ignore_index``."""
 
 
 class Examples(Protocol):
@@ -28,29 +28,28 @@ class Examples(Protocol):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that an answer needs: one for each class, or as many as an example
-        has numbers to predict."""
+        """Number of model outputs per answer: one per class, or one per number to predict."""
 
     def head(self, examples: int) -> Split:
-        """Return the first examples, which the caller may change."""
+        """Return a copy of the first examples."""
 
     def part(self, chosen: slice) -> Examples:
-        """Return the examples at the ``chosen`` places."""
+        """Return the examples at the ``chosen`` indices."""
 
     def to(self, device: torch.device) -> Examples:
         """Return the same examples on a device."""
 
     def map(self, change: Callable[[Split], Split]) -> Examples:
-        """Return the examples as ``change`` makes them of any batch."""
+        """Return the examples with ``change`` applied to every batch."""
 
     def load(self, batches: Iterable[Tensor], seed: int) -> Iterator[Split]:
-        """Yield the examples at the indices (int64) of each of ``batches``; what is drawn at random
-        depends on ``seed``."""
+        """Yield the examples at the indices (int64) of each of ``batches``; ``seed`` is the seed of
+        random changes."""
 
 
 class Split(NamedTuple):
-    """Examples ``x`` [N, ...], float32 (ours in [0, 1]) or int64 (tokens), and targets ``y``
-    [N, ...], int64 (classes, -100 where none is asked for) or float32 (labels, numbers)."""
+    """Examples ``x`` [N, ...], float32 (built-in data: in [0, 1]) or int64 (tokens), and targets
+    ``y`` [N, ...], int64 (classes, -100 to ignore) or float32 (labels, numbers)."""
 
     x: Tensor
     y: Tensor
@@ -62,7 +61,8 @@ class Split(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that an answer needs; classes count from 0 to the largest here."""
+        """Number of model outputs per answer; for classes, the largest class in the split plus
+        1."""
         if self.y.is_floating_point():
             return self.y.shape[-1] if self.y.dim() > 1 else 1
         return 1 + int(self.y.max())
@@ -72,7 +72,7 @@ class Split(NamedTuple):
         return Split(self.x[:examples].clone(), self.y[:examples].clone())
 
     def part(self, chosen: slice) -> Split:
-        """Return the examples at the ``chosen`` places, a view."""
+        """Return the examples at the ``chosen`` indices, as a view."""
         return Split(self.x[chosen], self.y[chosen])
 
     def to(self, device: torch.device) -> Split:
@@ -80,7 +80,7 @@ class Split(NamedTuple):
         return Split(self.x.to(device), self.y.to(device))
 
     def map(self, change: Callable[[Split], Split]) -> Split:
-        """Return the examples as ``change`` makes them."""
+        """Return the examples with ``change`` applied."""
         return change(self)
 
     def load(self, batches: Iterable[Tensor], seed: int) -> Iterator[Split]:
@@ -98,7 +98,7 @@ class Dataset(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs that an answer needs."""
+        """Number of model outputs per answer."""
         return max(split.outputs for split in self)
 
 
@@ -108,9 +108,10 @@ class DatasetInfo:
 
     Attributes:
         args: the data set's own arguments, as in the config.
-        identity: what decides the examples of a user's factory, in a line; "" of ours.
-        digest: SHA-256 of the examples that were chosen.
-        files: SHA-256 of all examples that there are to choose from, whatever was chosen.
+        identity: settings that determine the examples of a user's factory, as one line; "" for
+            built-in data.
+        digest: SHA-256 of the examples in the splits.
+        files: SHA-256 of all available examples, independent of the split sizes.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""Examples that are loaded when they are needed, by processes beside the one that trains.
+"""Examples that are loaded on demand, by separate processes.
 
-A :class:`Stream` stands where a :class:`~trainers.data.split.Split` would, for map-style data sets
-that memory cannot hold or that change their examples at random. torch's ``DataLoader`` loads them,
-in ``data.num_workers`` processes, a few batches ahead. What a data set draws at random comes from
-(seed, epoch, rank) and the number of these processes, so that a trial that was interrupted goes on
-with the same examples.
+A :class:`Stream` replaces a :class:`~trainers.data.split.Split` for map-style data sets that do not
+fit into memory or that change their examples at random. torch's ``DataLoader`` loads them in
+``data.num_workers`` processes, a few batches ahead. A data set's random numbers only depend on
+(seed, epoch, rank) and the number of these processes, so an interrupted trial resumes with the same
+examples.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Stream:
     """Examples of a map-style data set.
 
     Args:
-        dataset: has ``len`` and gives pairs (x, y).
-        num_workers: processes that load.
-        outputs: number of outputs that an answer needs.
-        changes: what is done to every batch, in order.
-        device: device that batches are brought to.
+        dataset: map-style data set of pairs (x, y).
+        num_workers: number of processes that load examples.
+        outputs: number of model outputs per answer.
+        changes: functions that are applied to every batch, in this order.
+        device: device that batches are moved to.
 
     Attributes:
-        outputs: number of outputs that an answer needs.
+        outputs: number of model outputs per answer.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Stream:
         return len(self._dataset)
 
     def part(self, chosen: slice) -> Stream:
-        """Return the examples at ``chosen`` places."""
+        """Return the examples at the ``chosen`` indices."""
         return self._with(Subset(self._dataset, range(self.size)[chosen]))
 
     def to(self, device: torch.device) -> Stream:
-        """Return the same examples, brought to a device."""
+        """Return the same examples, moved to a device."""
         return self._with(device=device)
 
     def map(self, change: Change) -> Stream:
-        """Return the same examples, each batch of which is changed."""
+        """Return the same examples with ``change`` applied to every batch."""
         return self._with(changes=(*self._changes, change))
 
     def head(self, examples: int) -> Split:
@@ -73,7 +73,7 @@ class Stream:
 
         Args:
             batches: indices of examples, int64.
-            seed: seed of what the data set draws at random.
+            seed: seed of the data set's random numbers.
         """
         loader = DataLoader(
             self._dataset,
@@ -81,7 +81,7 @@ class Stream:
             num_workers=self._num_workers,
             generator=torch.Generator().manual_seed(seed),
             pin_memory=self._device.type == "cuda",
-            multiprocessing_context="fork",  # others could not find classes of the user's file
+            multiprocessing_context="fork",  # other methods could not find the user file's classes
         )
         for pair in loader:
             yield self._finished(pair)

@@ -1,26 +1,26 @@
 """Sequences with a target at each step: characters of a text, frames of piano rolls.
 
-Both are streams that are cut into windows of ``data.args.context`` steps, one after the other; a
-last window that is not full is left out. The target of a step is what comes next in the stream, so
-that each of them is predicted once, from at most ``context`` steps before it in the same window.
+Both are streams that are cut into consecutive windows of ``data.args.context`` steps; an incomplete
+last window is dropped. The target of a step is the next element of the stream, so each element is
+predicted once, from at most ``context`` preceding steps in the same window.
 
-**text**: a file in UTF-8, its characters numbered in the order of their code points. ``x`` and
-``y`` are int64 ``[N, T]``, ``y[i]`` the character after ``x[i]``. The last tenth of the file tests;
-the end of the rest validates. This is the split of char-rnn and nanoGPT into nine and one tenths,
-whose validation is the test here. Training windows may begin every ``data.args.stride`` characters,
-so that they overlap; those that validate and test never do, nor do they overlap training.
+**text**: a UTF-8 file whose characters are numbered in the order of their code points. ``x`` and
+``y`` are int64 ``[N, T]``, where ``y[i]`` is the character after ``x[i]``. The last tenth of the
+file is for testing, the end of the rest for validation. char-rnn and nanoGPT have the same split
+into nine and one tenths, and call our test set validation. With ``data.args.stride``, training
+windows start every ``stride`` characters, so they can overlap. Validation and test windows do not
+overlap with each other or with training.
 
 **piano_rolls**: a .mat file with ``traindata``, ``validdata`` and ``testdata``, pieces of ``[T,
-88]`` zeros and ones, a note each (MIDI 21 to 108). ``y`` are frames, float32 ``[N, T, 88]``; ``x``
-the frames before them, silence before the first. The pieces of a part are laid end to end, so there
-is no padding and no mask; the first frame of a piece is predicted from the end of the piece before
-it. Published figures restart at each piece, and keep its whole past: they are near, not equal.
-Loss: ``binary_cross_entropy``; times 88 it is the usual figure, nats a frame.
+88]`` zeros and ones, one column per note (MIDI 21 to 108). ``y`` are frames, float32 ``[N, T,
+88]``; ``x`` the preceding frames, with silence before the first. The pieces of a split are
+concatenated, without padding or mask, so a piece's first frame is predicted from the end of the
+previous piece. Published figures restart at each piece and use its whole past, so they are similar
+but not equal. Loss: ``binary_cross_entropy``; times 88 it is the usual figure, in nats per frame.
 
 Sources: A. Karpathy 2015, "The Unreasonable Effectiveness of Recurrent Neural Networks";
 N. Boulanger-Lewandowski et al. 2012, "Modeling Temporal Dependencies in High-Dimensional Sequences"
-(arXiv:1206.6392), four collections; the .mat files are those of S. Bai et al. 2018
-(arXiv:1803.01271).
+(arXiv:1206.6392), four collections; the .mat files are by S. Bai et al. 2018 (arXiv:1803.01271).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainers.data.split import Split
 
 NOTES = 88
 TEST_SHARE = 10
-"""One character in so many tests, the last ones."""
+"""Test split: the last 1 / TEST_SHARE of a text's characters."""
 
 
 def load_text(
@@ -46,10 +46,11 @@ def load_text(
 ) -> tuple[Split, Split | None, Split]:
     """Return the training, validation and test examples of a text.
 
-    Without ``args.stride`` the last training examples validate, and None is returned for them.
+    Without ``args.stride``, validation is None: it is to be cut from the end of the training
+    examples.
 
     Raises:
-        ValueError: it is not UTF-8, or too short for one window each.
+        ValueError: the file is not UTF-8, or too short for one window per split.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -81,7 +82,7 @@ def load_piano_rolls(path: Path, context: int) -> tuple[Split, Split, Split]:
     """Return the training, validation and test examples of a .mat file.
 
     Raises:
-        ValueError: it is no such file, or too short for one window each.
+        ValueError: the file has another format, or is too short for one window per split.
     """
     from scipy.io import loadmat
     from scipy.io.matlab import MatReadError
@@ -105,7 +106,7 @@ def load_piano_rolls(path: Path, context: int) -> tuple[Split, Split, Split]:
 
 
 def _frames(pieces: Any) -> Tensor:
-    """Return the frames of all pieces, end to end, float32 ``[frames, 88]``."""
+    """Return the concatenated frames of all pieces, float32 ``[frames, 88]``."""
     frames = np.concatenate([np.asarray(piece) for piece in np.ravel(pieces)])
     if frames.ndim != 2 or frames.shape[1] != NOTES or not np.isin(frames, (0, 1)).all():
         raise ValueError(f"frames of shape {frames.shape[1:]}, or not zeros and ones")

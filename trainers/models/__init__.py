@@ -1,4 +1,4 @@
-"""The models of trials, as plain torch modules that know nothing of precision or parallelism."""
+"""The models of trials: plain torch modules, independent of precision and parallelism."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def make_model(
     tokens: int = 0,
     each_step: bool = False,
 ) -> nn.Module:
-    """Return the model that ``config`` names, its weights drawn.
+    """Return the model of ``config`` with initial weights.
 
     Args:
         config: config of the model.
         shape: shape of an example.
-        outputs: number of outputs of an answer; ours have ``[B, outputs]``, or ``[B, T, outputs]``
-            with ``each_step``.
+        outputs: number of outputs per answer; built-in models return ``[B, outputs]``, or ``[B, T,
+            outputs]`` with ``each_step``.
         seed: seed of the weights.
-        tokens: different tokens, where examples are sequences of them; else 0.
+        tokens: number of different tokens if examples are sequences of tokens; else 0.
         each_step: whether the data have a target for each step of a sequence.
 
     Raises:
-        ValueError: the data do not fit our model, or the user's factory fails.
+        ValueError: the data do not fit a built-in model, or the user's factory fails.
     """
     if config.own:
         return make_own_model(config, shape, outputs, seed)
@@ -54,9 +54,9 @@ def build(
     tokens: int = 0,
     each_step: bool = False,
 ) -> nn.Sequential:
-    """Return our model that ``config`` names, its weights not yet drawn, a chain of layers.
+    """Return the built-in model of ``config``, a chain of layers, without initial weights.
 
-    Arguments and errors as of :func:`make_model`; a whole number is the shape of flat examples.
+    Arguments and errors as for :func:`make_model`; an integer is the shape of flat examples.
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     if config.name == "gpt":
@@ -79,10 +79,10 @@ def build(
 
 
 def _image(name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return channels, height and width of an example; flat ones are square grey images.
+    """Return channels, height and width of an example; flat examples count as square grey images.
 
     Raises:
-        ValueError: examples that are no images.
+        ValueError: the examples are not images.
     """
     side = math.isqrt(shape[0])
     if len(shape) == 1 and side * side == shape[0]:

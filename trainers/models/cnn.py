@@ -1,7 +1,7 @@
 """A small convolutional net.
 
-It has 3 x 3 convolutions, each with an activation and pooling to half the size, then linear layers
-with activations between them.
+It has 3 x 3 convolutions, each followed by an activation and pooling to half the size, then linear
+layers with activations between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainers.models.mlp import PLAIN, make_activation, mlp
 
 
 class Images(nn.Unflatten):
-    """The images of a batch, whether they come as such or laid flat.
+    """Reshapes a batch to images, flattened or not.
 
     Args:
         image: channels, height and width, (C, H, W).
@@ -49,7 +49,7 @@ def cnn(
         arguments: arguments with the activation function.
 
     Raises:
-        ValueError: the image is too small to be halved so often.
+        ValueError: the image is too small for this number of poolings.
     """
     inputs, height, width = image
     halved = (height >> len(channels)) * (width >> len(channels))

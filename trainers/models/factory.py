@@ -1,12 +1,11 @@
 """Models that a user's factory makes: any torch module that turns examples into outputs.
 
-The factory is called as ``factory(**model.args)``, and with ``inputs`` (an int, or the shape of an
-example as a tuple where it has several dimensions) and ``classes`` or ``outputs`` (how many outputs
-an answer needs) where it has such parameters. What it makes returns a tensor, or an object whose
-``logits`` are one, as those of Hugging Face do.
-Torch's, NumPy's and Python's random numbers are seeded by the trial's seed while it runs, and its
-weights stay as it made them: so they depend on the seed alone, whatever the layout, and pretrained
-ones are kept.
+The factory is called as ``factory(**model.args)``. If it has such parameters, it also gets
+``inputs`` (an int, or the shape of an example as a tuple if it has several dimensions) and
+``classes`` or ``outputs`` (number of outputs per answer). The model returns a tensor, or an object
+with a tensor ``logits``, as Hugging Face's models do. While the factory runs, the random numbers of
+torch, NumPy and Python are seeded by the trial's seed. Its weights are kept, including pretrained
+ones, so they only depend on the seed, not on the layout.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from trainers.user_code import call, load_code, named
 
 KEY = "model.name"
 _MADE: WeakSet[nn.Module] = WeakSet()
-"""Modules that factories have returned in this process and their parts, while they are there."""
+"""Modules, including submodules, that factories have returned in this process; weak references."""
 
 
 def make_own_model(
     config: ModelConfig, shape: tuple[int, ...], outputs: int, seed: int
 ) -> nn.Module:
-    """Return what the factory makes, in training mode.
+    """Call the factory and return its model in training mode.
 
     Args:
-        config: names the factory.
+        config: config with the factory's name.
         shape: shape of an example.
-        outputs: number of outputs of an answer.
+        outputs: number of outputs per answer.
         seed: seed of the trial.
 
     Raises:
-        ValueError: the factory cannot be loaded or called, or returns no module with float32
+        ValueError: the factory cannot be loaded or called, or does not return a module with float32
             parameters.
     """
     factory = load_code(KEY, config.name, config.code)
@@ -72,13 +71,12 @@ def make_own_model(
 
 
 def check_chain(config: TrialConfig, model: nn.Module) -> None:
-    """Refuse a network of the user's that the trial cuts and that is no chain of layers.
+    """Check that the user's network is a chain of layers if the trial partitions it.
 
-    A ``torch.nn.Sequential`` is one: its layers follow each other, each with the outputs of the one
-    before.
+    A ``torch.nn.Sequential`` is a chain: each layer gets the previous layer's outputs.
 
     Raises:
-        ValueError: with the key that cuts, the rule and the remedy.
+        ValueError: it is not; the message has the key that requires a chain.
     """
     stages = config.layout.stages
     cuts = {
@@ -108,10 +106,10 @@ def check_chain(config: TrialConfig, model: nn.Module) -> None:
 
 
 def made_by_user(model: nn.Module) -> bool:
-    """Whether a part of ``model`` was made by a factory of the user's."""
+    """Return whether a part of ``model`` comes from a user's factory."""
     return any(part in _MADE for part in model.modules())
 
 
 def _logits(model: nn.Module, inputs: object, outputs: object) -> object:
-    """Return the logits of an object that has some."""
+    """Return an output's ``logits`` if it has them, else the output."""
     return outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", outputs)

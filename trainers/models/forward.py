@@ -1,22 +1,22 @@
 """The forward pass of a model, with activation checkpoints and automatic mixed precision (AMP).
 
-**Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are taken in
-segments; of all but the last only the input is kept, and backward computes a segment's activations
-again. With n layers in s segments about ``s + n / s`` activations are held instead of n, fewest at
-s = sqrt(n), the default; backward costs up to one more forward pass. The bits do not change: a
-segment with dropout draws the same random numbers again. Source: T. Chen et al. 2016, "Training
-Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+**Activation checkpoints** (``memory.activation_checkpoints=true``): the layers are divided into
+segments. For all segments but the last, only the input is kept, and backward recomputes the
+activations. With n layers in s segments about ``s + n / s`` activations are kept instead of n; the
+minimum is at s = sqrt(n), the default. Backward costs up to one more forward pass. The bits do not
+change: a segment with dropout draws the same random numbers again. Source: T. Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
-**Mixed precision** (``autocast=bfloat16``, or ``float16`` on a GPU): products and convolutions in
-that type; parameters, gradients of parameters and the loss in float32, as ``torch.autocast``
+**Mixed precision** (``autocast=bfloat16``, or ``float16`` on a GPU): products and convolutions are
+in that type; parameters, their gradients and the loss are in float32, as ``torch.autocast``
 chooses. Gradients in float16 underflow below 6e-8, so they are scaled: the gradient that enters the
-model in backward is multiplied by a factor, and the gradients of the parameters are divided by it
-before an update. torch's GradScaler halves the factor when a gradient overflowed (that update is
-left out) and doubles it after 2,000 good updates. Every replica sums the same scaled gradients, so
-all replicas decide alike.
+model in backward is multiplied by a factor, and the parameters' gradients are divided by it before
+an update. torch's GradScaler halves the factor when a gradient has overflowed (and skips that
+update) and doubles it after 2,000 good updates. All replicas sum the same scaled gradients, so they
+make the same decisions.
 
-A model keeps the types and names of its layers; only its ``forward`` is set, so that training,
-evaluation and CUDA graphs need not know.
+A model keeps the types and names of its layers. Only its ``forward`` is replaced, so training,
+evaluation and CUDA graphs need no special code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _ScaledBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return ``grad`` times the scale, and no gradient of the scaler."""
+        """Return ``grad`` times the scale, and None for the scaler."""
         return ctx.scaler.scale(grad), None
 
 
@@ -60,7 +60,8 @@ def _forward(
     scaler: GradScaler | None,
     x: Tensor,
 ) -> Tensor:
-    """Return the output in float32, from segments and in mixed precision where they are set."""
+    """Return the output in float32, with activation checkpoints and mixed precision if
+    configured."""
     mixed = (
         torch.autocast(x.device.type, autocast, cache_enabled=False) if autocast else nullcontext()
     )
@@ -80,9 +81,9 @@ def _forward(
 
 
 def _cut(layers: nn.Sequential, segments: int) -> list[nn.Sequential]:
-    """Return the layers in segments whose lengths differ by one at most.
+    """Divide the layers into segments whose lengths differ by at most one.
 
-    torch's ``checkpoint_sequential`` leaves what does not divide to the last segment, whose
+    torch's ``checkpoint_sequential`` instead adds the remainder to the last segment, whose
     activations are kept.
     """
     ends = [len(layers) * i // segments for i in range(segments + 1)]
@@ -93,13 +94,13 @@ def _cut(layers: nn.Sequential, segments: int) -> list[nn.Sequential]:
 def set_forward_(
     model: nn.Module, memory: MemoryConfig, autocast: str = "none", scaler: GradScaler | None = None
 ) -> None:
-    """Run ``model``'s forward pass, from now on, in segments and in mixed precision.
+    """Set activation checkpoints and mixed precision for ``model``'s forward pass.
 
     Args:
         model: changed in place.
-        memory: whether, and in how many segments, activations are checkpointed.
-        autocast: type of products; ``none`` for that of the parameters.
-        scaler: scales the gradients that enter the model in backward; None for unscaled ones.
+        memory: config of activation checkpoints.
+        autocast: data type of products; ``none`` for the parameters' type.
+        scaler: scaler of the gradients that enter the model in backward; None for no scaling.
     """
     if not memory.activation_checkpoints and autocast == "none":
         return
@@ -110,7 +111,7 @@ def set_forward_(
         else 1
     )
     dropout = any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
-    draws = dropout or made_by_user(model)  # whose modules may draw in any way
+    draws = dropout or made_by_user(model)  # user modules may draw random numbers
     dtype = None if autocast == "none" else getattr(torch, autocast)
     model.forward = partial(  # type: ignore[method-assign]
         _forward, model, min(segments, len(model)), draws, dtype, scaler

@@ -1,15 +1,15 @@
 """A decoder of transformer blocks that predicts the next token, as a chain.
 
-Tokens and learned positions are embedded and added, blocks follow, then a norm and a linear layer
-of the classes. A block is ``x = x + attention(norm(x)); x = x + feedforward(norm(x))`` with causal
-attention and a feed-forward layer four times as wide with GELU. Weights are drawn from a normal
-distribution of standard deviation 0.02, divided by ``sqrt(2 layers)`` at the end of each branch;
-biases are zero. The last layer has weights of its own: shared with the embedding, as in GPT-2, they
-could not lie in another pipeline stage. Dropout is after the embedding, on the attention weights
-and at the end of the branches.
+Embeddings of tokens and learned positions are added, followed by blocks, a norm, and a linear layer
+for the classes. A block is ``x = x + attention(norm(x)); x = x + feedforward(norm(x))`` with causal
+attention and a GELU feed-forward layer four times as wide. Weights are drawn from a normal
+distribution with standard deviation 0.02, divided by ``sqrt(2 layers)`` at the end of each branch;
+biases are zero. Unlike in GPT-2, the last layer does not share its weights with the embedding,
+because it can be in another pipeline stage. Dropout is after the embedding, on the attention
+weights and at the end of the branches.
 
-Source: A. Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; in small form
-A. Karpathy's nanoGPT, whose sizes are usual for tests on characters.
+Sources: A. Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; A.
+Karpathy's nanoGPT, a small version whose sizes are common in tests on characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STD = 0.02
 
 
 class Embedding(nn.Module):
-    """Tokens ``[B, T]`` as vectors that know their place, ``[B, T, width]``."""
+    """Embedding of tokens and positions, ``[B, T] -> [B, T, width]``."""
 
     def __init__(self, tokens: int, length: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         normal_(self.project, weight=STD / (2 * layers) ** 0.5, bias=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return, for each step, a mean of the values of steps up to it, projected."""
+        """Return, for each step, the projected weighted mean of the values up to this step."""
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each beside a shortcut."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, args: GPTArguments) -> None:
         super().__init__()
@@ -92,19 +92,19 @@ class Block(nn.Module):
 def gpt(
     args: GPTArguments, shape: tuple[int, ...], classes: int, tokens: int, each_step: bool
 ) -> nn.Sequential:
-    """Return the chain of embedding, blocks, and the norm and linear layer of the classes.
+    """Return the chain of embedding, blocks, norm, and linear layer for the classes.
 
     It maps tokens ``[B, T]`` to logits ``[B, T, classes]``.
 
     Args:
-        args: layers, heads, width and dropout.
+        args: number of layers and heads, width and dropout.
         shape: shape of an example, ``(T,)``; T is the longest context.
-        classes: logits a step.
-        tokens: different tokens.
+        classes: number of logits per step.
+        tokens: number of different tokens.
         each_step: whether the data have a target for each step.
 
     Raises:
-        ValueError: data without tokens, or with one target a sequence.
+        ValueError: the data have no tokens, or one target per sequence.
     """
     if not tokens or not each_step or len(shape) != 1:
         raise ValueError(

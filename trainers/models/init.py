@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the parameter's name alone.
+"""Initial weights that only depend on the seed and the parameter's name.
 
-They do not depend on the layout or the order of creation: every parameter has a generator of its
-own, seeded by (seed, name). Its distribution is torch's own default for the kind of layer:
+They do not depend on the layout or the order of creation, because every parameter has its own
+generator, seeded by (seed, name). The distribution is torch's default for the kind of layer:
 
 - linear, convolution and transposed convolution layers: weight and bias uniform in
   ``+- 1 / sqrt(fan_in)``;
@@ -12,8 +12,8 @@ own, seeded by (seed, name). Its distribution is torch's own default for the kin
   (X. Glorot, Y. Bengio 2010), their bias zero, ``bias_k`` and ``bias_v`` normal with standard
   deviation ``sqrt(2 / (fan_in + fan_out))``; the output projection is a linear layer;
 
-unless the model asks for a normal distribution with :func:`normal_`, as it must for bare parameters
-of its own, or for a constant with :func:`constant_`. A parameter that nobody draws is an error.
+unless the model sets a normal distribution by :func:`normal_`, which is required for its own bare
+parameters, or a constant by :func:`constant_`. A parameter without a distribution is an error.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor, nn
 Draw = Callable[[nn.Module, str, Tensor, torch.Generator], None]
 
 _STD = "initial_std"
-"""The attribute in which a module keeps what :func:`normal_` said."""
+"""Attribute of a module with the arguments of :func:`normal_`."""
 _CONSTANT = "initial_constant"
-"""The attribute in which a module keeps what :func:`constant_` said."""
+"""Attribute of a module with the arguments of :func:`constant_`."""
 
 
 def normal_(module: nn.Module, **std: float) -> None:
-    """Let :func:`initialize_` draw parameters of ``module`` from normal distributions of mean 0.
+    """Make :func:`initialize_` draw parameters of ``module`` from normal distributions of mean 0.
 
     Args:
-        module: owns the parameters.
-        std: standard deviation by the parameter's name; 0 for zeros.
+        module: module that owns the parameters.
+        std: standard deviation by parameter name; 0 for zeros.
     """
     setattr(module, _STD, std)
 
 
 def constant_(module: nn.Module, **values: float) -> None:
-    """Let :func:`initialize_` fill parameters of ``module`` with one value each, by name."""
+    """Make :func:`initialize_` fill parameters of ``module`` with constants, given by name."""
     setattr(module, _CONSTANT, values)
 
 
@@ -102,18 +102,18 @@ _LAYERS: tuple[tuple[tuple[type[nn.Module], ...], Draw], ...] = (
     ),
     ((nn.MultiheadAttention,), _attention),
 )  # fmt: skip
-"""The kinds of layers whose parameters are known, and what draws them."""
+"""Kinds of layers with known parameters, and the functions that draw them."""
 
 
 @torch.no_grad()
 def initialize_(model: nn.Module, seed: int) -> nn.Module:
     """Draw every parameter of ``model`` in place, and return the model.
 
-    The same seed and names give the same float32 bits on any layout. A parameter that layers share
-    is drawn once, by the first of its names.
+    The same seed and names give the same float32 bits on any layout. A shared parameter is drawn
+    once, under its first name.
 
     Raises:
-        ValueError: nobody draws a parameter; the message names it.
+        ValueError: a parameter has no distribution; the message has its name.
     """
     drawn: set[nn.Parameter] = set()
     for path, module in model.named_modules():

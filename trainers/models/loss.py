@@ -1,31 +1,32 @@
-"""Losses: what a trial minimises, from a model's outputs and the data's targets.
+"""The losses that a trial minimises, computed from a model's outputs and the data's targets.
 
 An *answer* is one element of the targets ``y``; an example has one, or several (a text one for each
 token). With B examples:
 
-- ``cross_entropy``: classes ``[B]``, or ``[B, ...]`` with -100 where no answer is asked for; logits
-  ``[B, ..., C]``, or ``[B, C, ...]`` as torch has them. Answers are right or wrong.
-- ``margin``: classes as above; outputs from 0 to 1, such as the lengths of capsules. With the
-  length ``v_k`` of class k, over all classes, ``max(0, positive - v_k)^2`` of the right one and
-  ``weight max(0, v_k - negative)^2`` of the others (0.9, 0.1 and 0.5 where nothing is said; S.
-  Sabour et al. 2017, arXiv:1710.09829, equation 4).
-- ``binary_cross_entropy``: labels 0 or 1, ``[B, ...]``; as many logits. Answers are right or wrong.
-- ``mse``, ``l1``, ``huber``: numbers ``[B, ...]``; as many outputs.
-- your own, ``loss(outputs, targets)``: gets float32 outputs, whatever the format, and returns a
-  mean over the examples, as torch's losses do, or losses that are averaged. One answer an example.
+- ``cross_entropy``: classes ``[B]``, or ``[B, ...]`` with -100 at positions without an answer;
+  logits ``[B, ..., C]``, or ``[B, C, ...]`` as in torch. Answers are right or wrong.
+- ``margin``: classes as above; outputs from 0 to 1, such as the lengths of capsules. The loss is
+  the sum of ``max(0, positive - v_k)^2`` for the right class and ``weight max(0, v_k -
+  negative)^2`` for each other class, where ``v_k`` is the output of class k (defaults: positive
+  0.9, negative 0.1, weight 0.5; S. Sabour et al. 2017, arXiv:1710.09829, equation 4).
+- ``binary_cross_entropy``: labels 0 or 1, ``[B, ...]``; logits of the same shape. Answers are right
+  or wrong.
+- ``mse``, ``l1``, ``huber``: numbers ``[B, ...]``; outputs of the same shape.
+- your own, ``loss(outputs, targets)``: gets float32 outputs in all formats, and returns a mean over
+  the examples, as torch's losses do, or losses that are averaged. One answer per example.
 
-``cross_entropy`` with ``softmax: lns`` has the gradient ``softmax(logits) - one_hot`` of LNS
-operations alone, so its bits are the contract's on every device; in float32 its last bit is that of
-the device's ``exp``. One minus a probability near 1 is the sum of the others, as a rounded
-probability is no finer than the format.
+``cross_entropy`` with ``softmax: lns`` computes the gradient ``softmax(logits) - one_hot`` only by
+LNS operations, so its bits follow the arithmetic contract on every device; in float32 the last bit
+depends on the device's ``exp``. One minus a probability near 1 is computed as the sum of the other
+probabilities, because the probability itself is already rounded to the format.
 
-An output that is no number is a wrong answer, whatever the targets: a class whose logit is NaN or
-infinite, a label whose logit is. A loss of your own is NaN where an output is. With the loss, all
-other metrics of those examples are NaN (:meth:`trainers.training.trainer.Training.test`).
+An output that is NaN or infinite is a wrong answer for all targets: an infinite or NaN logit of a
+class or of a label. A loss of your own is NaN if an output is. If the loss is not finite, all other
+metrics of those examples are NaN (:meth:`trainers.training.trainer.Training.test`).
 
-The mean over all answers is minimised. The gradient is that of their *sum*, and the optimizer
+The trial minimises the mean over all answers. The gradient is of their *sum*, and the optimizer
 divides (:mod:`trainers.optim.build`), because gradients of a mean underflow in narrow formats. It
-divides by the same number in every step, so that answers not asked for make a step smaller.
+divides by the same number in every step, so ignored answers make a step smaller.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "l1": F.l1_loss,
     "huber": F.huber_loss,
 }
-"""Losses of targets that are as many as the outputs."""
+"""Losses with one target per output."""
 
 
 def _margin(
@@ -59,7 +60,7 @@ def _margin(
     negative: float = 0.1,
     weight: float = 0.5,
 ) -> Tensor:
-    """Return the margin loss, summed over the answers that are asked for."""
+    """Return the margin loss, summed over all answers that are not ignored."""
     right_NC = F.one_hot(classes_N.clamp(min=0), lengths_NC.shape[1]).bool()
     present = F.relu(positive - lengths_NC).square()
     absent = weight * F.relu(lengths_NC - negative).square()
@@ -76,7 +77,7 @@ class _CrossEntropyInLNS(torch.autograd.Function):
         one_hot_NC = F.one_hot(classes_N.clamp(min=0), logits_NC.shape[1]).float()
         probability_NC = logits_NC.softmax(1)
         ctx.fmt = logits_NC.fmt
-        # 1 - p of the class itself is the sum of the others: p near 1 has been rounded
+        # compute 1 - p of the right class as the sum of the others, because p near 1 is rounded
         others_NC = probability_NC.masked_fill(one_hot_NC.bool(), 0.0)
         total_N1 = others_NC.sum(1, keepdim=True)
         difference_NC = others_NC - total_N1 * LNSTensor.from_float(one_hot_NC, ctx.fmt)
@@ -95,9 +96,9 @@ class Loss:
     """The loss of a trial.
 
     Args:
-        config: names the loss.
-        scale: power of two by which its gradient is larger; the model's parameters must divide by
-            it (:class:`lns_ops.LossScale`).
+        config: config of the loss.
+        scale: power of two that multiplies its gradient; the model's parameters must divide by it
+            (:class:`lns_ops.LossScale`).
 
     Raises:
         ValueError: the user's factory cannot be loaded or called, or returns nothing callable.
@@ -149,15 +150,15 @@ class Loss:
         return FUNCTIONS[config.name](outputs, targets, reduction="sum", **config.args)
 
     def wrong(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of wrong answers, int64; 0 where answers are not right or wrong.
+        """Return the number of wrong answers, int64; 0 for losses without right or wrong answers.
 
-        What is no finite number answers nothing and is wrong.
+        Outputs that are not finite count as wrong.
         """
         if self.config.chooses:
             logits, classes = by_answer(outputs, targets)
             chosen = logits.argmax(1)  # of a NaN, if there is one
             wrong = chosen != classes
-            if not isinstance(logits, LNSTensor):  # whose codes are all numbers
+            if not isinstance(logits, LNSTensor):  # LNS codes are always finite
                 wrong |= ~logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite()
             return (wrong if targets.dim() == 1 else wrong & (classes != IGNORED)).sum()
         if self.config.name == "binary_cross_entropy":
@@ -166,24 +167,24 @@ class Loss:
         return torch.zeros((), dtype=torch.int64, device=targets.device)
 
     def answers(self, targets: Tensor) -> Tensor | int:
-        """Return the number of answers that are asked for."""
+        """Return the number of answers that are not ignored."""
         if self.config.chooses and targets.dim() > 1:
             return (targets != IGNORED).sum()
         return len(targets) * self.answers_each(targets)
 
     def answers_each(self, targets: Tensor) -> int:
-        """Return the number of answers of an example."""
+        """Return the number of answers per example."""
         return 1 if self.config.own else targets[0].numel()
 
     def fit(self, name: str, data: Dataset) -> Dataset:
-        """Return ``data`` with targets of the type that the loss takes.
+        """Return ``data`` with targets in the loss's data type.
 
         Args:
-            name: name of the data, for errors.
+            name: name of the data, for error messages.
             data: all splits.
 
         Raises:
-            ValueError: the targets are not of the loss's kind.
+            ValueError: the targets do not fit the loss.
         """
         if self.config.own:
             return data
@@ -191,7 +192,7 @@ class Loss:
         return Dataset(*(split.map(fit) for split in data))
 
     def _fitting(self, name: str, split: Split) -> Split:
-        """Return examples with targets in the type that the loss takes."""
+        """Return examples with targets in the loss's data type."""
         y = split.y
         found = f"data.name={name!r} with loss.name={self.config.name}: its targets are"
         if self.config.chooses:
@@ -211,15 +212,16 @@ class Loss:
 
 
 def _is_column(split: Split) -> bool:
-    """Tell whether classes are one an example in a column ``[B, 1]``, and of no sequence's step."""
+    """Return whether classes are a column ``[B, 1]``, one per example, and not steps of
+    sequences."""
     x, y = split
     return y.shape[1:] == (1,) and not (x.dim() > 1 and x.shape[1] == 1)
 
 
 def by_answer(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits ``[N, C]`` and classes ``[N]``, one a line for each answer.
+    """Return logits ``[N, C]`` and classes ``[N]``, one row per answer.
 
-    Where the logits' classes could be in either place, ``[B, T, T]``, they are in the last.
+    If the class dimension is ambiguous, ``[B, T, T]``, it is the last one.
     """
     if targets.dim() == 1:
         return outputs, targets
@@ -233,4 +235,4 @@ def plain(outputs: Tensor) -> Tensor:
 
 
 CROSS_ENTROPY = Loss(LossConfig())
-"""The loss of a trial that names none."""
+"""The default loss of a trial."""

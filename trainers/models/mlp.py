@@ -21,7 +21,7 @@ class Swish(nn.Module):
     (arXiv:1710.05941); with beta 1 also called SiLU. In LNS silu is one table, rounded once.
 
     Args:
-        beta: positive constant; ReLU is the limit of large ones.
+        beta: positive constant; ReLU is the limit for large values.
     """
 
     def __init__(self, beta: float = 1.0) -> None:
@@ -36,15 +36,15 @@ class Swish(nn.Module):
 
 
 class SwishBeta(nn.Module):
-    """The activation x sigmoid(beta x) with a trained beta, one of the layer.
+    """The activation x sigmoid(beta x) with a trained beta, one per layer.
 
-    With ``s = sigmoid(beta x)`` the gradient of beta is ``sum g x^2 s (1 - s)`` over all elements,
-    g being that of the output: no two terms are subtracted, as they would be in ``silu(beta x) /
-    beta``, so that coarse formats keep it. Source as of :class:`Swish`, section 5.1, which trains
-    beta from 1.
+    With ``s = sigmoid(beta x)`` and the output's gradient g, the gradient of beta is ``sum g x^2 s
+    (1 - s)`` over all elements. Unlike the gradient of ``silu(beta x) / beta`` it has no
+    subtraction of similar terms, so coarse formats represent it well. Source: see :class:`Swish`,
+    section 5.1, where beta is initialised with 1.
 
     Args:
-        beta: value that training begins with.
+        beta: initial value.
     """
 
     def __init__(self, beta: float = 1.0) -> None:
@@ -58,7 +58,7 @@ class SwishBeta(nn.Module):
 
 
 def make_activation(arguments: FeedforwardArguments) -> nn.Module:
-    """Return a module of the activation function that a model's arguments name."""
+    """Return the activation function of a model's arguments as a module."""
     kinds = {"swish": Swish, "swish_beta": SwishBeta}
     return (
         nn.ReLU() if arguments.activation == "relu" else kinds[arguments.activation](arguments.beta)

@@ -1,17 +1,16 @@
 """A residual network for small images, as a chain of blocks.
 
-Layers with weights: a convolution of 3 x 3, three stages of n blocks, a linear layer, 6 n + 2 in
-all. A block is ``y = relu(x' + norm(conv(relu(norm(conv(x))))))`` with convolutions of 3 x 3 and
-``x' = x``; the first block of the second and third stage has stride 2 and twice the channels, and
-there ``x' = norm(conv(x))`` with a convolution of 1 x 1. The paper pads ``x`` with zeros there
-instead (its option A; this is its option B), so widths and results are near, not equal. Weights of
-convolutions are drawn as He et al. 2015b propose: normal, with standard deviation
+Layers with weights: a 3 x 3 convolution, three stages of n blocks, a linear layer, 6 n + 2 in
+total. A block is ``y = relu(x' + norm(conv(relu(norm(conv(x))))))`` with 3 x 3 convolutions and
+``x' = x``. The first block of the second and third stage has stride 2 and twice the channels, and
+``x' = norm(conv(x))`` with a 1 x 1 convolution. The paper pads ``x`` with zeros there instead (its
+option A; this is its option B), so sizes and results are similar but not equal. Weights of
+convolutions are drawn as in He et al. 2015b: normal, with standard deviation
 ``sqrt(2 / (k k outputs))``.
 
-Batch norm takes means and variances over the examples that a worker computes with at a time: a
-micro-batch of a replica. So ``layout.dp`` and ``layout.micro_batches`` change the function that is
-trained; cutting the chain into stages does not. Running statistics are updated once a micro-batch,
-and averaged over the replicas at the end of an epoch.
+Batch norm computes means and variances over a micro-batch of a replica. So ``layout.dp`` and
+``layout.micro_batches`` change the function that is trained, but pipeline stages do not. Running
+statistics are updated once per micro-batch, and averaged over the replicas at the end of an epoch.
 
 Source: K. He et al. 2015, "Deep Residual Learning for Image Recognition" (arXiv:1512.03385),
 section 4.2; K. He et al. 2015b, "Delving Deep into Rectifiers" (arXiv:1502.01852).
@@ -28,10 +27,10 @@ from trainers.models.init import normal_
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut, ``[B, inputs, H, W] -> [B, outputs, H/s, W/s]``.
+    """Two convolutions and a shortcut, ``[B, inputs, H, W] -> [B, outputs, H/s, W/s]``.
 
     Args:
-        inputs, outputs: channels.
+        inputs, outputs: numbers of channels.
         stride: s of the first convolution and of the shortcut.
     """
 
@@ -58,7 +57,7 @@ class Block(nn.Module):
 
 
 def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> nn.Sequential:
-    """Return the chain of a first convolution, the blocks, and the linear layer of the classes.
+    """Return the chain of first convolution, blocks, and linear layer for the classes.
 
     It maps images ``[B, C, H, W]``, or flat ones ``[B, C H W]``, to logits ``[B, classes]``.
 
@@ -87,8 +86,8 @@ def resnet(args: ResNetArguments, image: tuple[int, int, int], classes: int) -> 
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution that keeps height and width but for its stride, without bias, its weight
-    drawn as He et al. 2015b propose."""
+    """Return a convolution without bias, padded to keep height and width (divided by its stride);
+    its weight is drawn as in He et al. 2015b."""
     layer = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     normal_(layer, weight=math.sqrt(2 / (size * size * outputs)))
     return layer

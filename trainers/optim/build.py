@@ -1,11 +1,11 @@
 """The optimizer of a trial, made for gradients of a loss that is summed over a batch.
 
 Low-precision gradients of a mean would lose their small entries to underflow (lns12 ends at 2^-16);
-gradients of a sum do not. How the step of the sum is made that of the mean depends on how an
-optimizer scales: sgd, asgd and mul take ``lr / batch``; the others divide by an average of the
-gradient, so only what is added to the gradient (``eps``, weight decay) is multiplied by ``batch``.
-This works neither for adadelta's ``eps`` nor for hybridmul's thresholds: the ``eps`` stays as it
-is, and is then smaller beside the gradient; hybridmul is not offered here.
+gradients of a sum do not. To get the step of the mean loss, the options are converted according to
+the optimizer: sgd, asgd and mul get ``lr / batch``. The others divide by an average of the
+gradient, so only terms that are added to the gradient (``eps``, weight decay) are multiplied by
+``batch``. The conversion does not work for adadelta's ``eps``, which stays unchanged and is thus
+smaller relative to the gradient, nor for hybridmul's thresholds, so hybridmul is not supported.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _lars(
         _apart(params),
         (o.momentum, o.weight_decay * batch, o.trust_coefficient, o.nesterov),
     )
-    for group in groups[1:]:  # without a trust ratio the step is that of sgd
+    for group in groups[1:]:  # without a trust ratio the step equals sgd's
         group["lr"] = lr / batch
     return optim.LARS(groups, lr, *options, **rounding)
 

@@ -19,9 +19,9 @@ def stepped_module(
     Buffers are shared, the number format of each layer is kept, and tied parameters stay tied.
 
     Args:
-        module: what the optimizer would step otherwise.
-        made_of: makes the values of a parameter from those of ``module``'s.
-        made: what has been made of the parameters met before.
+        module: the original module.
+        made_of: returns the values of a new parameter, given the original parameter's values.
+        made: new parameters by original parameter, for parameters that were already converted.
     """
     own, made = nn.Module(), {} if made is None else made
     for name, parameter in module.named_parameters(recurse=False):

@@ -117,7 +117,7 @@ class Sharding(PartitionedModel):
         return ShardedSync(self._model, self.own, self._collectives)
 
     def _rows(self, shape: torch.Size) -> int:
-        """Return the rows of a shard of a tensor of ``shape``; the last shards may have fewer."""
+        """Return the number of rows per shard for ``shape``; the last shards may have fewer."""
         return -(-shape[0] // self._collectives.size)
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class ShardedSync(Synchroniser):
         self._model, self._own, self._collectives = model, own, collectives
 
     def begin_step(self, micro_batches: int) -> None:
-        """Reset the model's gradients; the optimizer resets those of the shards only."""
+        """Reset the model's gradients; the optimizer only resets the shards' gradients."""
         assert isinstance(self._model, nn.Module)
         self._model.zero_grad(set_to_none=True)
 
@@ -180,7 +180,7 @@ class ShardedSync(Synchroniser):
 def _forget_forward(model: FSDPModule) -> None:
     """Call ``reset_iter_state``, which torch has since 2.13, or do the same for an older torch.
 
-    That releases what was gathered, as torch does after whole forward passes.
+    It releases gathered parameters, as torch does after complete forward passes.
     """
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()

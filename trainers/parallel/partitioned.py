@@ -1,11 +1,11 @@
 """Models whose tensors are divided over workers.
 
-This module has the parts that an optimizer gets, and makes whole tensors for checkpoints.
-:mod:`trainers.parallel.fsdp` cuts tensors over the replicas,
-:mod:`trainers.parallel.tensor_parallel` over the workers of one replica. Both leave a model whose
-parameters are torch's DTensors. An optimizer gets the local tensors beneath, plain ones over the
-same memory, so every optimizer of :mod:`lns_ops.optim` works whose step is elementwise. Checkpoints
-have whole tensors, the same as those of any other layout.
+This module provides the local parts for the optimizer, and whole tensors for checkpoints.
+:mod:`trainers.parallel.fsdp` divides tensors over the replicas,
+:mod:`trainers.parallel.tensor_parallel` over the workers of one replica. In both cases the model's
+parameters are torch DTensors. The optimizer gets their local tensors as plain tensors that share
+the memory, so all optimizers of :mod:`lns_ops.optim` with an elementwise step work. Checkpoints
+have whole tensors, as with any other layout.
 """
 
 from __future__ import annotations

@@ -4,18 +4,19 @@ A worker passes its activations on to the worker of the next stage. torch.distri
 runs the schedules. This module adds the partition (:mod:`trainers.parallel.pipeline_partition`),
 stages that pass LNS values as codes, evaluation, and the counting of bytes.
 
-- **Codes between stages.** LNS activations and gradients travel as 2-byte codes. The pipeline must
-  see a floating type, or it drops the gradient silently (int16 has none); so codes are viewed as
-  float16, never computed with, and two autograd functions pack and unpack them in both directions.
-  This is sound because an activation has one consumer: gradients viewed so could not be added.
-- **Shapes are static**, given at the start. If the pipeline had to infer them, it would run a
-  forward pass on uninitialised memory.
-- **Sums, not means**: the loss is summed, gradients of micro-batches are added up in their order
-  and not scaled, so they are bit for bit those of one process that takes the same micro-batches, in
+- **Codes between stages.** LNS activations and gradients are sent as 2-byte codes. The pipeline
+  needs a floating-point type, because it silently drops gradients of int16. So codes are viewed as
+  float16, without any computation, and two autograd functions pack and unpack them in both
+  directions. This only works because an activation has a single consumer: gradients in this form
+  could not be added.
+- **Shapes are static**, given at the start. To infer them, the pipeline would run a forward pass on
+  uninitialised memory.
+- **Sums, not means**: the loss is summed, and gradients of micro-batches are added up in their
+  order without scaling. They have the same bits as in one process with the same micro-batches, in
   every schedule, for float32 and LNS.
-- **Zero-bubble schedules** compute gradients of weights later than those of inputs
-  (:mod:`trainers.parallel.pipeline_zero_bubble`). Under ``zbv`` and ``dualpipev`` the first worker
-  holds the first and the last stage, so it is the one that knows the loss.
+- **Zero-bubble schedules** compute the weights' gradients later than the inputs' gradients
+  (:mod:`trainers.parallel.pipeline_zero_bubble`). With ``zbv`` and ``dualpipev`` the first worker
+  has both the first and the last stage, so it has the loss.
 
 Source of the schedules: GPipe: Y. Huang et al. 2019 (arXiv:1811.06965); 1F1B and interleaved: D.
 Narayanan et al. 2021 (arXiv:2104.04473); zero-bubble and ZBV: P. Qi et al. 2023 (arXiv:2401.10241);
@@ -124,7 +125,7 @@ class Stage(nn.Module):
         y: Tensor = self.layers(x)
         if self.last:
             return y
-        # an LSTM's are not contiguous, as what is sent must be
+        # sent tensors must be contiguous; an LSTM's outputs are not
         apply: Callable[..., Tensor] = _Pack.apply
         return y.contiguous() if self.fmt is None else apply(y)
 

@@ -1,10 +1,9 @@
 """The partition of a chain of layers into pipeline stages.
 
-Stages are contiguous parts whose largest cost is as small as possible. The time of a pipeline is
-that of its slowest stage, so the maximum is what counts. The cost of a layer is the multiply-adds
-of a training step an example: a linear layer of I inputs and O outputs takes I O in forward, as
-many for its weight's gradient and as many for its input's gradient, which the first layer does not
-need.
+Stages are contiguous parts, chosen to minimise the largest cost, because the slowest stage
+determines the time of a pipeline. The cost of a layer is its number of multiply-adds per example
+and training step: a linear layer with I inputs and O outputs needs I O in forward, I O for its
+weight's gradient, and I O for its input's gradient, which the first layer does not need.
 """
 
 from __future__ import annotations
@@ -65,11 +64,11 @@ def units(model: nn.Sequential) -> list[list[str]]:
 
 
 class Measured(NamedTuple):
-    """What is known of a group of layers.
+    """Input shape and cost of a group of layers.
 
     Attributes:
-        shape: shape of an example where it enters the first of them.
-        cost: multiply-adds of a training step an example.
+        shape: shape of an example at the input of the first layer.
+        cost: number of multiply-adds per example and training step.
     """
 
     shape: torch.Size
@@ -78,9 +77,9 @@ class Measured(NamedTuple):
 
 @torch.no_grad()
 def measure(model: nn.Sequential, example: Tensor) -> list[Measured]:
-    """Return what is known of each of :func:`units`, and of what leaves the last, at no cost.
+    """Return input shape and cost of each of :func:`units`, and the output shape with cost 0.
 
-    Nothing is computed: shapes go through a copy of the model without memory (torch's meta device).
+    Shapes are propagated through a copy of the model without memory (torch's meta device).
 
     Args:
         model: the chain of layers.

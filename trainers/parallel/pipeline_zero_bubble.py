@@ -2,12 +2,12 @@
 
 The previous stage waits for the gradient of a linear layer's input, ``dx = dy w``; no stage waits
 for ``dw = dy^T x`` and ``db = sum dy``. Zero-bubble schedules compute them later. Torch's own way
-to split a backward pass asks autograd for the inputs' gradients first and the parameters'
-afterwards; a layer whose backward is one autograd function, as LNS layers' is, would compute
-everything twice. So the backward of a deferred layer returns ``dx`` alone and puts ``(x, dy)`` into
-its stage's queue, from which the schedule (``dw_builder`` of torch.distributed.pipelining) takes a
-micro-batch's entries at a time, in their order. The products are those of the layer's usual
-backward on the same operands, so the gradients are the same bits.
+to split a backward pass asks autograd first for the inputs' gradients and then for the parameters'.
+A layer whose backward is a single autograd function, such as an LNS layer, would compute everything
+twice. Therefore the backward of a deferred layer only returns ``dx``, and puts ``(x, dy)`` into its
+stage's queue. The schedule (``dw_builder`` of torch.distributed.pipelining) takes one micro-batch's
+entries at a time, in their order. The products have the same operands as in the layer's usual
+backward, so the gradients have the same bits.
 
 Limits: two-dimensional inputs; parameters must not be shared between layers. Source: P. Qi et al.
 2023, "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241).
@@ -39,7 +39,7 @@ class Deferred:
         self._waiting.append(work)
 
     def take(self) -> Work:
-        """Return all deferred work as one function; the next backward pass begins anew."""
+        """Return all deferred work as one function, and clear the queue."""
         taken, self._waiting = self._waiting, []
 
         def run() -> None:
@@ -63,7 +63,7 @@ class _DeferredFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        """Return the gradient of the input, and defer those of weight and bias."""
+        """Return the input's gradient, and defer the gradients of weight and bias."""
         (x,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
 

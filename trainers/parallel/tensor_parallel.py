@@ -1,29 +1,28 @@
-"""Tensor parallelism: a replica's workers hold parts of its linear layers.
+"""Tensor parallelism: a replica's workers hold parts of its linear layers, and compute every
+example together.
 
-They compute every example together.
-
-``layout.tp=T``, by torch's ``parallelize_module``. Linear layers are taken in pairs, ``y = f(x A +
-a)`` and ``z = y B + b`` with f elementwise. Worker k has a T-th of the columns of A and of a, and
-so of y, and the rows of B that belong to them; its product is one of T terms of z::
+``layout.tp=T`` uses torch's ``parallelize_module``. Linear layers are taken in pairs, ``y = f(x A +
+a)`` and ``z = y B + b`` with f elementwise. Worker k has 1 / T of the columns of A and the entries
+of a, hence of y, and the corresponding rows of B; its product is one of T terms of z::
 
     y_k = f(x A_k + a_k),   z = sum_k y_k B_k + b        x: [B, I], A_k: [I, H / T], B_k: [H / T, O]
 
-A pair needs one all-reduce in forward, of z, and one in backward, of the gradient of x, to which
-each worker contributes a term as well. If the number of linear layers is odd, the last layer is
-whole on every worker. It is the one with few outputs, the classes; if its columns were cut, they
-would have to be gathered in forward and the gradient of its input summed in backward, to save ``I
-classes`` weights. The biases b are whole on every worker too.
+A pair needs one all-reduce in forward, of z, and one in backward, of the gradient of x, which is
+also a sum of one term per worker. If the number of linear layers is odd, the last layer is whole on
+every worker. It has few outputs, the classes; dividing its columns would save ``I classes``
+weights, but need a gather in forward and a sum of its input's gradient in backward. The biases b
+are also whole on every worker.
 
-*Bytes.* With E examples of a step to a replica and P pairs of inputs I_p and outputs O_p, a worker
-sends a step, e bytes a value (4, with ``autocast=bfloat16`` 2), ``2 (T - 1) / T (e E (sum_{p=1..P}
-O_p + sum_{p=2..P} I_p) + 8)``: the data need no gradient, and the 8 bytes are a word in which the
-workers agree that all is finite. With activation checkpoints the sums in what is computed again are
-sent again. torch's own sums would be neither counted nor timed, so the layers return their terms
-and two functions here sum them (:class:`trainers.comm.collectives.Collectives`).
+*Bytes.* Let a replica have E examples per step, P pairs with inputs I_p and outputs O_p, and e
+bytes per value (4, with ``autocast=bfloat16`` 2). In each step a worker sends ``2 (T - 1) / T (e E
+(sum_{p=1..P} O_p + sum_{p=2..P} I_p) + 8)`` bytes: the data need no gradient, and the 8 bytes are a
+flag by which the workers agree that all values are finite. With activation checkpoints, recomputed
+sums are sent again. torch's own sums would be neither counted nor timed, so the layers return their
+terms and two functions here sum them (:class:`trainers.comm.collectives.Collectives`).
 
-*Numbers.* A sum of T terms instead of one is rounded at other places, so weights are those of one
-process within float32 rounding. An all-reduce gives the same bits to all workers, so what every
-worker holds whole remains the same on all without being sent. *Replicas* sum the gradients of their
+*Numbers.* A sum of T terms has different rounding, so weights equal the weights of one process
+within float32 rounding. An all-reduce gives the same bits to all workers, so tensors that are whole
+on every worker stay equal without communication. *Replicas* sum the gradients of their
 parts, each worker with the workers that have the same part, through any wire format. In formats
 that encode values, or tensors, independently, all gradients travel together. In the others
 (:data:`trainers.config.wire.JOINT`) the encoding of a whole tensor would depend on the parts that
@@ -197,7 +196,7 @@ class TensorParallelSync(Synchroniser):
         self._model, self._own, self._collectives, self._sums = model, own, collectives, sums
 
     def begin_step(self, micro_batches: int) -> None:
-        """Reset the model's gradients; the optimizer resets those of the parts only."""
+        """Reset the model's gradients; the optimizer only resets the parts' gradients."""
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:

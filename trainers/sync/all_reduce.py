@@ -35,19 +35,18 @@ from trainers.sync.pairwise import pairwise
 
 
 class ShardedSum:
-    """The sum over ranks of one flat tensor a rank, through a codec.
+    """The sum over ranks of one flat tensor per rank, through a codec.
 
     Args:
         collectives: collectives of the ranks.
-        feedback: whether what a codec loses is kept for the next call, whose tensor must have the
-            same length.
+        feedback: whether a codec's encoding errors are added to the tensor of the next call, which
+            must have the same length.
         tree: whether ranks, a power of two, are added in pairs (:mod:`trainers.sync.pairwise`)
             instead of in their order.
 
     Attributes:
-        residues: ``own`` (what was lost of this rank's values, ``[N, M]``) and ``owned`` (what was
-            lost of the sums of its shard, ``[M]``); empty without feedback or before the first
-            call.
+        residues: encoding errors ``own`` (of this rank's values, ``[N, M]``) and ``owned`` (of the
+            sums of its shard, ``[M]``); empty without feedback or before the first call.
     """
 
     def __init__(
@@ -115,9 +114,8 @@ class GradientSync:
             finite: False on a rank whose loss is not finite, which may have no gradients.
 
         Returns:
-            Whether all ranks were finite; where one was not, no gradient is changed. For encoded
-                formats the gradients themselves must be finite too, since none of them can carry a
-                NaN.
+            Whether all ranks were finite; if not, no gradient is changed. With encoded formats the
+                gradients themselves must be finite as well, because codes cannot represent NaN.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         if self._wire.name != "native":

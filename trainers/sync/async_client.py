@@ -72,7 +72,7 @@ class Asynchronous(Synchroniser):
         self._clock, self._all_finite, self._work_is_shared = 0, True, config.sync.work == "shared"
 
     def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
-        """Yield this replica's own shares or, with shared work, those that no replica has taken."""
+        """Yield this replica's own shares or, with shared work, shares that are not taken yet."""
         if not self._work_is_shared:
             yield from super().shares(steps, part)
             return
@@ -107,9 +107,10 @@ class Asynchronous(Synchroniser):
         return self._all_finite
 
     def after_step(self, *, finite: bool) -> bool:
-        """Tell the server where this replica has diverged, so that no other replica waits for it.
+        """Notify the server if this replica has diverged, so that other replicas do not wait for
+        it.
 
-        Training goes on until the end of the epoch, which then ends the trial.
+        Training continues until the end of the epoch, which then ends the trial.
         """
         if not finite and self._all_finite:
             self._all_finite = False
@@ -117,14 +118,14 @@ class Asynchronous(Synchroniser):
         return True
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Wait for all replicas and take their weights; tell whether all replicas are finite."""
+        """Wait for all replicas and read the weights; return whether all replicas are finite."""
         finite = self._collectives.all_true(finite and self._all_finite)
         if finite:
             self._write(ray.get([shard.state.remote() for shard in self._shards]))
         return finite
 
     def metrics(self) -> dict[str, float]:
-        """Return the distribution of staleness and the number of steps of the replicas.
+        """Return the distribution of staleness, and the replicas' numbers of steps.
 
         ``staleness/version_lag`` (updates) and ``staleness/clock_gap`` (steps): mean, ``_max``, and
         the shares of 0, 1, 2 ...; ``staleness/steps_min`` and ``_max``: steps of the replicas with

@@ -2,9 +2,9 @@
 
 The loop calls :meth:`Synchroniser.begin_step` before forward, :meth:`gradients` between backward
 and :meth:`update`, :meth:`after_step` after every step and :meth:`end_epoch` after the last step of
-an epoch. Every rank makes the same calls in the same order, whether or not its own loss is still
-finite, so that no rank waits for another in vain: only the number of steps decides when a
-collective runs.
+an epoch. Every rank makes the same calls in the same order, even if its own loss is not finite any
+more. The number of steps alone determines when a collective runs, so no rank waits for a call that
+another rank never makes.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ class Updater(Protocol):
 
 
 class Synchroniser:
-    """The synchroniser of a single replica, which has nothing to do; the base of all others.
+    """The synchroniser of a single replica, which does nothing; base class of all others.
 
     Attributes:
-        whole: whether every replica evaluates all examples, not its share of them.
-        together: whether forward passes are collective, so that every replica must run equally
-            many.
+        whole: whether every replica evaluates all examples instead of its share.
+        together: whether forward passes are collective, so that all replicas must run the same
+            number.
     """
 
     whole = False
     together = False
 
     def combine(self, logits: Tensor) -> Tensor:
-        """Return the trial's predictions where this replica has ``logits``, ``[B, classes]``.
+        """Return the trial's predictions, given this replica's ``logits``, ``[B, classes]``.
 
-        A collective where replicas predict together.
+        A collective if replicas predict together.
         """
         return logits
 
     def gradients(self, parameters: Iterable[Tensor], *, finite: bool) -> bool:
-        """Turn the gradients into those of this replica's update; return whether to update at all.
+        """Replace the gradients by the ones for this replica's update; return whether to update.
 
-        False leaves the weights as they are.
+        False skips the update.
         """
         return finite
 
@@ -59,7 +59,7 @@ class Synchroniser:
         """Prepare for an epoch; called before its first step."""
 
     def shares(self, steps: int, part: int) -> Iterator[tuple[int, int]]:
-        """Yield (step, part): which parts of which batches of an epoch this replica takes.
+        """Yield (step, part): the parts of an epoch's batches that this replica takes.
 
         By default it takes its own ``part`` of each of ``steps`` batches.
         """
@@ -67,7 +67,7 @@ class Synchroniser:
             yield step, part
 
     def update(self, optimizer: Updater) -> bool:
-        """Update the weights by the gradients; tell whether the replica can go on."""
+        """Update the weights by the gradients; return whether the replica can continue."""
         optimizer.step()
         return True
 
@@ -79,20 +79,20 @@ class Synchroniser:
         return {}
 
     def after_step(self, *, finite: bool) -> bool:
-        """Finish a step and tell whether training goes on.
+        """Finish a step and return whether training continues.
 
-        Ranks that exchanged something in this call agree on the answer.
+        Ranks that communicate in this call return the same.
 
         Args:
-            finite: False where the update was left out because a loss was not finite.
+            finite: False if the update was skipped because a loss was not finite.
         """
         return finite
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Finish an epoch and tell whether training goes on, the same on every rank.
+        """Finish an epoch and return whether training continues, the same on every rank.
 
         Args:
-            finite: False where a loss was not finite.
+            finite: False if a loss was not finite.
             last: whether this was the trial's last epoch.
         """
         return finite

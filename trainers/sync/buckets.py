@@ -1,23 +1,23 @@
 """Gradients sent bucket by bucket while backward still runs.
 
-Backward makes the last layer's gradients first. With ``wire.bucket_cap_mb`` parameters are taken in
-that order into buckets of about so many megabytes of float32 values. As soon as all gradients of a
-bucket are there (after the last micro-batch's backward), it is summed over the replicas by the same
-code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU by a second
-thread, on a GPU in a second stream. The step waits for all buckets before it updates, so the
-exposed part of the transfer is the last bucket and what backward did not cover.
+Backward computes the last layer's gradients first. With ``wire.bucket_cap_mb``, parameters are
+grouped in that order into buckets of about that many megabytes of float32 values. As soon as all
+gradients of a bucket are ready (in the last micro-batch's backward), it is summed over the replicas
+by the same code that :class:`~trainers.sync.all_reduce.GradientSync` runs after backward: on a CPU
+by a second thread, on a GPU in a second stream. The step waits for all buckets before it updates,
+so only the last bucket, and transfers that backward did not overlap, cost time.
 
-- **Same bits.** A bucket's sum depends on its own gradients alone, so the result is that of the
-  same buckets sent after backward (``wire.overlap=false``). It equals the result of a single bucket
-  where a format treats every value alike (all but int8, lns8 and top-k, whose blocks and choices
-  are per bucket, and float32 all-reduces of more than two replicas, which add in an order that
-  depends on the position).
-- **Same order on all ranks.** Buckets are sent in their order, each after the one before it,
-  whenever their gradients become ready.
+- **Same bits.** A bucket's sum only depends on its own gradients, so the result equals the result
+  for the same buckets sent after backward (``wire.overlap=false``). It also equals the result of a
+  single bucket if a format treats every value alike. Exceptions are int8, lns8 and top-k, whose
+  blocks and choices are per bucket, and float32 all-reduces of more than two replicas, whose order
+  of addition depends on the position.
+- **Same order on all ranks.** Buckets are sent in a fixed order, independent of the order in which
+  their gradients become ready.
 - **Divergence.** Buckets are sent before any rank knows whether every replica is finite. A replica
-  whose forward or backward raised an error sends what it has (zeros for what it does not have),
-  values that are not finite are sent as zeros where the format cannot carry them, and the flag that
-  all ranks exchange at the end discards the sums.
+  whose forward or backward raised an error sends zeros for missing gradients, and values that are
+  not finite are sent as zeros if the format cannot represent them. At the end all ranks exchange a
+  flag, and discard the sums if one replica was not finite.
 
 Source: S. Li et al. 2020, "PyTorch Distributed" (arXiv:2006.15704), section 3.2.3.
 """
@@ -102,9 +102,9 @@ class BucketSync(GradientSync):
         self._next, self._sent = 0, []
 
     def __call__(self, parameters: Iterable[Tensor], *, finite: bool = True) -> bool:
-        """Send the buckets that are left, wait for all, and tell whether all ranks were finite.
+        """Send the remaining buckets, wait for all, and return whether all ranks were finite.
 
-        Arguments and result are those of :meth:`trainers.sync.all_reduce.GradientSync.__call__`.
+        Same arguments and result as :meth:`trainers.sync.all_reduce.GradientSync.__call__`.
         """
         self._send_until(len(self._buckets))
         with self._agreement.spans("communication", "wait for buckets"):

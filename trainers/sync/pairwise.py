@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def pairwise(terms: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Return the sum of ``terms``, a power of two of them, as a balanced tree of ``add``."""
+    """Return the sum of ``terms`` as a balanced tree of ``add``; their number is a power of two."""
     while len(terms) > 1:
         terms = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0]

@@ -1,10 +1,10 @@
 """A shard of the parameter server.
 
-It has a slice of the weights, its optimizer, and the bound on how far replicas may run apart. All
-weights lie end to end and are cut into equal slices, one a shard. Every shard is a process of its
-own (a Ray actor) and keeps its slice, the optimizer's state of it, a *version* (updates so far) and
-a *clock* for every replica (steps whose gradients it has). A replica at clock ``c`` pulls the
-weights, computes, pushes its gradient and is then at ``c + 1``.
+All weights are concatenated and cut into equal slices, one per shard. Every shard is a separate
+process (a Ray actor). It has its slice of the weights, the slice's optimizer and optimizer state,
+the staleness bound, a *version* (number of updates so far) and a *clock* for every replica (number
+of steps whose gradients it has received). A replica at clock ``c`` pulls the weights, computes,
+pushes its gradient and is then at ``c + 1``.
 
 - **Staleness bound s** (Q. Ho et al. 2013, "stale synchronous parallel"): a pull at clock ``c``
   waits until every replica's clock is at least ``c - s``. Without a bound (None) it never waits.
@@ -17,11 +17,12 @@ weights, computes, pushes its gradient and is then at ``c + 1``.
   ``max(1, version lag)`` of its gradient, so that old gradients count less (W. Zhang et al. 2016,
   arXiv:1511.05950).
 
-Recorded: *version lag*, the updates between a replica's pull and its push, which its gradient does
-not know of; *clock gap*, the steps by which a replica that begins a step is ahead of the slowest.
+Recorded: *version lag*, the number of updates between a replica's pull and its push, which its
+gradient does not include; *clock gap*, the number of steps by which a replica that begins a step is
+ahead of the slowest.
 
-Limits: the order of arrival matters, so with s > 0 a run does not repeat bit for bit. A checkpoint
-is exact, but the training that continues it takes another course.
+Limits: the order of arrival matters, so with s > 0 a run is not repeatable bit for bit. A
+checkpoint is exact, but a resumed run takes another course.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Shard:
             self._changed.notify_all()
 
     async def give_up(self) -> None:
-        """Stop all replicas, because one replica's loss is not finite; no pull waits any longer."""
+        """Stop all replicas and end all waits, because one replica's loss is not finite."""
         async with self._changed:
             self._failed = True
             self._changed.notify_all()
@@ -128,7 +129,7 @@ class Shard:
         return dict(self._lags), dict(self._gaps), list(self._clocks)
 
     async def state(self) -> dict[str, Values]:
-        """Return the slice as ``weight``, and the optimizer's state of it.
+        """Return the slice as ``weight``, and its optimizer state.
 
         LNS values are ``codes/KEY``, others ``plain/KEY``.
         """
@@ -154,7 +155,7 @@ class Shard:
                 self._optimizer.state[self._weight][key] = value
 
     def may_start(self, clock: int) -> bool:
-        """Tell whether the bound lets a replica begin step ``clock``."""
+        """Return whether the bound lets a replica begin step ``clock``."""
         return self._bound is None or clock - min(self._clocks) <= self._bound
 
     def _restart(self) -> None:

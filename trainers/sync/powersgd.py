@@ -49,7 +49,7 @@ class PowerSGD:
     def __call__(self, parameters: Iterable[Tensor], *, finite: bool = True) -> bool:
         """Replace each gradient by (nearly) its sum over all ranks.
 
-        Return whether all ranks were finite; where one was not, no gradient is changed.
+        Return whether all ranks were finite; if not, no gradient is changed.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         finite = finite and all(
@@ -77,7 +77,7 @@ class PowerSGD:
             (self._residues if kind == "residue" else self._factors)[name] = value
 
     def _factors_are_smaller(self, gradient: Tensor) -> bool:
-        """Tell whether the factors of a gradient have fewer values than the gradient."""
+        """Return whether the factors of a gradient have fewer values than the gradient."""
         return gradient.dim() == 2 and self._factor_rank * sum(gradient.shape) < gradient.numel()
 
     def _sum(self, name: str, matrix_OI: Tensor) -> Tensor:

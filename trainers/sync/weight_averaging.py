@@ -1,7 +1,8 @@
-"""Replicas that update by themselves and exchange weights every few steps.
+"""Replicas that update independently and exchange weights every few steps.
 
-Synchronous replicas exchange gradients every step instead. Every replica ``i`` of N updates by the
-mean gradient of its own share of the batch. With ``x_i`` its weights, every ``period`` = H steps:
+(Synchronous replicas exchange gradients every step instead.) Every replica ``i`` of N updates by
+the mean gradient of its own share of the batch. With ``x_i`` its weights, every ``period`` = H
+steps:
 
 - **local SGD** (S. Stich 2019, arXiv:1805.09767): ``x_i = mean(x)``.
 - **DiLoCo** (A. Douillard et al. 2023, arXiv:2311.08105), an outer Nesterov step on what a round
@@ -11,22 +12,21 @@ mean gradient of its own share of the batch. With ``x_i`` its weights, every ``p
 - **elastic averaging** (S. Zhang et al. 2015, arXiv:1412.6651), replicas and a centre ``c`` pull
   each other: ``d_i = x_i - c``, ``x_i -= alpha d_i``, ``c += alpha sum(d)`` with ``alpha =
   moving_rate / N``. The trial's metrics are the centre's.
-- **final average**: the replicas exchange nothing until the end, where ``x_i = mean(x)``. The
-  metrics of earlier epochs are those of the mean of the replicas at that time.
-- **ensemble**: the replicas are never averaged. The trial's metrics are those of the mean of the
-  replicas' predicted probabilities (B. Lakshminarayanan et al. 2017, arXiv:1612.01474; here every
-  replica has seen its own share of the data). Predictions travel during evaluation, weights never;
-  the checkpoint holds each replica's weights.
+- **final average**: the replicas exchange nothing until the end, when ``x_i = mean(x)``. In earlier
+  epochs, metrics are measured with the mean weights of the replicas at that time.
+- **ensemble**: the replicas are never averaged. Metrics are measured with the mean of the replicas'
+  predicted probabilities (B. Lakshminarayanan et al. 2017, arXiv:1612.01474; here every replica has
+  seen its own share of the data). Only predictions are exchanged, during evaluation; the checkpoint
+  has each replica's weights.
 
-What travels is ``x_i - a`` (or ``d_i``) through the trial's wire format: 4 / H bytes a parameter,
-rank and step with two replicas and float32. Rounds of the first two methods also end with the
-epoch, so that replicas are equal where a checkpoint is written.
+The replicas exchange ``x_i - a`` (or ``d_i``) in the trial's wire format: 4 / H bytes per
+parameter, rank and step with two replicas and float32. With the first two methods the end of an
+epoch also ends a round, so replicas are equal when a checkpoint is written.
 
-*Low precision.* Means are taken in float32 of the decoded weights and encoded to nearest; nothing
-is kept in float32 between rounds except the centre of elastic averaging. A Kahan compensation is
-part of an LNS weight's value here: ``x = w + compensation`` is what travels, and the difference
-between the mean and the nearest weight becomes the new compensation. Optimizer state stays with its
-replica.
+*Low precision.* Means are computed in float32 from the decoded weights and rounded to nearest; only
+the centre of elastic averaging stays in float32 between rounds. Kahan compensations of LNS weights
+are included: the replicas exchange ``x = w + compensation``, and the difference between the mean
+and the nearest weight becomes the new compensation. Optimizer state is not exchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from trainers.sync.all_reduce import ShardedSum, flatten, unflatten_
 from trainers.sync.base import Synchroniser
 
 REPLICA = "replica/"
-"""The prefix of one replica's weights and optimizer state in a checkpoint's names."""
+"""Prefix of the names of one replica's weights and optimizer state in a checkpoint."""
 
 
 class Averaging(Synchroniser):
@@ -57,7 +57,7 @@ class Averaging(Synchroniser):
     It reads and writes the weights, sums over the ranks, runs rounds and keeps state.
 
     Args:
-        config: the trial; its ``sync`` says when weights are exchanged, its ``wire`` how.
+        config: the trial; ``sync`` determines when weights are exchanged, ``wire`` how.
         model, optimizer: the replica.
         collectives: collectives of the replicas.
     """
@@ -80,7 +80,7 @@ class Averaging(Synchroniser):
         self._steps = 0
 
     def after_step(self, *, finite: bool) -> bool:
-        """Run a round after every ``period`` steps; tell whether training goes on.
+        """Run a round after every ``period`` steps; return whether training continues.
 
         In a round the ranks learn whether one of them has diverged.
         """
@@ -90,7 +90,7 @@ class Averaging(Synchroniser):
         return self._round_if_all_finite(finite)
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Run a round if there were steps since the last one, and start counting steps anew."""
+        """Run a round if there were steps since the last one, and reset the count of steps."""
         steps, self._steps = self._steps, 0
         return (
             self._round_if_all_finite(finite)
@@ -129,7 +129,7 @@ class Averaging(Synchroniser):
         """Exchange weights; ``values`` are the replica's, finite on every rank."""
 
     def _round_if_all_finite(self, finite: bool) -> bool:
-        """Run a round if every rank's loss and weights are finite; tell whether it ran."""
+        """Run a round if every rank's loss and weights are finite; return whether it ran."""
         values = self._read()
         if not self._collectives.all_true(finite and bool(values.isfinite().all())):
             return False
@@ -151,8 +151,8 @@ class Averaging(Synchroniser):
     def _compensations(self) -> list[Tensor | None]:
         """Return the Kahan compensation of each parameter, or None.
 
-        Only LNS parameters have one here; that of a float32 parameter is smaller than what a
-        float32 sum keeps, and is left as it is.
+        Only LNS parameters have one here. The compensation of a float32 parameter is below the
+        resolution of a float32 sum, and is not exchanged.
         """
         states = ((p, self._optimizer.state.get(p, {})) for p in self._model.parameters())
         return [
@@ -161,7 +161,7 @@ class Averaging(Synchroniser):
 
     @torch.no_grad()
     def _read(self) -> Tensor:
-        """Return the replica's weights end to end, float32, compensations added."""
+        """Return the replica's concatenated weights in float32, with compensations added."""
         flat = flatten(self._parameters())
         for parameter, part, compensation in self._split_by_parameter(flat):
             if compensation is not None:
@@ -172,7 +172,7 @@ class Averaging(Synchroniser):
     def _write(self, flat: Tensor) -> None:
         """Make ``flat`` the replica's weights, rounded to their format.
 
-        What rounding loses becomes the compensation.
+        The rounding error becomes the compensation.
         """
         unflatten_(self._parameters(), flat)
         for parameter, part, compensation in self._split_by_parameter(flat):
@@ -190,7 +190,7 @@ class Averaging(Synchroniser):
 
     @contextmanager
     def _with_weights(self, flat: Tensor) -> Iterator[None]:
-        """Give the replica the weights ``flat`` within the context, then its own weights back."""
+        """Set the replica's weights to ``flat`` within the context, then restore its own."""
         before = [storage_of(p).clone() for p in self._parameters()]
         unflatten_(self._parameters(), flat)
         try:
@@ -251,7 +251,8 @@ class Elastic(Averaging):
         self._centre = self._read()
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Tell whether all ranks are finite; no round is run, and the replicas remain apart."""
+        """Return whether all ranks are finite; no round is run, and the replicas remain
+        different."""
         self._steps = 0
         return self._collectives.all_true(finite)
 
@@ -285,11 +286,11 @@ class FinalAverage(Averaging):
     """Independent replicas, averaged at the end."""
 
     def after_step(self, *, finite: bool) -> bool:
-        """Continue in any case; nothing travels."""
+        """Continue in any case, without communication."""
         return True
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Tell whether all ranks are finite; after the last epoch, average the replicas."""
+        """Return whether all ranks are finite; after the last epoch, average the replicas."""
         if last:
             return self._round_if_all_finite(finite)
         return self._collectives.all_true(finite)
@@ -315,7 +316,7 @@ class Ensemble(FinalAverage):
     whole = True
 
     def end_epoch(self, *, finite: bool, last: bool = False) -> bool:
-        """Tell whether all ranks are finite."""
+        """Return whether all ranks are finite."""
         return self._collectives.all_true(finite)
 
     @contextmanager

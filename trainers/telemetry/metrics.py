@@ -1,32 +1,32 @@
-"""Telemetry: what an epoch of a trial cost, beside what it learned.
+"""Telemetry: time, memory and energy of a trial's epochs.
 
-With ``telemetry=true`` an epoch reports, over its training steps alone and not the capture of a
-CUDA graph that comes before the first of them (:data:`NAMES` describes each metric):
+With ``telemetry=true`` an epoch reports the following metrics (:data:`NAMES` describes each). They
+cover only its training steps, without the capture of a CUDA graph before the first one:
 
-- **where a step's time goes**. Every worker times its collectives
-  (:mod:`trainers.telemetry.spans`). On the worker that arrives last a collective takes as long as
-  its transfer; the other workers wait for that one. So, step by step, the least time of all
-  workers is *communication* (exposed: nothing overlaps it, or it would not be waited for), and what
-  a worker spends beyond it is *idle*. In a pipeline the part of the schedule in which a worker's
-  stages do not compute is idle too: the bubble, transfers between stages included. The rest is
-  *compute*. The three add up to the step. The replicas of a parameter server have no common steps;
-  there all waiting for the server is communication.
-- **memory**: of the process on a CPU (its resident set's peak, which Linux can reset), of torch's
-  allocator on a GPU; there since the trial's first epoch, as what a CUDA graph uses is allocated
-  while it is captured.
-- **tensors**: the most bytes that those made in the trial's first step take at once, activations
-  and gradients among them, whatever the allocator does (:mod:`trainers.telemetry.tensors`).
+- **parts of a step's time**. Every worker times its collectives (:mod:`trainers.telemetry.spans`).
+  For the worker that arrives last, a collective takes only as long as its transfer; the other
+  workers also wait for that worker. So in each step, the shortest time over workers is
+  *communication* (exposed, that is not overlapped by computation), and the excess of each worker is
+  *idle*. In a pipeline, the part of the schedule in which a worker's stages do not compute is also
+  idle: the bubble, including transfers between stages. The rest is *compute*. The three add up to
+  the step. The replicas of a parameter server have no common steps; there all waiting for the
+  server is communication.
+- **memory**: on a CPU the process's peak resident set, which Linux can reset; on a GPU the peak of
+  torch's allocator since the trial's first epoch, because the memory of a CUDA graph is allocated
+  during its capture.
+- **tensors**: peak number of bytes of the tensors made in the trial's first step, including
+  activations and gradients, independent of the allocator (:mod:`trainers.telemetry.tensors`).
 - **multiply-accumulates** of matrix products and convolutions, counted by torch's FlopCounterMode
-  over the trial's first step (absent where an operator has some that it does not count: torch's
-  fused recurrent layers in float32, and attention on a CPU), and their rate as a share of the
-  kernel's measured ceiling (:mod:`trainers.telemetry.roofline`).
-- **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), of whole devices.
-- **modelled energy** of the products, in hardware made for their format
+  in the trial's first step, and their rate as a share of the kernel's measured ceiling
+  (:mod:`trainers.telemetry.roofline`). Absent if it does not count an operator: torch's fused
+  recurrent layers in float32, and attention on a CPU.
+- **energy and activity of GPUs** (:mod:`trainers.telemetry.nvml`), for whole devices.
+- **modelled energy** of the products, in hardware built for their format
   (:mod:`trainers.telemetry.energy`): the only metric that is not measured.
 
-A metric that the hardware or the system does not offer is absent. All names begin
-with :data:`PREFIX`. Times, memory and energy depend on the machine and its load;
-``tensor_bytes`` and the counts do not. All are left out where results are compared.
+Metrics that the hardware or the system does not support are absent. All names begin with
+:data:`PREFIX`. Times, memory and energy depend on the machine and its load; ``tensor_bytes`` and
+the counts do not. Comparisons of results ignore all of them.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from trainers.telemetry.tensors import TensorBytes
 PREFIX = "telemetry/"
 NAMES = {
     "step_seconds": "time of a step, mean over steps and workers",
-    "compute_seconds": "of it, computing (fetching the batch and Python included)",
-    "communication_seconds": "of it, in collectives that nothing overlaps",
-    "idle_seconds": "of it, waiting for other workers; in a pipeline the bubble",
+    "compute_seconds": "part of a step: computing (fetching the batch and Python included)",
+    "communication_seconds": "part of a step: collectives that are not overlapped",
+    "idle_seconds": "part of a step: waiting for other workers; in a pipeline the bubble",
     "peak_memory_bytes": (
         "largest of the workers: resident set of the epoch (CPU), or torch's allocations so far"
         " (GPU)"
@@ -80,15 +80,16 @@ NAMES = {
     "integer_busy": "share of time with integer operations",
     "tensor_busy": "share of time with tensor operations",
 }
-"""The metrics, without the prefix, and what they mean."""
+"""Descriptions of the metrics, by name without prefix."""
 _PARTS = ("step", "compute", "communication", "idle")
 SHARES = ("sm_busy", "sm_occupancy", "integer_busy", "tensor_busy")
 RESET_PEAK = "5"
-"""The text that, written to ``/proc/self/clear_refs``, resets the resident set's peak (proc(5))."""
+"""Text to write to ``/proc/self/clear_refs`` to reset the peak resident set (proc(5))."""
 
 
 def repeatable(metrics: dict[str, float]) -> dict[str, float]:
-    """Return ``metrics`` without those that depend on the machine's load: speed and telemetry."""
+    """Return ``metrics`` without the ones that depend on the machine's load: speed and
+    telemetry."""
     return {
         name: value
         for name, value in metrics.items()
@@ -100,12 +101,12 @@ _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("mv", "addmv", "addr", "dot", "vdot", "_trilinear", "_cdist_forward")
 )
-"""The operators of torch with products that its counter leaves out."""
+"""Torch operators with products that FlopCounterMode does not count."""
 
 
 def _uncounted(operator: Any, counter: FlopCounterMode) -> bool:
-    """Tell whether an operator has products within that the counter has no formula for: torch's
-    fused recurrent layers, attention on a CPU, and products with vectors."""
+    """Return whether an operator contains products without a formula in the counter: torch's fused
+    recurrent layers, attention on a CPU, and products with vectors."""
     name = str(operator)
     whole = any(word in name for word in ("rnn", "lstm", "gru", "attention"))
     inside = (whole and "_thnn_fused" not in name) or operator in _PRODUCTS
@@ -113,8 +114,8 @@ def _uncounted(operator: Any, counter: FlopCounterMode) -> bool:
 
 
 class _WholeModel(nullcontext[None]):
-    """What stands in for FlopCounterMode's tracker of modules, whose hooks keep alive what a step
-    with activation checkpoints drops: the memory of all activations would be measured."""
+    """Replacement for FlopCounterMode's module tracker, whose hooks keep activations alive that a
+    step with activation checkpoints would free; the peak would then include all activations."""
 
     parents = frozenset({"Global"})
 
@@ -123,15 +124,15 @@ class Telemetry:
     """The telemetry of one worker of a trial.
 
     Args:
-        spans: marks that the worker's code sets.
-        device: where the worker computes.
-        world_size: number of workers; with more than one the default process group must exist.
-        ceiling: returns the kernel's multiply-accumulates a second; called once.
+        spans: the worker's time marks.
+        device: the worker's device.
+        world_size: number of workers; with more than one, the default process group must exist.
+        ceiling: returns the kernel's multiply-accumulates per second; called once.
         aligned: whether all workers take the same steps.
         waits: whether the spans contain all waiting; if not, a step's time is not divided.
-        formulas: formulas of operations that replace those of torch's FLOP counter.
-        picojoules: returns the energy of a multiply-accumulate of an operator by the operator's
-            name; infinite where it is not known.
+        formulas: FLOP formulas by operation, which override the formulas of torch's counter.
+        picojoules: returns the energy of an operator's multiply-accumulate, given the operator's
+            name; infinite if unknown.
     """
 
     def __init__(
@@ -165,9 +166,9 @@ class Telemetry:
 
     @contextmanager
     def counting(self, steps: int = 1) -> Iterator[None]:
-        """Count multiply-accumulates and tensors of the training steps that run in this context.
+        """Count multiply-accumulates and tensors of the training steps in this context.
 
-        These are the trial's first step, or ``steps`` equal ones; later contexts count nothing.
+        They are the trial's first ``steps`` steps, which must be equal; later contexts do nothing.
         """
         if self._macs is not None:
             yield
@@ -188,7 +189,7 @@ class Telemetry:
         )
 
     def begin(self) -> None:
-        """Begin the training of an epoch."""
+        """Start measuring an epoch's training."""
         if self._ceiling_rate is None:
             self._ceiling_rate = self._ceiling()
         if self._device.type != "cuda" or not self._begun:
@@ -198,18 +199,18 @@ class Telemetry:
         self._begun, self._began, self._prepared = True, time.perf_counter(), 0.0
 
     def begin_steps(self) -> None:
-        """Begin times, energy and activity anew: what came before was no step.
+        """Restart the measurement of time, energy and activity at the first step.
 
-        It was compiling kernels and capturing them in a graph, once a trial.
+        It excludes the compilation and capture of the CUDA graph, once per trial.
         """
         self._gpu.begin()
         self._spans.begin()
         self._prepared = time.perf_counter() - self._began
 
     def metrics(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of the epoch, whose training took ``seconds``.
+        """Return the metrics of an epoch whose training took ``seconds``.
 
-        The same on every worker; a collective.
+        A collective; the result is the same on every worker.
         """
         seconds -= self._prepared
         self._spans.end()
@@ -243,7 +244,7 @@ class Telemetry:
         return {PREFIX + name: value for name, value in found.items() if math.isfinite(value)}
 
     def _split(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return every step's seconds: in total, computing, in communication and idle."""
+        """Return every step's seconds: total, compute, communication, idle."""
         total, communication, schedule, stage = table.unbind(1)
         least = communication.clone()
         if self._world_size > 1 and self._aligned and len(least):
@@ -256,7 +257,8 @@ class Telemetry:
         return self._reduced(values, "SUM") if self._world_size > 1 else values
 
     def _over_all(self, value: float, how: str) -> float:
-        """Return ``value`` reduced over the workers; absent (infinite) on one is absent on all."""
+        """Return ``value`` reduced over the workers; infinite (absent) if it is so on one
+        worker."""
         return (
             float(self._reduced(torch.tensor([value], dtype=torch.float64), how))
             if self._world_size > 1
@@ -270,7 +272,7 @@ class Telemetry:
         return reduced.cpu()
 
     def _reset_peak(self) -> None:
-        """Reset the memory peak, and note whether the system allows it."""
+        """Reset the memory peak, and remember whether the system allows it."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
@@ -281,7 +283,7 @@ class Telemetry:
             self._resettable = False
 
     def _peak(self) -> float:
-        """Return the memory peak in bytes; infinity where it may be that of an earlier epoch."""
+        """Return the memory peak in bytes; infinite if it could not be reset for this epoch."""
         if self._device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         if not self._resettable:

@@ -1,14 +1,13 @@
-"""Counters that an NVIDIA GPU offers through NVML.
+"""Counters of an NVIDIA GPU, read through NVML: energy, and activity of the multiprocessors (GPM).
 
-They are its energy, and how busy its multiprocessors were (GPM). nvidia-smi's "utilisation" says
-only that some kernel ran; GPM (Hopper and later) counts, between two samples, the share of
-multiprocessors that were busy, of warps that were resident, and of time in tensor and integer
-operations. Where the library, the driver or the device does not offer a counter, or the time was
-too short for it, it is absent from the result: nothing is made up. Counters are the whole device's,
-other processes on it included.
+nvidia-smi's "utilisation" only means that some kernel ran. GPM (Hopper and later) measures, between
+two samples, the share of busy multiprocessors, the share of resident warps, and the share of time
+in tensor and integer operations. A counter is absent from the result if the library, the driver or
+the device does not support it, or if the time was too short; values are never guessed. Counters are
+for the whole device, including other processes.
 
-The energy counter moves in steps (ten times a second on an H100), so a short epoch would see none
-of them or a whole one: :class:`EnergyMeter` notes when it moves and reads between the steps.
+The energy counter is updated in steps (ten times a second on an H100), so a short epoch would see
+none or a whole step. :class:`EnergyMeter` records the times of the updates and interpolates.
 
 Source: NVML API reference, "GPM Functions" (samples more than 100 ms apart) and
 ``nvmlDeviceGetTotalEnergyConsumption`` (Volta and later).
@@ -31,30 +30,30 @@ GPM = {
     "integer_busy": "INTEGER_UTIL",
     "tensor_busy": "ANY_TENSOR_UTIL",
 }
-"""Our names of GPM's metrics, which are percentages there and shares from 0 to 1 here."""
+"""GPM's metrics by our names; GPM has percentages, our values are shares from 0 to 1."""
 GPM_SECONDS = 0.1
-"""The least time between two samples of GPM, which are made anew that often."""
+"""Minimum number of seconds between two GPM samples, their update interval."""
 POLL_SECONDS = 0.02
-"""The time between two looks at the energy counter; one took 3 ms on an H100's host."""
+"""Seconds between two polls of the energy counter; a poll took 3 ms on an H100's host."""
 STEPS_SECONDS = 1.0
-"""The longest wait for an energy counter's first two steps; one that is slower is left out."""
+"""Maximum wait for an energy counter's first two updates; a slower counter is ignored."""
 
 
 class EnergyMeter:
-    """A device's energy, read between the steps in which its counter moves.
+    """A device's energy, interpolated between the updates of its counter.
 
-    With a step to ``E_i`` seen at ``t_i``, the energy at a time ``t`` is linear between two steps,
-    and goes on as between the last two, but by no whole step, as the counter would have moved::
+    If the counter is updated to ``E_i`` at time ``t_i``, the energy is interpolated linearly
+    between two updates. After the last update it is extrapolated from the last two, by at most one
+    update, because otherwise the counter would have changed::
 
         E(t) = E_i + (E_{i+1} - E_i) min(2, (t - t_i) / (t_{i+1} - t_i))
 
-    What an epoch took after the last step is so foretold; what the next step says otherwise is
-    added to the epoch after. The sum over epochs is thus the counter's but for the last step;
-    within a step the power counts as even. :meth:`watch` looks from a thread, which ends with the
-    meter.
+    The energy of an epoch after the last update is thus a prediction; the error, known at the next
+    update, is added to the next epoch. The sum over epochs equals the counter's, except for the
+    last update. :meth:`watch` polls in a thread, which ends with the meter.
 
     Args:
-        read: returns the counter in joules, or None where it cannot be read.
+        read: returns the counter in joules, or None if it cannot be read.
         clock: returns seconds.
     """
 
@@ -70,11 +69,11 @@ class EnergyMeter:
         self._waited = False
 
     def watch(self) -> None:
-        """Look at the counter from a thread, until the meter is dropped."""
+        """Poll the counter in a thread, until the meter is garbage-collected."""
         threading.Thread(target=_look, args=(weakref.ref(self),), daemon=True).start()
 
     def look(self) -> None:
-        """Look at the counter, and note the time if it has moved."""
+        """Poll the counter once, and record the time if it has changed."""
         with self._lock:
             energy, now = self._read(), self._clock()
             if energy is None:
@@ -90,7 +89,7 @@ class EnergyMeter:
             self._last = energy
 
     def begin(self) -> None:
-        """Begin to measure; the first time wait for the counter's first two steps."""
+        """Start measuring; the first call waits for the counter's first two updates."""
         deadline = time.monotonic() + STEPS_SECONDS
         while len(self._steps) < 2 and not self._waited and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -100,7 +99,7 @@ class EnergyMeter:
             self._begun = self._clock() if len(self._steps) == 2 else None
 
     def end(self) -> float | None:
-        """Return the joules since :meth:`begin`, None where they are not known."""
+        """Return the joules since :meth:`begin`; None if unknown."""
         self.look()
         with self._lock:
             if self._begun is None:
@@ -108,11 +107,11 @@ class EnergyMeter:
             now, known = self._clock(), max(self._begun, self._steps[-1][0])
             found = self._between(self._begun, now) + self._owed
             self._foretold.append((known, now, self._between(known, now)))
-            self._owed = min(0.0, found)  # an epoch takes no less than nothing
+            self._owed = min(0.0, found)  # an epoch's energy is never negative
             return max(0.0, found)
 
     def _settle(self) -> None:
-        """Note by how much the step that was just seen departs from what was foretold."""
+        """Add the errors of earlier predictions, which the new update shows, to the next epoch."""
         for start, stop, joules in self._foretold:
             self._owed += self._between(start, stop) - joules
         self._foretold.clear()
@@ -139,7 +138,7 @@ class GPUCounters:
     """The counters of one device, between :meth:`begin` and :meth:`end`.
 
     Args:
-        device: index as torch.cuda counts, None for no GPU.
+        device: index of the device in torch.cuda; None for no GPU.
     """
 
     def __init__(self, device: int | None) -> None:
@@ -152,7 +151,7 @@ class GPUCounters:
             self._open(device)
 
     def begin(self) -> None:
-        """Read the counters; wait for those of energy, once, at most :data:`STEPS_SECONDS`."""
+        """Read the counters; the first call waits up to :data:`STEPS_SECONDS` for the energy."""
         if self._meter is not None:
             self._meter.begin()
         if self._samples:
@@ -162,7 +161,7 @@ class GPUCounters:
     def end(self) -> dict[str, float]:
         """Return ``joules`` and the shares of :data:`GPM` since :meth:`begin`.
 
-        What the device does not count is absent.
+        Counters that the device does not support are absent.
         """
         found: dict[str, float] = {}
         energy = None if self._meter is None else self._meter.end()
@@ -174,15 +173,15 @@ class GPUCounters:
         return found
 
     def _open(self, device: int) -> None:
-        """Find the device in NVML, and allocate two samples where it supports GPM."""
+        """Find the device in NVML, and allocate two samples if it supports GPM."""
         try:
             import pynvml
         except ImportError:
             return
         try:
             pynvml.nvmlInit()
-            # CUDA_VISIBLE_DEVICES renumbers torch's devices but not those of NVML; a UUID names the
-            # same device in both.
+            # CUDA_VISIBLE_DEVICES renumbers torch's devices, but not NVML's; the UUID is the same
+            # in both.
             uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             self._handle, self._nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
         except pynvml.NVMLError:
@@ -217,7 +216,7 @@ class GPUCounters:
 
 
 def _joules(nvml: Any, handle: Any) -> float | None:
-    """Return a device's energy counter, or None where there is none."""
+    """Return a device's energy counter in joules; None if unsupported."""
     try:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
     except nvml.NVMLError:

@@ -1,19 +1,20 @@
 """Profiles: traces of chosen steps of a trial, by torch.profiler.
 
-Each rank writes a trace, and a table that sums it up. ``profile.steps=[10, 14]`` records steps 10
-to 13 (of the whole trial, counted from 0) of the ranks in ``profile.ranks``. A trace shows, on one
-time line, what the rank's code says it does (``communication``: the collectives by name;
-``schedule`` and ``stage``: a pipeline, whose bubbles are the gaps between its stages; ``forward``,
-``backward``, ``update``), torch's operators, the LNS operators by name (``lns_ops::matmul``), and
-on a GPU its kernels. https://ui.perfetto.dev and chrome://tracing open the file as it is,
-gzip-compressed JSON. A study keeps the files in ``profiles/TRIAL`` of its folder, with ``executor:
-train`` in ``train/TRIAL/profile``.
+Each rank writes a trace and a table with its totals. ``profile.steps=[10, 14]`` records steps 10 to
+13 (of the whole trial, counted from 0) of the ranks in ``profile.ranks``. A trace shows, on one
+time line, the spans of the rank's code (``communication``: the collectives by name; ``schedule``
+and ``stage``: a pipeline, whose bubbles are the gaps between its stages; ``forward``, ``backward``,
+``update``), torch's operators, the LNS operators by name (``lns_ops::matmul``), and the kernels of
+a GPU. The file is gzip-compressed JSON, which https://ui.perfetto.dev and chrome://tracing open
+directly. A study keeps the files in ``profiles/TRIAL`` of its folder, with ``gang: train`` in
+``train/TRIAL/profile``.
 
-A recording ends with its epoch at the latest. The table has a line for every name: calls, its own
-time on the CPU and on the GPU (without what it calls), and the share of all own time.
+A recording ends at the end of its epoch at the latest. The table has a line for every name: number
+of calls, own time on the CPU and on the GPU (without nested calls), and share of the total own
+time.
 
-torch's profiler belongs to the process. Where several trials run in one process, only one at a time
-is recorded; a trial that finds the profiler in use goes on without it, and its table says so.
+torch's profiler is process-wide. If several trials run in one process, only one at a time is
+recorded; the others run without it, and their tables say so.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Profiler:
     """The profiler of one worker of a trial.
 
     Args:
-        config: which steps and ranks are recorded.
+        config: the steps and ranks to record.
         rank: this worker's rank.
-        device: where it computes.
-        spans: marks whose names go into the trace.
+        device: this worker's device.
+        spans: spans whose names appear in the trace.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Profiler:
         self._files: dict[str, bytes] = {}
 
     def step(self, number: int) -> None:
-        """Start or stop the recording where the next step, ``number``, is one of its ends."""
+        """Start or stop the recording before step ``number``, if it is the first or the end."""
         if number == self._first:
             self._start()
         elif number == self._end:
             self.stop()
 
     def stop(self) -> None:
-        """End the recording that runs, if any."""
+        """End the current recording, if there is one."""
         if self._running is None:
             return
         if self._device.type == "cuda":
@@ -71,12 +72,12 @@ class Profiler:
         self._running = None
 
     def take(self) -> dict[str, bytes]:
-        """Return the files, by name, of recordings that have not been taken yet."""
+        """Return the files, by name, of the recordings since the last call."""
         files, self._files = self._files, {}
         return files
 
     def _start(self) -> None:
-        """Start a recording, or note in the summary that another trial uses the profiler."""
+        """Start a recording, or write in the summary that another trial uses the profiler."""
         if not _IN_USE.acquire(blocking=False):
             self._files[self._name("summary.txt")] = (
                 b"Not recorded: another trial of this process was using torch's profiler.\n"
@@ -90,7 +91,7 @@ class Profiler:
         self._running.start()
 
     def _keep(self, profile: torch.profiler.profile) -> None:
-        """Keep the trace, compressed, and the table of a finished recording."""
+        """Store the compressed trace and the table of a finished recording."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(path))
@@ -103,7 +104,7 @@ class Profiler:
 
 
 def summary(profile: torch.profiler.profile, steps: int) -> str:
-    """Return the table of a profile of ``steps`` steps, the names that took longest first."""
+    """Return the table of a profile of ``steps`` steps, sorted by own time, longest first."""
     rows = [
         (event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
         for event in profile.key_averages()

@@ -1,11 +1,11 @@
 """The measured ceiling of a trial's matrix products.
 
-It is the number of multiply-accumulates a second that the kernel of the trial reaches on the
-machine that the trial runs on. The rate of a trial is compared with that of the same kernel on one
-large dense square product, in this process, with this trial's threads: 512^3 on a CPU, 4096^3 on a
-GPU, the best of a few. It is what the kernel gives here and now, not a data sheet's peak; other
-work on the same cores lowers it. A product whose operands have many zeros (the pixels of MNIST) may
-be faster than the ceiling, since kernels skip zeros.
+It is the number of multiply-accumulates per second that the trial's kernel reaches on a large dense
+square product, in this process, with this trial's threads: 512^3 on a CPU, 4096^3 on a GPU, the
+best of a few repetitions. The trial's own rate is compared with it. It is measured on this machine
+at this time, so other work on the same cores lowers it; it is not a data sheet's peak. A product
+whose operands have many zeros (the pixels of MNIST) can exceed the ceiling, because kernels skip
+zeros.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ REPETITIONS = 4
 def kernel_ceiling(
     fmt: LNSFormat | None, accumulation: str, dtype: torch.dtype, device: str, threads: int
 ) -> float:
-    """Return the multiply-accumulates a second of the best of :data:`REPETITIONS` products.
+    """Return the multiply-accumulates per second of the best of :data:`REPETITIONS` products.
 
     Args:
-        fmt: format of LNS products with sums as ``accumulation`` says; None for torch's product of
-            ``dtype``.
-        accumulation: how LNS sums are taken (:mod:`lns_ops.functional.accumulation`).
-        dtype: type of torch's product.
+        fmt: format of an LNS product; None for torch's product in ``dtype``.
+        accumulation: accumulation of LNS sums (:mod:`lns_ops.functional.accumulation`).
+        dtype: data type of torch's product.
         device: ``cpu`` or ``cuda``.
-        threads: number that torch and the LNS kernels are set to; a result is kept for each number.
+        threads: current number of threads of torch and the LNS kernels; part of the cache key.
     """
     size = GPU_SIZE if device == "cuda" else CPU_SIZE
     x, y = (
@@ -61,6 +60,6 @@ def _seconds(multiply: Callable[[], object], device: str) -> float:
 
 
 def _wait(device: str) -> None:
-    """Wait for the current stream of a GPU; a CPU has nothing to wait for."""
+    """Synchronise the current stream of a GPU; do nothing on a CPU."""
     if device == "cuda":
         torch.cuda.current_stream().synchronize()

@@ -1,13 +1,13 @@
-"""Spans: marks of what a worker does when, for telemetry (seconds a step) and profiles (a trace).
+"""Spans: named periods of a worker's time, for telemetry (seconds per step) and profiles (traces).
 
-Code marks what it does, ``with spans("communication", "all_reduce"):``, and does not know whether
-anything records it. With telemetry off and no profile running a span costs a function call. On a
-GPU a span is a pair of events in the stream; the host does not wait for them until the epoch's end.
+Code marks its activity by ``with spans("communication", "all_reduce"):``, whether it is recorded or
+not. With telemetry off and no profile running, a span costs a function call. On a GPU a span is a
+pair of events in the stream; the host does not wait for them until the epoch's end.
 
-Kinds: ``communication`` (in a collective, or waiting for what a collective that ran beside the
-computation brings), ``schedule`` (in a pipeline's schedule) and ``stage`` (the part of a schedule
-in which a stage computes); a stage's idle time is that of the schedule less that of its stages. Any
-other kind is only a name in the trace.
+Timed kinds: ``communication`` (in a collective, or waiting for the result of an asynchronous one),
+``schedule`` (in a pipeline's schedule) and ``stage`` (the part of a schedule in which a stage
+computes). A worker's idle time is the time of its schedules minus the time of its stages. Any other
+kind is only a name in the trace.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Spans:
     """The spans of one worker; nothing is recorded until :attr:`timing` or :attr:`naming` is set.
 
     Args:
-        device: where the worker computes.
+        device: the worker's device.
         clock: returns seconds, for workers on a CPU.
 
     Attributes:
-        timing: whether the seconds of :data:`KINDS` are kept.
-        naming: whether the spans' names are given to torch's profiler.
-        steps: steps since :meth:`begin`.
+        timing: whether to record the seconds of :data:`KINDS`.
+        naming: whether to pass the spans' names to torch's profiler.
+        steps: number of steps since :meth:`begin`.
     """
 
     def __init__(
@@ -49,31 +49,31 @@ class Spans:
         self._spent: list[tuple[int, int, Mark, Mark]] = []
 
     def __call__(self, kind: str, name: str = "") -> AbstractContextManager[None]:
-        """Return a context whose time belongs to ``kind``; a trace shows it as ``name``."""
+        """Return a context whose time counts as ``kind`` and whose name in a trace is ``name``."""
         looked_at = self.naming or (self.timing and kind in KINDS)
         return self._span(kind, name or kind) if looked_at else nullcontext()
 
     def begin(self) -> None:
-        """Drop what was recorded, and begin the first step."""
+        """Discard all records and start the first step."""
         self.steps = 0
         self._spent.clear()
         self._marks = [self._now()] if self.timing else []
 
     def step(self, steps: int = 1) -> None:
-        """End a step, or ``steps`` of them that make one row, and begin the next."""
+        """End a step, or ``steps`` steps that form one row, and start the next."""
         self.steps += steps
         if self.timing:
             self._marks.append(self._now())
 
     def end(self) -> None:
-        """Count the time since the last step as part of it."""
+        """Extend the last step to the current time."""
         if self.timing and len(self._marks) > 1:
             self._marks[-1] = self._now()
 
     def seconds(self) -> Tensor:
-        """Return each step's seconds and, of them, those of each of :data:`KINDS`.
+        """Return each step's total seconds, and its seconds in each of :data:`KINDS`.
 
-        A float64 tensor ``[rows, 1 + kinds]`` on the CPU. Waits for the GPU.
+        A float64 tensor ``[rows, 1 + kinds]`` on the CPU. Synchronises with the GPU.
         """
         if self._cuda:
             torch.cuda.current_stream().synchronize()
@@ -87,7 +87,8 @@ class Spans:
 
     @contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
-        """Time the context as ``kind`` and name it ``name`` in the trace, as far as asked for."""
+        """Time the context as ``kind`` if :attr:`timing`; name it in the trace if
+        :attr:`naming`."""
         timed = self.timing and kind in KINDS
         start = self._now() if timed else 0.0
         try:

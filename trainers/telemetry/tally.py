@@ -15,8 +15,8 @@ from trainers.models.loss import Loss
 class Tally:
     """The running sums of loss, wrong answers, examples and answers.
 
-    The loss of a class is in nats. An example has one answer, or several: a sentence one for each
-    of its tokens.
+    The loss of classes is in nats. An example can have several answers: a sentence has one for each
+    token.
     """
 
     loss: float = 0.0
@@ -25,7 +25,7 @@ class Tally:
     answers: int = 0
 
     def add(self, other: Tally) -> None:
-        """Add what another tally counted."""
+        """Add another tally's sums."""
         self.loss += other.loss
         self.wrong += other.wrong
         self.examples += other.examples
@@ -34,8 +34,7 @@ class Tally:
     def metrics(self, split: str, counts_errors: bool = True) -> dict[str, float]:
         """Return ``split/loss``, the mean over answers, and ``split/error``, a fraction in 0 .. 1.
 
-        Both are NaN where nothing was added; the error is left out where answers are not right or
-        wrong.
+        Both are NaN for an empty tally. The error is left out if the loss does not count errors.
         """
         count = self.answers or float("nan")
         found = {f"{split}/loss": self.loss / count}
@@ -43,7 +42,7 @@ class Tally:
 
 
 def tallied(outputs: Tensor, batch: Split, summed: Tensor, loss: Loss) -> Tally:
-    """Return what is to be counted of a batch.
+    """Return the tally of one batch.
 
     Args:
         outputs: outputs of the model.
@@ -56,10 +55,10 @@ def tallied(outputs: Tensor, batch: Split, summed: Tensor, loss: Loss) -> Tally:
 
 
 def faulty(examples: int, answers: int) -> Tally:
-    """Return a tally whose loss is NaN, and all answers of whose examples are wrong.
+    """Return a tally with NaN as loss and only wrong answers.
 
     Args:
         examples: number of examples.
-        answers: answers of an example.
+        answers: number of answers per example.
     """
     return Tally(math.nan, examples * answers, examples, examples * answers)

@@ -1,10 +1,11 @@
-"""The bytes of the tensors that a step makes.
+"""Number of bytes of the tensors that a step makes.
 
-The memory of a process says what the C library keeps, too, and what other trials have left in it;
-that of a GPU's allocator what a CUDA graph holds. This counts the tensors alone: every storage that
-an operator returns, from then until nothing refers to it any more, autograd's graph included. So it
-is the same on every machine. What an operator takes and gives back by itself is not seen, nor what
-was there before: parameters, data, and from the second step on the optimizer's state.
+The memory of a process also includes memory kept by the C library and by other trials; the memory
+of a GPU's allocator includes the memory of CUDA graphs. This module counts only tensors: every
+storage that an operator returns, until its last reference is gone, including references in
+autograd's graph. The number is therefore the same on every machine. Temporary memory within an
+operator is not counted, nor are tensors that existed before: parameters, data, and from the second
+step on the optimizer's state.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class TensorBytes(TorchDispatchMode):
     """A context that counts the bytes of the tensors made in it.
 
     Attributes:
-        live: bytes of those that there are.
-        peak: the most that there were at once.
+        live: current number of bytes.
+        peak: maximum number of bytes at any time.
         operators: operators that ran, without their overloads.
     """
 
@@ -42,7 +43,7 @@ class TensorBytes(TorchDispatchMode):
         args: Any = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and count the storages of what it returns."""
+        """Run an operator, and count the storages of its results."""
         results = func(*args, **(kwargs or {}))
         self.operators.add(getattr(func, "overloadpacket", func))
         for result in results if isinstance(results, (list, tuple)) else (results,):

@@ -1,8 +1,8 @@
 """The construction of one worker's components of a trial, from the config and the worker's rank.
 
-The order is part of the result: process groups are made by all ranks alike, weights are drawn for
-the whole model before it is cut, the precision is applied to what this worker holds, and the
-optimizer gets what this worker keeps.
+The order affects the result: all ranks create process groups in the same order, weights are drawn
+for the whole model before it is partitioned, the precision is applied to this worker's part, and
+the optimizer gets the parameters that this worker updates.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from trainers.sync.base import Synchroniser, Updater
 
 CHECKED = 100
-"""Most validation examples that a trial of the user's code is tried on before it starts."""
+"""Maximum number of validation examples on which the user's code is tried before a trial starts."""
 STAGE_SEED = 1_000_003
-"""The distance between the seeds of stochastic rounding of two pipeline stages."""
+"""Difference between the stochastic rounding seeds of consecutive pipeline stages."""
 
 
 class NoTelemetry:
-    """The stand-in for a :class:`Telemetry` in a trial without ``telemetry``; measures nothing."""
+    """Replacement for :class:`Telemetry` in a trial without ``telemetry``; measures nothing."""
 
     def counting(self, steps: int = 1) -> AbstractContextManager[None]:
         """Count nothing."""
@@ -78,11 +78,11 @@ class NoTelemetry:
 
 @dataclass(frozen=True)
 class Workers:
-    """All workers of a trial, as one of them reaches them.
+    """Reductions over all workers of a trial.
 
     Attributes:
         rank, world_size: this worker's rank, and the number of workers.
-        device: device that this worker computes on.
+        device: this worker's device.
     """
 
     rank: int
@@ -98,9 +98,9 @@ class Workers:
         return [float(value) for value in sums]
 
     def faultless(self) -> bool:
-        """Tell whether no worker has encoded a NaN or an infinity since the last call.
+        """Return whether no worker has encoded a NaN or an infinity since the last call.
 
-        A GPU only counts them and goes on; there the call is a collective.
+        A GPU counts them without raising an error; there the call is a collective.
         """
         if self.device.type != "cuda":
             return True
@@ -117,16 +117,16 @@ class Components:
 
     Attributes:
         config: the trial.
-        workers: all workers, and which of them this one is.
+        workers: reductions over all workers, and this worker's rank.
         place: this worker's place in the layout.
         data: data set, on the worker's device.
-        loss: what is minimised.
-        answers: answers of an example.
-        metrics: what else is measured of the answers.
+        loss: loss function.
+        answers: number of answers per example.
+        metrics: further metrics of the answers.
         parameters: number of parameters of the whole model.
         model: module that this worker computes with.
-        kept: module that this worker updates and keeps: the model, its parts of it, or a copy on
-            the CPU of either.
+        kept: module that this worker updates and saves: the model, this worker's parts, or a CPU
+            copy of either.
         optimizer: optimizer of the parameters of ``kept``.
         updater: object that a training step calls as its optimizer.
         collectives: collectives of the replicas; None with one.
@@ -182,11 +182,10 @@ def set_threads(threads: int) -> None:
 
 
 def compute_repeatably() -> None:
-    """Have cuDNN take algorithms that give the same bits every time, from now on.
+    """Make cuDNN use deterministic algorithms from now on.
 
-    By default it may add the terms of a convolution's gradient in an order that varies, so that a
-    float32 network that was interrupted would go on with other bits (torch's notes on
-    reproducibility).
+    By default it may sum the terms of a convolution's gradient in varying order, so an interrupted
+    float32 network would not resume with the same bits (torch's notes on reproducibility).
     """
     choose_cudnn(deterministic=True, benchmark=False)
 
@@ -194,7 +193,7 @@ def compute_repeatably() -> None:
 def _check_made_alike(
     config: TrialConfig, model: nn.Module, data: Dataset, world_size: int
 ) -> None:
-    """Refuse a user's factory that made something else on another worker; collective.
+    """Check that the user's factories returned the same on all workers; a collective.
 
     Raises:
         ValueError: the workers' weights or examples differ.
@@ -218,7 +217,7 @@ def _check_made_alike(
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    """Return the sha256 of tensors' bits, as hex digits."""
+    """Return the SHA-256 of the tensors' bits, as hex digits."""
     found = hashlib.sha256()
     for tensor in tensors:
         plain = storage_of(tensor.detach()).cpu().to_dense().contiguous().flatten()
@@ -227,12 +226,12 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def _known(split: Examples) -> Split:
-    """Return the examples, or the first ones of those that are not in memory."""
+    """Return the examples, or only the first ones if they are not in memory."""
     return split if isinstance(split, Split) else split.head(CHECKED)
 
 
 def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
-    """Return the trial's model, made for the shapes of its data, its weights drawn."""
+    """Return the trial's model for the shapes of its data, with initial weights."""
     x, y = data.train.head(1)
     tokens = 0
     if not x.is_floating_point():
@@ -249,18 +248,18 @@ def make_whole_model(config: TrialConfig, data: Dataset) -> nn.Module:
 
 @lru_cache(maxsize=HELD)
 def _load_fitting(data: DataConfig, loss: str) -> Dataset:
-    """Load data with targets of the type that one of our losses takes.
+    """Load data with targets of the data type that a built-in loss takes.
 
-    They stay in memory: looking at all targets takes as long as many a small trial's check.
+    They are cached, because the check of all targets takes as long as other checks of small trials.
     """
     return Loss(LossConfig(name=loss)).fit(data.name, load(data))
 
 
 def load_data(config: TrialConfig) -> Dataset:
-    """Load a trial's data; flat for the mlp, whatever shape the examples have.
+    """Load a trial's data; flattened for the mlp.
 
     Raises:
-        ValueError: they cannot be had, or have no targets that the loss takes.
+        ValueError: they cannot be loaded, or their targets do not fit the loss.
     """
     own = config.loss.own
     data = load(config.data) if own else _load_fitting(config.data, config.loss.name)
@@ -272,7 +271,7 @@ def load_data(config: TrialConfig) -> Dataset:
 
 
 def check_batch(config: TrialConfig, examples: int) -> None:
-    """Refuse a batch larger than the training set."""
+    """Check that the batch is not larger than the training set."""
     if examples < config.batch_size:
         raise ValueError(
             f"batch_size={config.batch_size}: there are {examples} training examples, and a batch"
@@ -283,14 +282,14 @@ def check_batch(config: TrialConfig, examples: int) -> None:
 def make_trial_optimizer(
     config: TrialConfig, options: OptimizerConfig, kept: nn.Module, answers: int, stage: int = 0
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters in ``kept`` that ``config`` asks for.
+    """Return the trial's optimizer for the parameters in ``kept``.
 
     Args:
         config: the trial.
         options: options of the optimizer.
         kept: module that the worker updates.
-        answers: answers of an example, whose losses are summed.
-        stage: pipeline stage of the worker; its stochastic rounding has a seed of its own.
+        answers: number of answers per example, whose losses are summed.
+        stage: pipeline stage of the worker, which determines the seed of stochastic rounding.
     """
     seed = (config.seed + stage * STAGE_SEED) % (1 << 31)
     scale = config.lr_schedule.scale(config.batch_size)

@@ -1,7 +1,7 @@
 """Checks of a trial before any process starts: of its batch, its rates, and the user's code.
 
 The user's model, data, loss and metrics are tried together on a few examples: they must train,
-evaluate, and go on with the same bits after an interruption.
+evaluate, and resume with the same bits after an interruption.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from trainers.training.step import train_step
 from trainers.user_code import find_source, forget, load_code, names_code, seeded
 
 SUM_TOLERANCE = 1e-3
-"""Relative error with which a loss of twice as many examples is twice as large: float32 sums of a
-few values are a thousand times more exact."""
+"""Relative tolerance of the check that a loss is a mean; float32 sums of a few values are a
+thousand times more accurate."""
 _answers: dict[str, int] = {}
-"""Answers of an example by task, for the tasks that this process has checked."""
+"""Number of answers per example, for each task that this process has checked."""
 _accepted: set[str] = set()
-"""What this process has accepted of optimizers: a search tries each point in many rows."""
+"""Optimizer settings that this process has accepted; a search tries each point in many rows."""
 
 
 def check(config: TrialConfig, info: DatasetInfo) -> None:
-    """Refuse a trial that could only fail, before any process starts.
+    """Check, before any process starts, that a trial can succeed.
 
     Args:
         config: the trial.
@@ -66,16 +66,16 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
 
 
 def _answers_each(config: TrialConfig) -> int:
-    """Return the number of answers of an example, once the trial's task is checked.
+    """Check the trial's task and return the number of answers per example.
 
-    A model of ours that trains with some sizes trains with others, if it can be made with them.
+    A built-in model is trained with one configuration of sizes; for others it is only constructed.
     """
     parts = (config.data, config.loss, config.metrics, config.precision)
     task = repr((config.model, *parts))
     if task not in _answers:
         if config.own_code:
             forget()
-            if names_code(config.data.name):  # though the data may be in memory
+            if names_code(config.data.name):  # even if the data are in memory
                 load_code("data.name", config.data.name, config.data.code)
             _answers[task] = _check_task(config)
         else:
@@ -91,11 +91,11 @@ def _answers_each(config: TrialConfig) -> int:
 
 
 def check_optimizer(config: TrialConfig, answers: int = 1) -> None:
-    """Refuse options of the optimizer that its number format has no code for, or that do nothing.
+    """Check that the optimizer's options are representable in its number format and have an effect.
 
     Args:
         config: the trial.
-        answers: answers of an example.
+        answers: number of answers per example.
 
     Raises:
         ValueError: a learning rate or momentum underflows, or rounds to 1, or one of
@@ -119,10 +119,10 @@ def _check_task(config: TrialConfig) -> int:
     """Train and evaluate on some examples, in the trial's precision.
 
     Returns:
-        The number of answers of an example.
+        The number of answers per example.
 
     Raises:
-        ValueError: the data, the model, the loss or a metric do not go together.
+        ValueError: the data, the model, the loss or a metric do not fit together.
     """
     loss = Loss(config.loss, config.precision.gradient_scale)
     data = load_data(config)
@@ -159,12 +159,13 @@ def _check_task(config: TrialConfig) -> int:
 def _check_metric(
     config: TrialConfig, name: str, model: nn.Module, data: Dataset, loss: Loss
 ) -> None:
-    """Refuse a metric that is none of answers and targets like those of the trial.
+    """Check that a metric accepts the trial's answers and targets.
 
     Raises:
-        ValueError: with the shapes, what the metric says of them, and one that takes them.
+        ValueError: it does not; the message has the shapes, the metric's error, and a metric that
+            accepts them.
     """
-    load_matplotlib()  # torchmetrics would
+    load_matplotlib()  # before torchmetrics imports it
     from torchmetrics.aggregation import BaseAggregator
 
     metrics, some = Metrics({name: config.metrics[name]}, data.outputs), data.validation.head(2)
@@ -196,11 +197,11 @@ def _check_metric(
 
 
 def _check_range(config: TrialConfig, data: Dataset) -> None:
-    """Refuse examples of the user's that the number format would saturate, tokens below 0, and more
-    classes or tokens than memory holds outputs or embeddings for.
+    """Check the range of the user's examples.
 
     Raises:
-        ValueError: with the largest value and the format's.
+        ValueError: the number format would saturate examples, a token is negative, or the outputs
+            or embeddings of that many classes or tokens do not fit into memory.
     """
     if not names_code(config.data.name):
         return
@@ -231,10 +232,10 @@ def _check_range(config: TrialConfig, data: Dataset) -> None:
 def _check_trained(
     config: TrialConfig, model: nn.Module, outputs: Tensor, forward: Callable[..., Any]
 ) -> None:
-    """Refuse a network of the user's whose outputs no gradient leads through.
+    """Check that gradients flow through the outputs of the user's network.
 
     Raises:
-        ValueError: with file and line.
+        ValueError: they do not; the message has file and line.
     """
     if outputs.requires_grad:
         return
@@ -251,10 +252,10 @@ def _check_trained(
 
 
 def _check_gradients(config: TrialConfig, model: nn.Module, summed: Tensor) -> None:
-    """Compute the gradients of a loss; refuse one that leads to no parameter.
+    """Compute the gradients of a loss, and check that a parameter gets one.
 
     Raises:
-        ValueError: with file and line.
+        ValueError: no parameter does; the message has file and line.
     """
     own = config.loss if config.loss.own else config.model
     if not summed.requires_grad:
@@ -274,8 +275,8 @@ def _check_gradients(config: TrialConfig, model: nn.Module, summed: Tensor) -> N
 
 
 def _place(key: str, name: str, *functions: Callable[..., Any]) -> str:
-    """Return a key and its code, with the line of the first of ``functions`` that is in its file,
-    else of the factory."""
+    """Return a key and its code for error messages, with the line of the first of ``functions``
+    that is in its file, else of the factory."""
     if not names_code(name):
         return f"{key}={name!r}"
     path, factory = find_source(key, name), load_code(key, name)
@@ -288,10 +289,10 @@ def _place(key: str, name: str, *functions: Callable[..., Any]) -> str:
 
 
 def _check_resumes(config: TrialConfig, data: Dataset, loss: Loss) -> None:
-    """Take two steps of the user's model in one go, and again with a save and a restore between.
+    """Take two steps of the user's model without and with a save and restore in between.
 
     Raises:
-        ValueError: the weights are not the same.
+        ValueError: the weights differ.
     """
 
     some = data.train.head(2)
@@ -316,20 +317,20 @@ def _check_resumes(config: TrialConfig, data: Dataset, loss: Loss) -> None:
         found = [weights(interrupted=False), weights(interrupted=True)]
     if len(set(found)) > 1:
         raise ValueError(
-            f"model.name={config.model.name!r}: after an interruption it would not go on with the"
-            " same bits: two steps gave other weights where its state was saved and restored"
+            f"model.name={config.model.name!r}: after an interruption it would not resume with the"
+            " same bits: two steps gave other weights when its state was saved and restored"
             " between them; keep all its state in parameters and buffers of fixed shapes, and draw"
             " random numbers from torch, NumPy or random, not from a generator of its own"
         )
 
 
 def _check_mean(config: TrialConfig, loss: Loss, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse a loss of the user's that is a sum: the same examples twice have the same mean.
+    """Check that the user's loss is a mean: it must not change if the examples are duplicated.
 
-    With a sum a step would grow with the batch, and shrink with the number of micro-batches.
+    With a sum, steps would grow with the batch size and shrink with the number of micro-batches.
 
     Raises:
-        ValueError: with both values and the remedy.
+        ValueError: the loss changes; the message has both values.
     """
     answers = plain(outputs)
     with _explained(config), seeded(0):
@@ -346,10 +347,10 @@ def _check_mean(config: TrialConfig, loss: Loss, outputs: Tensor, targets: Tenso
 
 @contextmanager
 def _explained(config: TrialConfig) -> Iterator[None]:
-    """Raise what the user's code raises as a ``ValueError`` that says where.
+    """Convert errors of the user's code to ``ValueError`` with the file and line.
 
     Raises:
-        ValueError: the code within has raised.
+        ValueError: the code in the context raised an error.
     """
     try:
         yield
@@ -369,10 +370,10 @@ def _explained(config: TrialConfig) -> Iterator[None]:
 def _check_outputs(
     config: TrialConfig, outputs: Any, some: Split, count: int, forward: Callable[..., Any]
 ) -> None:
-    """Refuse outputs of another type or shape than the loss takes.
+    """Check that the outputs have the data type and shape that the loss takes.
 
     Raises:
-        ValueError: with the type, or both shapes.
+        ValueError: they do not; the message has the type, or both shapes.
     """
     where = f"model.name={config.model.name!r} with loss.name={config.loss.name!r}"
     if not isinstance(outputs, torch.Tensor):
@@ -401,10 +402,10 @@ def _check_outputs(
 
 
 def _is_as_many(outputs: Sequence[int], targets: Sequence[int]) -> bool:
-    """Tell whether outputs are those of the targets one by one, laid flat or not.
+    """Return whether outputs and targets match one to one, flattened or not.
 
-    Dimensions of length 1 do not count. ``(B, 3, 2)`` for ``(B, 2, 3)`` are not: as many, and in
-    another order.
+    Dimensions of length 1 are ignored. ``(B, 3, 2)`` does not match ``(B, 2, 3)``: the number is
+    the same, but the order differs.
     """
     longer, shorter = ([size for size in shape if size > 1] for shape in (outputs, targets))
     if len(longer) < len(shorter):

@@ -1,16 +1,16 @@
 """Training steps on an NVIDIA GPU from one CUDA graph, replayed for every step of an epoch.
 
-A step of a small net is some forty kernels of a few microseconds, which Python takes longer to
+A step of a small net has some forty kernels of a few microseconds, which Python needs longer to
 launch than the GPU to run. Captured once in a CUDA graph and replayed, they run back to back. The
 graph reads its batch through a counter on the device, so an epoch is a sequence of replays without
-input from the host; every step leaves its loss and its wrong answers in a place of their own on the
-device, which are read once at the end. A GPU begins some 700,000 small kernels a second (an H100),
-whatever they do, and that is what small nets side by side wait for: a step should have few.
+input from the host. Every step writes its loss and its number of wrong answers to its own place on
+the device, and the host reads them all once at the end. A GPU starts at most some 700,000 small
+kernels per second (an H100), which limits concurrent small nets: a step should have few kernels.
 
-A graph repeats its numbers, so a learning rate that varies lies on the device, and is filled in
-before each replay. For the few optimizers that take their rate as a number the graph has the
-forward and backward passes, and the update is launched after each replay. Random numbers are drawn
-anew at each replay, from torch's generator as it is seeded then.
+Numbers are constants in a graph, so a varying learning rate is stored on the device and updated
+before each replay. A few optimizers take their rate only as a number; for these the graph has the
+forward and backward passes, and the update is launched after each replay. Each replay draws new
+random numbers from torch's generator.
 """
 
 from __future__ import annotations
@@ -33,36 +33,35 @@ WARM_UP_STEPS = 2
 STEPS_TO_CAPTURE = WARM_UP_STEPS + 1
 """The training steps that making a :class:`GraphedEpochs` runs."""
 QUEUED_STEPS = 16
-"""Number of steps that an epoch launches before it waits for the end of those that it launched
-before them: at most twice as many are queued."""
+"""Number of steps per group. After launching a group, an epoch waits for the end of the previous
+one, so at most two groups are queued."""
 
 _capturing = threading.Lock()
-"""The lock that a thread holds while it captures a graph.
+"""Lock that a thread holds while it captures a graph.
 
-Beginning another capture waits for the whole device, which a capture forbids. Epochs of other
-threads queue few steps ahead, and few meanwhile: a capture, and the steps before it, would wait for
-them.
+The start of a capture waits for the whole device, which is forbidden during another capture. It
+also waits for the steps that other threads have queued, so epochs queue only a few steps.
 """
 
 
 class GraphedEpochs:
     """The training steps on one GPU, replayed from a CUDA graph.
 
-    Several threads may each have one, on a stream of their own that is current while they make and
-    use it.
+    Several threads can have one each, with their own stream, which must be current during
+    construction and use.
 
     Args:
         model, optimizer: on the GPU; captured as they are, so replaced parameters or state need a
             new object. Capturing leaves their values unchanged.
         data: training examples, on the GPU.
-        batch_size: examples a step.
+        batch_size: number of examples per step.
         loss: loss of the trial.
-        micro_batches: equal parts of a batch, whose gradients are added up in order.
-        updates: whether the graph has the update too; its options are those of the capture, but for
-            a learning rate that is a tensor on the GPU.
+        micro_batches: number of equal parts of a batch, whose gradients are added up in order.
+        updates: whether the graph includes the update. Its options are then fixed at the capture,
+            except for a learning rate that is a tensor on the GPU.
 
     Attributes:
-        steps: steps of an epoch.
+        steps: number of steps per epoch.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class GraphedEpochs:
         return self._tally()
 
     def _tally(self) -> Tally:
-        """Return what the steps left, added up in their order."""
+        """Return the sum of the steps' results, in their order."""
         loss, counted = 0.0, 0
         for value in self._losses.tolist():
             counted += 1
@@ -151,8 +150,8 @@ class GraphedEpochs:
         return Tally(loss, wrong, counted * self._batch_size, answers)
 
     def _train_step(self) -> None:
-        """Run what the graph has of a step: the batch at the step counter, forward, backward, the
-        update and what it leaves."""
+        """Run the captured part of a step: read the batch at the step counter, forward, backward,
+        update, and write the results."""
         chosen = self._order.index_select(0, self._step.view(1)).view(-1)
         self._optimizer.zero_grad(set_to_none=True)
         parts = [self._forward_backward(part) for part in chosen.chunk(self._micro_batches)]

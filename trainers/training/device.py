@@ -1,4 +1,4 @@
-"""The device that a trial computes on, and its memory."""
+"""The device of a trial, and its memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import ctypes
 import os
 
 DRIVER = "libcuda.so.1"
-"""The library of NVIDIA's driver, without which torch finds no GPU."""
+"""Library of NVIDIA's driver, which torch needs to use a GPU."""
 _M_MMAP_THRESHOLD = -3
-"""The name of the setting in glibc's malloc.h."""
+"""Number of the setting in glibc's malloc.h."""
 MAPPED_FROM = 128 << 10
-"""Bytes from which an allocation is mapped by itself, glibc's default before it adapts."""
+"""Allocations of at least this many bytes are mapped separately; glibc's default before it
+adapts."""
 _returns_memory = False
 
 
 def resolve_device(name: str) -> str:
-    """Return ``cuda`` or ``cpu`` for ``auto``, and any other name as it is.
+    """Return ``cuda`` or ``cpu`` for ``auto``, and any other name unchanged.
 
-    ``auto`` is ``cuda`` where torch finds a GPU and LNS kernels can run there.
+    ``auto`` is ``cuda`` if torch finds a GPU that can run LNS kernels.
     """
     if name != "auto":
         return name
@@ -25,9 +26,9 @@ def resolve_device(name: str) -> str:
 
 
 def computes_on_gpus() -> bool:
-    """Tell whether torch finds a GPU and LNS kernels can run there.
+    """Return whether torch finds a GPU that can run LNS kernels.
 
-    Where NVIDIA's driver is not installed torch is not loaded to ask it.
+    Does not import torch if NVIDIA's driver is not installed.
     """
     try:
         ctypes.CDLL(DRIVER)
@@ -41,10 +42,10 @@ def computes_on_gpus() -> bool:
 def gpu_models() -> list[str]:
     """Return the models of this machine's GPUs that this process may use.
 
-    NVIDIA's NVML is asked, which neither takes the seconds in which torch is loaded nor starts
-    CUDA; torch is where there is a driver and no NVML, and where GPUs are of several models: CUDA
-    puts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, NVML never does (CUDA C++
-    Programming Guide, "CUDA Environment Variables").
+    Uses NVIDIA's NVML, because the import of torch takes seconds and starts CUDA. Uses torch if
+    NVML is missing, or if there are GPUs of several models: CUDA sorts them by speed unless
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, NVML never does (CUDA C++ Programming Guide, "CUDA Environment
+    Variables").
     """
     try:
         ctypes.CDLL(DRIVER)
@@ -59,11 +60,11 @@ def gpu_models() -> list[str]:
 
 
 class NoNVMLError(Exception):
-    """NVML is not installed, or cannot say what it is asked for."""
+    """NVML is not installed, or cannot answer a query."""
 
 
 def _models_by_nvml(visible: str | None) -> list[str]:
-    """Return the models of GPUs by their indices or UUIDs, with commas between; of all for None."""
+    """Return the models of the GPUs with these comma-separated indices or UUIDs; None for all."""
     try:
         import pynvml
     except ImportError as error:
@@ -89,10 +90,10 @@ def _models_by_nvml(visible: str | None) -> list[str]:
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that this process does not have.
+    """Check that this process can use a device.
 
     Raises:
-        ValueError: the device is missing; the message says why.
+        ValueError: it cannot; the message has the reason.
     """
     if name != "cuda":
         return
@@ -103,13 +104,13 @@ def check_device(name: str) -> None:
 
 
 def return_freed_memory() -> None:
-    """Have the C library give memory back to the system as soon as it is freed, from now on.
+    """Make the C library return freed memory to the system immediately, from now on.
 
-    glibc keeps freed tensors of up to 32 MiB in a heap that fragments. A net of 400 layers that
-    keeps 81 MB of activations with checkpoints, 448 without, took 1,970 MB instead of 1,480 of its
-    process; it takes 680 after this call, in up to twice the time, since every tensor's pages are
-    new. The setting belongs to the process and cannot be taken back (mallopt(3)). Where the C
-    library is another, nothing happens.
+    glibc keeps freed tensors of up to 32 MiB in a heap that fragments. Example: a net of 400 layers
+    has 81 MB of activations with checkpoints and 448 MB without. Its process took 1,970 MB with
+    checkpoints and 1,480 MB without; after this call it takes 680 MB, but up to twice the time,
+    because every tensor gets new pages. The setting is process-wide and permanent (mallopt(3)). It
+    has no effect with other C libraries.
     """
     global _returns_memory
     change = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -118,5 +119,5 @@ def return_freed_memory() -> None:
 
 
 def returns_memory() -> bool:
-    """Tell whether :func:`return_freed_memory` has changed this process."""
+    """Return whether :func:`return_freed_memory` was called in this process."""
     return _returns_memory

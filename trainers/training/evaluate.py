@@ -1,4 +1,4 @@
-"""One evaluation pass over a split, and the metrics that a trial asks for beside its loss."""
+"""One evaluation pass over a split, and a trial's metrics besides its loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metrics:
     """Metrics of torchmetrics, of all answers of a split.
 
     Args:
-        configs: names each metric.
+        configs: configs of the metrics, by name.
         classes: number of outputs, which factories with a parameter ``num_classes`` get.
         place: this worker's place in the layout, None with one worker: replicas that evaluate
             different examples add up what they saw.
@@ -46,11 +46,11 @@ class Metrics:
             self._metrics[name] = _make_metric(f"metrics.{name}.name", config, classes).to(device)
 
     def of(self, name: str) -> Any:
-        """Return a metric."""
+        """Return the metric ``name``."""
         return self._metrics[name]
 
     def reset(self, alone: bool) -> None:
-        """Forget all answers; ``alone`` says that every replica now sees all examples."""
+        """Reset all metrics; with ``alone`` every replica sees all examples from now on."""
         shared = not alone and self._place is not None and self._place.dp > 1
         for metric in self._metrics.values():
             metric.reset()
@@ -62,8 +62,8 @@ class Metrics:
 
         Args:
             outputs: outputs of the model.
-            targets: as many, or classes ``[B, ...]``.
-            of_classes: whether they are classes, whose outputs are logits ``[B, ..., C]``.
+            targets: targets of the same number, or classes ``[B, ...]``.
+            of_classes: whether targets are classes; outputs are then logits ``[B, ..., C]``.
         """
         if not self._metrics:
             return
@@ -76,10 +76,10 @@ class Metrics:
             metric.update(answers, targets)
 
     def compute(self, split: str) -> dict[str, float]:
-        """Return ``split/NAME`` of each metric; NaN where its answers were not finite.
+        """Return ``split/NAME`` of each metric; NaN if its answers were not finite.
 
         Raises:
-            ValueError: a metric is no single number.
+            ValueError: a metric is not a single number.
         """
         found = {}
         for name, metric in self._metrics.items():
@@ -98,8 +98,8 @@ class Metrics:
 
 
 def _make_metric(key: str, config: MetricConfig, classes: int) -> Any:
-    """Return what a metric's factory makes."""
-    load_matplotlib()  # torchmetrics would
+    """Call a metric's factory and return the metric."""
+    load_matplotlib()  # before torchmetrics imports it
     factory = load_code(key, config.name, config.code)
     metric = call(key, config.name, factory, config.args, num_classes=classes)
     from torchmetrics import Metric  # takes a second to load
@@ -131,8 +131,8 @@ def evaluate(
         model: the model.
         split: examples, on the model's device.
         loss: loss of the trial.
-        metrics: metrics that the answers are added to.
-        combine: turns the model's logits into the logits that are evaluated.
+        metrics: metrics to update with the answers.
+        combine: converts the model's logits to the logits that are evaluated.
         like: see :func:`evaluation_batches`.
     """
     tally, training = Tally(), model.training

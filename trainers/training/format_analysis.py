@@ -1,9 +1,8 @@
 """The effect of a trial's format on each layer, as metrics of an epoch.
 
-They come from :func:`lns_ops.analyze` on the first batch of training examples. The batch is the
-same every time, and so is the optimizer whose update is analysed: a fresh one with the trial's
-options. The model is copied, and the random numbers of training are left alone, so a trial with
-analyses trains the same bits as one without.
+They come from :func:`lns_ops.analyze` on the first batch of training examples. Every analysis uses
+the same batch, and a new optimizer with the trial's options. The model is copied, and the random
+numbers of training are not used, so a trial with analyses trains the same bits as one without.
 """
 
 from __future__ import annotations

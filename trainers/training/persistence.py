@@ -1,6 +1,6 @@
-"""Saving and restoring a trial: what a checkpoint holds, and what another layout can use of it.
+"""Saving and restoring a trial, possibly with another layout.
 
-A checkpoint has whole tensors, whatever the layout, and beside them the state of single ranks.
+A checkpoint has whole tensors, independent of the layout, and the state of single ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainers.training.build import Components
 from trainers.user_code import placeless
 
 SAME_TRIAL = ("model", "precision", "seed", "optimizer.name")
-"""The keys in which two trials must agree for one to continue the other's checkpoint."""
+"""Keys that must be equal for one trial to resume from another's checkpoint."""
 RANKS_SHARE = (
     "workers",
     "layout.pp",
@@ -37,8 +37,7 @@ RANKS_SHARE = (
     "wire",
     "sync.name",
 )
-"""The keys in which two trials must agree for a rank of one to load the state that belonged to the
-same rank of the other."""
+"""Keys that must also be equal for a rank to load the state of the other trial's same rank."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,8 @@ def save(
     origin: dict[str, Any],
     folder: Path,
 ) -> None:
-    """Write a trial's state into ``folder``; it is whole or absent, whenever the process dies.
+    """Write a trial's state into ``folder`` atomically: it is complete or absent, even after a
+    kill.
 
     A collective; rank 0 writes.
     """
@@ -74,10 +74,10 @@ def save(
 
 
 def restore(components: Components, sync: Synchroniser, folder: Path) -> Progress:
-    """Load the state in ``folder``, of this layout or another; return how far that trial has come.
+    """Load the state in ``folder``, of this layout or another; return the trial's progress.
 
     Raises:
-        ValueError: no whole checkpoint there, or one of another model or precision.
+        ValueError: the checkpoint is missing, damaged, or of another model or precision.
     """
     tensors, state = load_checkpoint(folder)
     config, saved_config = components.config, TrialConfig.from_dict(state["config"])
@@ -103,12 +103,12 @@ def restore(components: Components, sync: Synchroniser, folder: Path) -> Progres
 
 
 def _compared(value: Any) -> Any:
-    """Return what is compared of a value of a config: of a model's, not its file's folder."""
+    """Return a config value for comparisons: without the folder of a user model's file."""
     return placeless(asdict(value)) if isinstance(value, ModelConfig) else value
 
 
 def _whole(components: Components, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return, on rank 0, the whole tensors of a trial from every worker's; a collective."""
+    """Assemble a trial's whole tensors from all workers on rank 0; a collective."""
     workers = components.workers
     if components.partition is not None:
         tensors = components.partition.whole(tensors)

@@ -25,9 +25,9 @@ def train_step(
 ) -> Tally:
     """Take one training step; return the batch's losses and answers before the update.
 
-    Where a loss is not finite, no rank that knows of it updates, and all those ranks return a NaN
-    loss. The batch is taken in ``micro_batches`` equal parts, whose gradients are added up in
-    order, in the gradients' own arithmetic.
+    If a loss is not finite, the ranks that know it skip the update and return a NaN loss. The batch
+    is processed in ``micro_batches`` equal parts, whose gradients are added up in order, in the
+    gradients' own arithmetic.
     """
     sync, spans = sync or Synchroniser(), spans or Spans()
     optimizer.zero_grad(set_to_none=True)
@@ -61,7 +61,7 @@ def accumulate(
 def _forward_backward(model: nn.Module, batch: Split, spans: Spans, loss: Loss) -> Tally:
     """Run forward and backward; return the losses and answers.
 
-    The loss is NaN where a float part of the model has overflowed on its way into LNS.
+    The loss is NaN if a float part of the model overflowed in the conversion to LNS.
     """
     try:
         with spans("forward"):

@@ -1,7 +1,7 @@
-"""The strategies of training and evaluating: eager, from a CUDA graph, or in pipeline stages.
+"""The strategies of training and evaluation: eager, from a CUDA graph, or in pipeline stages.
 
-A trial has one strategy, chosen when it is built. Sharded models need none of their own: their
-synchroniser and their tensors differ instead.
+A trial has one strategy, chosen when it is built. Sharded models do not need their own strategy;
+they have another synchroniser and other tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 def seed_of(text: str) -> int:
-    """Return a seed of 63 bits, from the sha256 of ``text``."""
+    """Return a 63-bit seed from the SHA-256 of ``text``."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def choose_step(components: Components) -> Step:
     """Return the strategy of a trial.
 
-    On a GPU steps are captured in a CUDA graph where
-    :attr:`~trainers.config.TrialConfig.step_captured` says so.
+    On a GPU, steps are captured in a CUDA graph if
+    :attr:`~trainers.config.TrialConfig.step_captured` is true.
     """
     if components.pipeline is not None:
         return PipelineStep(components, components.pipeline)
@@ -54,7 +54,7 @@ def choose_step(components: Components) -> Step:
 
 
 def _stateful(config: TrialConfig) -> bool:
-    """Tell whether a model may draw random numbers or keep statistics while it trains."""
+    """Return whether a model may draw random numbers or update statistics during training."""
     return not config.model.stateless or config.loss.own
 
 
@@ -86,7 +86,7 @@ class Step:
             before_step: called with each step's number in the epoch.
 
         Returns:
-            What this worker knows of losses and answers, and whether training goes on.
+            This worker's losses and answers, and whether training continues.
         """
         components, tally, finite = self._components, Tally(), True
         sync.begin_epoch()
@@ -98,7 +98,7 @@ class Step:
                 finite = math.isfinite(found.loss)
                 tally.add(found)
             if self._delay:
-                time.sleep(self._delay)  # a straggler, for study
+                time.sleep(self._delay)  # simulates a straggler
             goes_on = self._all_go_on(sync.after_step(finite=finite))
             components.spans.step()
             if not goes_on:
@@ -132,8 +132,8 @@ class Step:
         """Take one step with this replica's share of a batch.
 
         Returns:
-            What this worker knows of losses and answers; the loss is NaN where it, or that of a
-                worker whose result arrived here, is not finite.
+            This worker's losses and answers; the loss is NaN if it, or the loss of a worker whose
+                result arrived here, is not finite.
         """
         components = self._components
         return train_step(
@@ -147,7 +147,7 @@ class Step:
         )
 
     def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
-        """Evaluate on ``split`` and return what this worker knows of losses and answers.
+        """Evaluate on ``split`` and return this worker's losses and answers.
 
         Args:
             split: examples, on the worker's device.
@@ -158,10 +158,10 @@ class Step:
         return evaluate(own.model, split, own.loss, own.metrics, sync.combine, like)
 
     def forget(self) -> None:
-        """Drop what was captured of the optimizer and its state, because they have changed."""
+        """Discard captured state, because the optimizer or its state has changed."""
 
     def _all_go_on(self, goes_on: bool) -> bool:
-        """Tell whether all workers of this replica go on."""
+        """Return whether all workers of this replica continue."""
         return goes_on
 
 
@@ -169,9 +169,9 @@ class StatefulStep(Step):
     """Eager steps of a model that may draw random numbers and keep statistics.
 
     Random numbers of torch, NumPy and Python are seeded by (seed, epoch, rank), in training
-    (dropout) and in evaluation, so that a trial that is resumed draws the same ones. Floating-point
-    buffers that differ between the replicas (running statistics of batch norm) are averaged at the
-    end of every epoch: what is evaluated and kept is their mean.
+    (dropout) and in evaluation, so a resumed trial draws the same numbers. Floating-point buffers
+    that differ between the replicas (running statistics of batch norm) are replaced by their mean
+    at the end of every epoch, before evaluation and checkpoints.
     """
 
     def train_epoch(
@@ -191,15 +191,16 @@ class StatefulStep(Step):
             return super().evaluate(split, sync, like)
 
     def _seeded(self, epoch: int | str) -> AbstractContextManager[None]:
-        """Return a context whose random numbers are those of an epoch, or of evaluation.
+        """Return a context with the random numbers of an epoch, or of evaluation.
 
-        Models that draw none leave the generators alone, which threads of other trials share.
+        It does nothing for models without random numbers, because threads of other trials share the
+        generators.
         """
         if not _stateful(self._config):
             return nullcontext()
         seed, here = self._config.seed, self._place
         name = f"{epoch}/{seed}" if isinstance(epoch, str) else f"{seed}/{epoch}"
-        # the workers that hold parts of one layer draw the same; without such it is the rank
+        # workers with parts of the same layer draw the same numbers; otherwise the rank decides
         return seeded(seed_of(f"{name}/{here.pp_rank * here.dp + here.dp_rank}"))
 
 
@@ -217,7 +218,7 @@ def _average_buffers(model: nn.Module, replicas: Collectives) -> None:
 class PipelineStep(StatefulStep):
     """The strategy of pipeline stages that step together.
 
-    The last stage alone knows losses and answers.
+    Only the last stage has losses and answers.
 
     Args:
         components: components of the trial.
@@ -235,20 +236,20 @@ class PipelineStep(StatefulStep):
     def evaluate(self, split: Examples, sync: Synchroniser, like: int | None) -> Tally:
         """Evaluate on ``split``, as :meth:`Step.evaluate`.
 
-        No synchroniser combines the logits of stages.
+        The logits of pipeline stages are not combined across replicas.
         """
         return self._pipeline.evaluate(split)
 
     def _all_go_on(self, goes_on: bool) -> bool:
-        """Tell whether all stages of this replica go on."""
+        """Return whether all stages of this replica continue."""
         return self._pipeline.agree(goes_on)
 
 
 class GraphStep(StatefulStep):
     """The strategy of steps on one GPU, replayed from a CUDA graph that the first epoch captures.
 
-    The update is part of the graph, but for optimizers that take a rate which varies from the host
-    only.
+    The update is part of the graph, except for optimizers that take a varying rate only from the
+    host.
 
     Args:
         components: components of the trial.
@@ -289,5 +290,5 @@ class GraphStep(StatefulStep):
         return tally, goes_on
 
     def forget(self) -> None:
-        """Drop the graph; the next epoch captures a new one."""
+        """Discard the graph; the next epoch captures a new one."""
         self._graphed = None

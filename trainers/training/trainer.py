@@ -1,16 +1,15 @@
-"""Training: one trial from its config to its metrics, an epoch at a time.
+"""Training of one trial, epoch by epoch, from its config to its metrics.
 
-The in-process executor and the Ray Train worker both use it, and so may a script::
+The in-process executor and the Ray Train worker use it, and scripts can as well::
 
     training = Training(TrialConfig(epochs=3))
     while training.epoch < training.config.epochs:
         print(training.train_epoch())
     print(training.test())
 
-Everything that decides the result is in the config: weights come from (seed, name), the data order
-from (seed, epoch), so a run that is saved and restored continues bit for bit. Divergence is a
-result: once the loss is not finite, training stops computing and reports NaN losses and errors for
-the remaining epochs.
+The result only depends on the config: weights come from (seed, name), the data order from (seed,
+epoch), so a restored run continues bit for bit. Divergence is a valid result: after a loss that is
+not finite, training stops computing and reports NaN losses and errors for the remaining epochs.
 """
 
 from __future__ import annotations
@@ -47,17 +46,15 @@ class Training:
     Attributes:
         epoch: number of finished epochs.
         history: metrics of each finished epoch, as :meth:`train_epoch` returned them. They are part
-            of the checkpoint, so that whoever keeps a record of a run can complete it from the
-            state that the run continues from.
-        tested: what :meth:`test` returned last, also part of the checkpoint; empty before.
-        origin: who trains the trial and with which code, in the caller's words; :meth:`save` puts
-            it into checkpoints.
-        profiler: holder of the files of a profile
+            of the checkpoint, so that a record of the run can be completed after it was resumed.
+        tested: last result of :meth:`test`, also part of the checkpoint; empty before.
+        origin: description, by the caller, of who trains the trial and with which code;
+            :meth:`save` stores it in checkpoints.
+        profiler: profiler with the files of a profile
             (:meth:`trainers.telemetry.profiler.Profiler.take`).
 
     Raises:
-        ValueError: the data cannot be had, or the config asks for something impossible; the message
-            says what.
+        ValueError: the data cannot be loaded, or the config is invalid.
     """
 
     def __init__(self, config: TrialConfig, *, rank: int = 0, world_size: int = 1) -> None:
@@ -94,18 +91,18 @@ class Training:
         """Train one epoch, then evaluate on the validation split.
 
         Returns:
-            ``epoch`` (number of finished epochs), ``train/loss`` and ``train/error`` (as met during
-                the epoch), ``validation/loss`` and ``validation/error`` (losses in nats, errors as
-                fractions; no errors where answers are numbers), ``validation/NAME`` of the metrics
-                asked for, ``samples_per_second`` (training alone, all workers). With several
-                workers also ``bytes/sent`` (bytes that a worker sent while training this epoch,
-                mean over the workers) and ``bytes/parameter_step`` (the same over parameters and
-                steps). Every ``analysis_every`` epochs ``analysis/LAYER/...``. With telemetry also
-                :data:`trainers.telemetry.metrics.NAMES`.
+            ``epoch`` (number of finished epochs), ``train/loss`` and ``train/error`` (measured
+                during the epoch), ``validation/loss`` and ``validation/error`` (losses in nats,
+                errors as fractions; no errors if answers are numbers), ``validation/NAME`` of the
+                configured metrics, ``samples_per_second`` (training only, all workers). With
+                several workers also ``bytes/sent`` (bytes sent per worker while training this
+                epoch, mean over the workers) and ``bytes/parameter_step`` (the same per parameter
+                and step). Every ``analysis_every`` epochs ``analysis/LAYER/...``. With telemetry
+                also :data:`trainers.telemetry.metrics.NAMES`.
         """
         self._change_options()
         components, telemetry = self._components, self._components.telemetry
-        # The setting belongs to the process, in which other trials run before or after this one.
+        # The setting is process-wide, and the process also runs other trials.
         with matmul_accumulation(self.config.precision.accumulation):
             telemetry.begin()
             start, before = time.perf_counter(), components.sent
@@ -133,20 +130,20 @@ class Training:
         return metrics
 
     def test(self) -> dict[str, float]:
-        """Return ``test/loss``, ``test/error`` and ``test/NAME`` of the present weights, as
+        """Return ``test/loss``, ``test/error`` and ``test/NAME`` of the current weights, as
         :meth:`train_epoch` does for validation."""
         with matmul_accumulation(self.config.precision.accumulation):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
     def save(self, folder: Path, *, parents: bool = True) -> None:
-        """Write the state into ``folder``; it is whole or absent, whenever the process dies.
+        """Write the state into ``folder`` atomically: it is complete or absent, even after a kill.
 
-        Every worker must call it: rank 0 writes, after it has gathered the state of the others.
+        A collective: rank 0 gathers the state of all workers and writes it.
 
         Args:
-            folder: made if it is missing.
-            parents: whether the folders above it are made, too; without, they must exist.
+            folder: created if missing.
+            parents: whether to create the folders above it too; otherwise they must exist.
         """
         if parents:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -154,13 +151,13 @@ class Training:
         persistence.save(self._components, self.sync, progress, self.origin, folder)
 
     def restore(self, folder: Path) -> None:
-        """Continue from the state in ``folder``; the next epoch is as if there had been no break.
+        """Resume from the state in ``folder``, with the same results as without an interruption.
 
-        A checkpoint of another layout is read too; what belonged to its ranks alone (residues of
-        error feedback, replicas' own weights and optimizer state) is then left out.
+        A checkpoint of another layout is accepted; the state of its single ranks (residues of error
+        feedback, replicas' own weights and optimizer state) is then ignored.
 
         Raises:
-            ValueError: no whole checkpoint there, or one of another model or precision.
+            ValueError: the checkpoint is missing, damaged, or of another model or precision.
         """
         self._step.forget()
         progress = persistence.restore(self._components, self.sync, folder)
@@ -168,9 +165,9 @@ class Training:
         self.history, self.tested = progress.history, progress.tested
 
     def _change_options(self) -> None:
-        """Give the optimizer the options that ``changes`` has after this epoch.
+        """Set the optimizer options that ``changes`` has after this epoch.
 
-        The optimizer's state is kept; a captured graph is dropped.
+        The optimizer's state is kept; a captured graph is discarded.
         """
         wanted = optimizer_at(self.config.optimizer, self.config.changes, self.epoch)
         if wanted == self._options:
@@ -185,7 +182,7 @@ class Training:
         self._rate = Rate(self.config, self.optimizer, self._steps_per_epoch)
 
     def _train(self) -> Tally:
-        """Train the epoch; do nothing where training has diverged before."""
+        """Train the epoch; do nothing if training has diverged before."""
         if self.diverged:
             return Tally()
         examples: Examples = self.data.train
@@ -196,12 +193,12 @@ class Training:
         return tally
 
     def _before_step(self, step: int) -> None:
-        """Tell the profiler that ``step`` comes next, and set its learning rate."""
+        """Notify the profiler of the next ``step``, and set its learning rate."""
         self.profiler.step(self.epoch * self._steps_per_epoch + step)
         self._rate.set(self.epoch, step)
 
     def _analysis_metrics(self) -> dict[str, float]:
-        """Return the metrics of the format's analysis, in epochs that have one."""
+        """Return the metrics of the format's analysis; empty in epochs without one."""
         every = self.config.analysis_every
         if not every or self.epoch % every or self.diverged:
             return {}
@@ -239,7 +236,7 @@ class Training:
                 tally = faulty(examples.size, self._components.answers)
         total = self._summed_over_workers(tally)
         found = total.metrics(name, loss.config.counts_errors)
-        if self.diverged:  # the weights are those before the update that was left out
+        if self.diverged:  # the weights are from before the skipped update
             found[f"{name}/loss"] = math.nan
         finite = math.isfinite(found[f"{name}/loss"])
         return found | (metrics.compute(name) if finite else metrics.missing(name))

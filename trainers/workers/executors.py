@@ -1,31 +1,31 @@
-"""What hosting a trial means: the one protocol by which a worker process trains it, and the ways
-there are.
+"""The `Executor` protocol: how a worker process runs a trial. It has four implementations.
 
 ===================  =====================  ========================================================
-executor             class                  hosts
+executor             class                  runs
 ===================  =====================  ========================================================
-:data:`IN_PROCESS`   ``InProcess``          a trial of one worker, alone in its process; in each
-                                            process of a gang, that process's rank of the trial
-:data:`PACKED`       ``Packed(InProcess)``  a trial of one worker in a thread, others beside it
-:data:`RAY_TRAIN`    ``RayTrainRun``        a Ray Train run, each of whose workers has an
-                                            ``InProcess`` for its rank
-:data:`OWN_LOOP`     ``OwnLoop``            a loop of the user's own, or one rank of it, in a thread
-                                            that waits after every report
+:data:`IN_PROCESS`   ``InProcess``          a trial with one worker, alone in its process; in a
+                                            gang, one rank of a trial per process
+:data:`PACKED`       ``Packed(InProcess)``  a trial with one worker, in a thread beside others
+:data:`RAY_TRAIN`    ``RayTrainRun``        a Ray Train run, whose workers have an ``InProcess``
+                                            each
+:data:`OWN_LOOP`     ``OwnLoop``            a user's own training loop, or one rank of it, in a
+                                            thread that waits after every report
 ===================  =====================  ========================================================
 
 A worker process (:mod:`trainers.workers.worker_process`) makes an executor for every trial and
-makes all calls to it from one thread: :meth:`Executor.begin` once; :meth:`Executor.step` until its
-metrics say ``done`` or the trial is told to stop; after a step maybe :meth:`Executor.profile` and
-:meth:`Executor.save`; :meth:`Executor.end` once, whatever has happened before. Different executors
-of a process may be called from different threads at the same time.
+calls it from one thread only: :meth:`Executor.begin` once; :meth:`Executor.step` until its metrics
+have ``done`` or the trial is stopped; after a step possibly :meth:`Executor.profile` and
+:meth:`Executor.save`; :meth:`Executor.end` once, in all cases. Different executors of a process may
+be called from different threads at the same time.
 
 The executor owns the trial's state (weights, optimizer, device memory, Ray Train's run) from
-``begin`` to ``end``. The worker process owns everything else: its rank in a gang, which checkpoints
-are kept where, what is reported, and the process's settings, which it puts back between trials.
+``begin`` to ``end``. The worker process owns everything else: its rank in a gang, the checkpoints'
+places and lifetimes, the reports, and the process's settings, which it restores between trials.
 
-What an executor raises decides what becomes of the trial (:mod:`trainers.workers.messages`): an
-error of :data:`~trainers.workers.messages.DETERMINISTIC` refuses it, one that says that memory ran
-out may begin it again with less, any other ends the process, and the trial begins again elsewhere.
+The class of an executor's error determines how the trial continues
+(:mod:`trainers.workers.messages`). An error in :data:`~trainers.workers.messages.DETERMINISTIC`
+rejects the trial. After an out-of-memory error it may be retried with lower memory use. Any other
+error ends the process, and the trial restarts in another one.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from trainers.workers.packed import Host
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What an executor is made of.
+    """Arguments of an executor.
 
     Attributes:
         trial: the trial's id.
-        plan: what the study says of the trial, see :mod:`trainers.workers.worker_process`.
-        rank, workers: place in the torch.distributed group that the process has joined.
-        host: what packed trials of the process share; None where it has one lane.
+        plan: the study's instructions for the trial, see :mod:`trainers.workers.worker_process`.
+        rank, workers: rank and size of the torch.distributed group that the process has joined.
+        host: state shared by the packed trials of the process; None with one lane.
     """
 
     trial: str
@@ -60,18 +60,18 @@ class Context:
 
 
 class Executor(ABC):
-    """Trains one trial; see the module for who calls what, and when."""
+    """Trains one trial; the module docstring has the order of calls."""
 
     @abstractmethod
     def __init__(self, context: Context) -> None:
-        """Take nothing yet that :meth:`end` would have to give back."""
+        """Store the context. Must not acquire resources; :meth:`begin` does."""
 
     @abstractmethod
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Build the trial, continued from the first whole checkpoint.
+        """Build the trial, continued from the first complete checkpoint.
 
-        The result is the same with and without checkpoints. In a gang every rank is asked; all
-        continue from one checkpoint.
+        The trial's result is the same with and without checkpoints. In a gang every rank is called,
+        and all continue from the same checkpoint.
 
         Raises:
             ValueError: the trial cannot be built.
@@ -81,36 +81,36 @@ class Executor(ABC):
     def step(self) -> dict[str, Any]:
         """Train one epoch and return its metrics.
 
-        They have ``epoch`` (finished ones), ``done`` (whether it was the last one) and, with the
-        last one, ``test/*``, or :data:`~trainers.workers.messages.FINAL`. A trial that was
-        continued after its last epoch is only tested.
+        They include ``epoch`` (number of finished epochs), ``done`` (whether it was the last one)
+        and, after the last one, ``test/*`` or :data:`~trainers.workers.messages.FINAL`. A trial
+        that was resumed after its last epoch is only tested.
         """
 
     @abstractmethod
     def save(self, folder: Path) -> bool:
-        """Write the trial's state into ``folder``, whole or not at all.
+        """Write the trial's state into ``folder``, completely or not at all.
 
-        In a gang every rank is asked and one writes.
+        In a gang every rank is called and one writes.
 
         Returns:
-            Whether there is a checkpoint now; False where the executor keeps its own elsewhere.
+            Whether a checkpoint was written; False if the executor keeps its own elsewhere.
         """
 
     @abstractmethod
     def profile(self) -> dict[str, bytes]:
-        """Return the files of a profile that the last step completed, by name, once."""
+        """Return the files, by name, of a profile that the last step completed; only once."""
 
     @abstractmethod
     def end(self) -> None:
-        """Stop the trial where it is and let go of all that it holds.
+        """Stop the trial and release all its resources.
 
         Raises:
-            LeakError: something stays, so the process must not train another trial.
+            LeakError: not all resources were released, so the process must not be reused.
         """
 
 
 def make_executor(context: Context) -> Executor:
-    """Return a new executor of the class that the plan names."""
+    """Return a new executor of the class named in the plan."""
     module, _, name = str(context.plan["executor"]).partition(":")
     made: Executor = getattr(importlib.import_module(module), name)(context)
     return made

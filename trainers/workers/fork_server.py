@@ -1,22 +1,21 @@
-"""A server process that has loaded torch and all that a trial needs, and forks worker processes.
+"""A server process that has imported torch and all that a trial needs, and forks worker processes.
 
-Loading torch, numba and this package takes two seconds of a core and 250 MB in every process that
-does it; a fork takes milliseconds, and its pages are shared until one of the processes writes to
-them. So each machine loads once, and a worker that dies is replaced at once.
+Importing torch, numba and this package takes two seconds of CPU time and 250 MB per process. A fork
+takes milliseconds, and shares memory pages until they are written to. So each machine imports once,
+and a worker that dies is replaced quickly.
 
-The server must stay forkable: it computes nothing, so it has neither threads of its own nor a CUDA
-context (a child of a process that has one cannot use the GPU). It runs none of the user's code
-either, so a new child is as no other has left it. Each child has a session of its own, so that code
-which signals its process group reaches no other child.
+The server must stay forkable. It computes nothing, so it has no threads and no CUDA context (a
+child of a process with a CUDA context cannot use the GPU). It does not run the user's code, so
+every child starts from a clean state. Each child has its own session, so code that signals its
+process group does not reach other children.
 
-The server runs in a session of its own, out of reach of Ctrl-C. It ends when the process that
-started it does, and ends its children and all that they have started
-(:mod:`trainers.descendants`); where a child ends, it ends what that one has started. Should
-the server itself be killed, its parent does so: a process that does nothing else, its *guard*.
+The server runs in its own session, so Ctrl-C does not reach it. It exits when the process that
+started it exits, and kills its children and their descendants (:mod:`trainers.descendants`). When a
+child exits, the server kills the child's descendants. If the server itself is killed, its parent
+does so, the *guard*, a process without any other task.
 
-The method is that of ``multiprocessing``'s forkserver. That one, however, imports the main module
-of its parent in every child (a Ray worker's is Ray) and cannot give one child an environment of its
-own.
+The method is the same as in ``multiprocessing``'s forkserver, which however imports its parent's
+main module in every child (for a Ray worker, Ray) and cannot set environment variables per child.
 
 Messages on the socket are one JSON object each. The server sends ``{"ready": seconds}`` and, about
 its children, ``{"forked": KEY, "pid": PID}``, ``{"failed": KEY, "why": WHY}`` and ``{"exited": PID,
@@ -72,22 +71,21 @@ os.close(int(sys.argv[1]))
 from trainers.workers.fork_server import guard
 guard(server)
 """
-"""Programs of the server and of its guard, which starts it before it loads anything itself. A
-signal to end that comes before the guard can pass it on waits until then."""
+"""Programs of the server and of its guard. The guard starts the server before its own imports, and
+blocks SIGTERM until it can forward it."""
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy's library makes its threads when it is loaded; they would not survive the fork, and trials
-compute elsewhere."""
+"""NumPy's BLAS creates its threads when it is loaded; they would not survive the fork, and trials
+do not compute with it."""
 
 
 class ForkServer:
-    """The starting side: a server process and the socket to it.
+    """Client side: starts a server process and holds the socket to it.
 
     Args:
-        log: file that takes what the server and its children print; None for nowhere.
+        log: file for the output of the server and its children; None to discard it.
 
     Attributes:
-        socket: readable where the server has a message, see :meth:`receive`; closed where it has
-            died.
+        socket: readable if the server has sent a message (:meth:`receive`), or has died.
     """
 
     def __init__(self, log: Path | None = None) -> None:
@@ -97,7 +95,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",  # the current folder, in which others may have left a module, first
+                    "-P",  # do not import from the current folder, which may be untrusted
                     "-c",
                     GUARD,
                     str(theirs.fileno()),
@@ -120,13 +118,14 @@ class ForkServer:
     def fork(
         self, key: int, connection: socket.socket, environment: dict[str, str], lanes: int
     ) -> None:
-        """Ask for a child that serves ``connection``, see
+        """Request a child that serves ``connection``, see
         :func:`trainers.workers.worker_process.serve`.
 
         Args:
-            key: names it in the server's answers.
-            environment: variables that it has beside the server's.
-            lanes: trials that it may train at once.
+            key: identifies the child in the server's answers.
+            connection: the child's end of a socket.
+            environment: environment variables in addition to the server's.
+            lanes: maximum number of concurrent trials in the child.
 
         Raises:
             OSError: the server has died.
@@ -135,17 +134,17 @@ class ForkServer:
         socket.send_fds(self.socket, [request], [connection.fileno()])
 
     def log(self, path: Path) -> None:
-        """Have what is printed appended to a file from now on."""
+        """Append the output of the server and its children to another file from now on."""
         with contextlib.suppress(OSError):
             self.socket.send(json.dumps({"log": str(path)}).encode())
 
     def load(self, data: list[dict[str, Any]]) -> None:
-        """Have data sets loaded once for all children, by ``DataConfig``'s keys."""
+        """Load data sets in the server, shared by all children; given by ``DataConfig``'s keys."""
         with contextlib.suppress(OSError):
             self.socket.send(json.dumps({"data": data}).encode())
 
     def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message and return it; None where the server has died."""
+        """Wait for the next message and return it; None if the server has died."""
         try:
             content = self.socket.recv(MESSAGE_BYTES)
         except OSError:
@@ -153,14 +152,14 @@ class ForkServer:
         return json.loads(content) if content else None
 
     def close(self) -> None:
-        """End the server, its children and all that they have started."""
+        """Kill the server, its children and their descendants."""
         self.socket.close()
         self._process.terminate()
         self._process.wait()
 
 
 def main(descriptor: int) -> None:
-    """Serve ``descriptor`` until whoever started this closes the other end."""
+    """Run the server on the socket ``descriptor`` until the other end is closed."""
     began = time.monotonic()
     end_with_parent(signal.SIGTERM)
     adopt_orphans()
@@ -173,7 +172,7 @@ def main(descriptor: int) -> None:
 
 
 def guard(server: int) -> NoReturn:
-    """Wait for the server's end, and end what it has left; a signal to end is passed on to it."""
+    """Wait until the server exits, then kill its descendants; forward SIGTERM to it."""
     adopt_orphans()
     set_name(b"lns-study-guard")
 
@@ -184,7 +183,7 @@ def guard(server: int) -> NoReturn:
     signal.signal(signal.SIGALRM, lambda *_: os.kill(server, signal.SIGKILL))
     signal.signal(signal.SIGTERM, end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # its id is not given to another yet
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # keeps the process id reserved
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     end_descendants()
@@ -192,28 +191,28 @@ def guard(server: int) -> NoReturn:
 
 
 def _load() -> None:
-    """Load everything that a trial's first epoch would load."""
+    """Import everything that a trial's first epoch would import."""
     import numpy.ctypeslib  # noqa: F401
 
-    # torch loads it, half a second, with the first detach of a tensor subclass
+    # torch imports it, in half a second, at the first detach of a tensor subclass
     import torch.distributed.tensor
 
     import trainers.workers.in_process
     import trainers.workers.own_loop
     import trainers.workers.worker_process  # noqa: F401
 
-    torch.get_default_device()  # these load modules when they are first called
+    torch.get_default_device()  # these import modules when they are first called
     with torch.profiler.record_function("load"):
         pass
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork either
     faulthandler.enable()
     gc.collect()
-    # the children's collector never looks through the libraries' objects, whose pages stay shared
+    # the children's garbage collector then skips the libraries' objects, whose pages stay shared
     gc.freeze()
 
 
 class _Server:
-    """The serving side; see the module.
+    """Server side; see the module docstring.
 
     Args:
         control: socket to the process that started the server.
@@ -222,7 +221,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._outputs: dict[int, Output] = {}
-        """What each child prints, by its process id."""
+        """Output of each child, by process id."""
         self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._hear)
@@ -230,7 +229,7 @@ class _Server:
         self._ends = False
 
     def serve(self) -> None:
-        """Serve until the other end of the socket is closed, or a signal to end comes."""
+        """Serve until the other end of the socket is closed, or SIGTERM arrives."""
         signal.set_wakeup_fd(self._woken)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -239,7 +238,7 @@ class _Server:
                 for ready, _ in self._selector.select():
                     ready.data()
         except SystemExit:
-            pass  # asked for by a signal, also while data are loaded
+            pass  # raised by the signal handler, possibly while data are loaded
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             end_descendants()
@@ -283,7 +282,7 @@ class _Server:
             self._selector.unregister(output)
 
     def _reap(self) -> None:
-        """Tell of the children that have ended, once what they have left is killed."""
+        """Report the children that have exited, after killing their descendants."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, MESSAGE_BYTES)
         ended: list[tuple[int, int]] = []
@@ -303,16 +302,16 @@ class _Server:
 
 
 def _load_data(configs: list[dict[str, Any]]) -> None:
-    """Load data sets for all children to come.
+    """Load data sets for all later children.
 
-    What cannot be loaded is refused by the trials that want it.
+    Errors are ignored; the trials that use the data raise them again.
     """
     from trainers.config import DataConfig
     from trainers.data import load
 
     for config in configs:
         if names_code(config["name"]):
-            continue  # runs in the processes of trials alone
+            continue  # the user's code only runs in trial processes
         with contextlib.suppress(Exception):
             load(DataConfig(**config))
 
@@ -325,7 +324,7 @@ def _print_to(path: str) -> None:
 
 
 def send(control: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message; where nobody listens any more, do nothing, which whoever reads notices."""
+    """Send a message; errors are ignored, because the reader detects the closed socket."""
     with contextlib.suppress(OSError):
         control.send(json.dumps(message).encode())
 
@@ -333,13 +332,13 @@ def send(control: socket.socket, message: dict[str, Any]) -> None:
 def _become_worker(
     connection: int, prints: int, others: list[int], request: dict[str, Any]
 ) -> None:
-    """Serve a forked child's own connection, and end the child.
+    """Run a forked child: serve its connection, then exit.
 
     Args:
-        connection: its end of the socket.
-        prints: end of a pipe that takes what it prints.
-        others: descriptors of the server's, to be closed.
-        request: the message that asked for it.
+        connection: the child's end of the socket.
+        prints: pipe for the child's output.
+        others: the server's file descriptors, to be closed.
+        request: the message that requested the child.
     """
     status = 1
     try:
@@ -356,7 +355,7 @@ def _become_worker(
             os.dup2(prints, stream.fileno())
         os.close(prints)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # nothing is lost where it is killed
+            sys.stdout.reconfigure(line_buffering=True)  # keeps the output if it is killed
         os.environ.update(request["environment"])
         if request["lanes"] > 1:  # streams, for which CUDA has eight queues by default
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -1,4 +1,4 @@
-"""A trial in this process, alone (the executor that others are made of) or beside others."""
+"""Executors that run a trial in this process, alone or beside others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainers.workers.resume import resume
 
 
 class InProcess(Executor):
-    """Trains a trial, or one rank of it, in this process.
+    """Trains a trial, or one of its ranks, in this process.
 
-    The plan's ``origin`` goes into the trial's checkpoints.
+    The plan's ``origin`` is stored in the trial's checkpoints.
     """
 
     def __init__(self, context: Context) -> None:
@@ -59,15 +59,12 @@ class InProcess(Executor):
         return self._started
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Return a context in which the trial's work goes where it belongs."""
+        """Return a context that selects the trial's CUDA stream, if it has one."""
         return nullcontext()
 
 
 class Packed(InProcess):
-    """Trains a trial beside others of the same process.
-
-    :mod:`trainers.workers.packed` has what they share.
-    """
+    """Trains a trial beside others in the same process (:mod:`trainers.workers.packed`)."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -1,6 +1,6 @@
-"""What processes tell each other of a trial.
+"""Messages about trials between processes.
 
-Loads no torch, so that who only passes messages on need not wait for it.
+Does not import torch, so processes that only forward messages start quickly.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # which load torch
+if TYPE_CHECKING:  # these import torch
     from trainers.config import DataConfig
     from trainers.data import DatasetInfo
 
 HISTORY = "history"
-"""Key of a report that holds the metrics of the epochs before it, one dict each."""
+"""Key of a report with the metrics of all earlier epochs, a list of dicts."""
 FINAL = "final"
-"""Key of the last report of a user's own loop that holds what it returned, a dict of figures."""
+"""Key of the last report of a user's own loop with its return value, a dict of figures."""
 NAMESPACE = "lns-study"
-"""Ray namespace of the actors that a trial's processes find by name."""
+"""Ray namespace of the named actors that a trial's processes use."""
 
 DETERMINISTIC = (
     ValueError,
@@ -27,13 +27,13 @@ DETERMINISTIC = (
     NameError,
     NotImplementedError,
 )
-"""What a trial raises where a second try could only raise it again: the user's input, arithmetic, a
-mistake in code. What a dead process or a full disk leads to is none of these."""
+"""Errors that a retry would only raise again: invalid input, arithmetic errors, bugs. A dead
+process or a full disk raises errors of other classes."""
 
 JOIN, TRAIN, GO, STOP, LEAVE, CHECK = "join", "train", "go", "stop", "leave", "check"
-"""Kinds of messages to a worker process, which have it become a rank; train a trial; go on after a
-report, or not; write a checkpoint after the epoch under way and end the trial there; examine trials
-and their data."""
+"""Kinds of messages to a worker process: become a rank; train a trial; continue after a report;
+stop after a report; write a checkpoint after the current epoch and end the trial there; examine
+trials and their data."""
 HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "hello",
     "meet",
@@ -44,17 +44,17 @@ HELLO, MEET, JOINED, BEGAN, REPORT, ENDED, DIED, CHECKED = (
     "died",
     "checked",
 )
-"""Kinds of messages from a worker process, with what each carries: the process is up (pid); where
-ranks meet (port); it is a rank; a trial began (:class:`Beginning`); a trial finished an epoch
-(metrics); a trial ended (``how``, ``text``, and ``retire``: why the process ends with it). Its node
-sends that it died (why). The last carries :class:`Examined`, or a text: why the data cannot be
-had."""
+"""Kinds of messages from a worker process, with their payloads in brackets: the process is up
+(pid); the store where the ranks meet (port or path); it is a rank; a trial began
+(:class:`Beginning`); a trial finished an epoch (metrics); a trial ended (``how``, ``text``, and
+``retire``: the reason why the process exits); the process died (reason; sent by its node); trials
+were examined (:class:`Examined`, or an error text)."""
 PLACED = "placed"
-"""Kind of message that who supervises a trial on a cluster sends first, with where its ranks are:
+"""Kind of the first message of a trial's supervisor on a cluster, with the places of the ranks:
 ``hosts``, Ray's ``nodes``, and the supervisor's ``actor`` and ``pid``."""
 UNPLACED = "unplaced"
-"""Kind of message that it sends in place of that where a node did not take the trial, by no fault
-of the trial's (why)."""
+"""Kind of the message that replaces it if a node could not accept the trial for reasons unrelated
+to the trial (reason)."""
 DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "done",
     "stopped",
@@ -63,9 +63,8 @@ DONE, STOPPED, LEFT, REFUSED, OUT_OF_MEMORY, FAILED = (
     "out of memory",
     "failed",
 )
-"""Ways in which a trial ends: it is trained and tested; it was told to stop; it was told to leave,
-and has left a checkpoint; it cannot work, and would not at a second try; memory ran out; anything
-else."""
+"""How a trial ended: it was trained and tested; it was stopped; it was asked to leave and wrote a
+checkpoint; it raised an error that a retry would repeat; it ran out of memory; any other error."""
 
 
 class Message(NamedTuple):
@@ -81,8 +80,8 @@ class Beginning:
     """How a trial began.
 
     Attributes:
-        damaged: what is wrong with the checkpoints that were passed over; "" if none was.
-        history: metrics of the epochs before, from the checkpoint; empty for a trial from scratch.
+        damaged: description of the damaged checkpoints that were skipped; "" without any.
+        history: metrics of the earlier epochs, from the checkpoint; empty for a new trial.
     """
 
     damaged: str = ""
@@ -90,13 +89,13 @@ class Beginning:
 
 
 class Examined(NamedTuple):
-    """What an examination of trials has found.
+    """Result of an examination of trials.
 
     Attributes:
-        data: the data sets that they use.
-        reasons: why each trial could only fail, or None.
-        changes: names of what the user's code has changed in its process where each was examined,
-            see :func:`trainers.workers.process_reset.process_state`.
+        data: the data sets that the trials use.
+        reasons: for each trial, the reason why it cannot succeed, or None.
+        changes: for each trial, the names of global state that the user's code changed during its
+            examination, see :func:`trainers.workers.process_reset.process_state`.
     """
 
     data: dict[DataConfig, DatasetInfo]
@@ -105,6 +104,6 @@ class Examined(NamedTuple):
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a text that is not blank, at most 500 characters; "" if all are."""
+    """Return the last non-blank line of a text, at most 500 characters; "" if all are blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""

@@ -1,11 +1,11 @@
-"""The worker processes of one machine: they are made, given messages, listened to and ended here.
+"""Management of one machine's worker processes: start, messages in both directions, kill.
 
-Of the local engine a :class:`Node` lives in the study's own process; on the nodes of a Ray cluster
-it lives in an actor (:mod:`study.execution.tune.process_host`). The messages of the processes are
-passed on unread, and those that arrived in the meantime together, so that a machine with hundreds
-of processes costs its driver one call for many reports.
+With the local engine a :class:`Node` is in the study's own process; on the nodes of a Ray cluster
+it is in an actor (:mod:`study.execution.tune.process_host`). Messages are forwarded without being
+decoded, and in batches, so that the driver needs one call for many reports even with hundreds of
+processes.
 
-The death of a process is reported after all messages that it sent before.
+A process's death is reported after all messages that it sent.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from trainers.user_code import digest_files, digest_package, names_code
 from trainers.workers.fork_server import ForkServer
 from trainers.workers.messages import CHECK, CHECKED, DIED, Examined, Message
 
-if TYPE_CHECKING:  # a process is started before those are loaded
+if TYPE_CHECKING:  # imported later, so that the server process starts first
     from trainers.config import DataConfig, TrialConfig
     from trainers.data import DatasetInfo
 
 BATCH = 1000
-"""Most messages in one piece."""
+"""Maximum number of messages per batch."""
 RUN_BY_NODES = ("lns_ops", "trainers", "study/execution/tune")
 """Folders of this package whose code runs on the nodes of a cluster."""
 SOURCES = (".py", ".cu", ".cuh")
-"""Endings of the files that are code."""
+"""Suffixes of code files."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class _Process:
 
     Attributes:
         connection: our end of the connection to it.
-        pid: its process id, once it is known.
-        unwanted: whether it is to end as soon as its id is known.
+        pid: its process id; None until it is known.
+        unwanted: whether to kill it as soon as its process id is known.
     """
 
     connection: Connection
@@ -60,14 +60,14 @@ class _Process:
 
 
 def versions(modules: Sequence[str] = ()) -> dict[str, str]:
-    """Return what must be the same on all machines of a study, for equal bits, by name.
+    """Return the versions, by name, that must be equal on all machines of a study for equal bits.
 
-    The code is the first digits of the SHA-256 over the files of ``lns_ops`` and ``trainers``, and
-    of the folder with a trial's supervisor: all that a node runs of this package. Builds of one
-    torch for other devices count as one.
+    The version of this package is the start of the SHA-256 over the code that nodes run: the files
+    of ``lns_ops`` and ``trainers``, and of the folder with a trial's supervisor. Builds of the same
+    torch version for different devices count as equal.
 
     Args:
-        modules: code of the user's that every machine must have, as ``package.module:name``.
+        modules: user code that every machine must have, as ``package.module:name``.
     """
     root = Path(__file__).parents[2]
     ours = [path for name in RUN_BY_NODES for path in sorted((root / name).rglob("*"))]
@@ -81,19 +81,19 @@ def versions(modules: Sequence[str] = ()) -> dict[str, str]:
 
 
 def differing(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
-    """Return what another machine has otherwise than this one, as ``NAME VERSION``.
+    """Return the versions of another machine that differ from ours, as ``NAME VERSION``.
 
     Args:
-        theirs: its :func:`versions`, or some of them.
-        ours: those of this machine.
+        theirs: all or some of the other machine's :func:`versions`.
+        ours: this machine's versions.
     """
     return [f"{name} {version}" for name, version in theirs.items() if version != ours[name]]
 
 
 def is_compared(config: TrialConfig) -> bool:
-    """Tell whether every machine must have the same files of a trial's data.
+    """Return whether a trial's data files must be equal on all machines.
 
-    Data that the user's code makes are that code's, which machines are compared by.
+    Data made by the user's code are not compared; the code itself is.
     """
     return not (config.own_loop or names_code(config.data.name))
 
@@ -102,7 +102,7 @@ class Node:
     """The worker processes of one machine; calls may come from any thread.
 
     Args:
-        log: file that takes what the processes print; None for nowhere.
+        log: file for the processes' output; None to discard it.
         data: see :meth:`load`.
     """
 
@@ -113,7 +113,7 @@ class Node:
         self._server: ForkServer | None = None
         self._said: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._examiners = itertools.count(0, -1)
-        """Numbers of the processes that examine trials; the others count from 1."""
+        """Keys of the processes that examine trials: 0, -1, ...; other keys start at 1."""
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -123,25 +123,25 @@ class Node:
         self._ready_server()
 
     def log(self, path: Path) -> None:
-        """Have what processes print appended to a file from now on."""
+        """Append the processes' output to another file from now on."""
         with self._lock:
             self._log = path
             if self._server is not None:
                 self._server.log(path)
 
     def load(self, data: Sequence[dict[str, Any]]) -> None:
-        """Have data sets loaded once for all processes to come, by ``DataConfig``'s keys."""
+        """Load data sets once for all later processes; given by ``DataConfig``'s keys."""
         with self._lock:
             self._data = list(data)
             self._ready_server().load(self._data)
 
     def start(self, key: int, environment: dict[str, str], lanes: int) -> None:
-        """Make a process.
+        """Start a process.
 
         Args:
-            key: names it from now on; it must be new.
-            environment: variables of its own.
-            lanes: trials that it may train at once.
+            key: identifies the process; must be new.
+            environment: additional environment variables.
+            lanes: maximum number of concurrent trials in the process.
         """
         with self._lock:
             try:
@@ -162,14 +162,14 @@ class Node:
                 theirs.close()
 
     def send(self, key: int, message: bytes) -> None:
-        """Send a pickled :class:`Message` to a process; one that has died hears nothing."""
+        """Send a pickled :class:`Message` to a process; ignored if it has died."""
         process = self._processes.get(key)
         if process is not None:
             with contextlib.suppress(OSError):
                 process.connection.send_bytes(message)
 
     def kill(self, key: int) -> None:
-        """End a process; its death is told as any other."""
+        """Kill a process; its death is reported like any other."""
         with self._lock:
             process = self._processes.get(key)
             if process is not None:
@@ -177,9 +177,9 @@ class Node:
                 self._end(process)
 
     def events(self, seconds: float) -> list[tuple[int, bytes]]:
-        """Return what processes have said, with their keys, as soon as there is something.
+        """Wait for messages of processes and return them with the processes' keys.
 
-        After ``seconds``, or where this is closed, return nothing.
+        Returns an empty list after ``seconds`` without a message.
         """
         try:
             found = [self._said.get(timeout=seconds)]
@@ -193,19 +193,20 @@ class Node:
     def examine(
         self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str = "cpu"
     ) -> Message:
-        """Have processes read trials' data and check the trials, before any other runs.
+        """Check trials and their data in separate processes, before other processes run.
 
-        Trials of the same code of the user's, or of none, have a process, and another one after
-        each whose code has changed its process.
+        Trials with the same user code share a process, until one of them changes global state; the
+        remaining trials then get a new process.
 
         Args:
-            trials: their :class:`~trainers.config.TrialConfig`.
-            environment: variables of the processes.
+            trials: configs of the trials.
+            environment: environment variables of the processes.
             device: a device that each process must have.
 
         Returns:
-            ``CHECKED`` with what :func:`~trainers.workers.worker_process.examine` returns of all
-            trials, or the text of its error; or ``DIED``.
+            ``CHECKED`` with the combined result of
+            :func:`~trainers.workers.worker_process.examine`, or with the text of its error; or
+            ``DIED``.
         """
         data: dict[DataConfig, DatasetInfo] = {}
         reasons, changes = dict[int, str | None](), dict[int, list[str]]()
@@ -234,7 +235,7 @@ class Node:
     def _examine(
         self, trials: Sequence[TrialConfig], environment: dict[str, str], device: str
     ) -> Message:
-        """Return the last message of a process that examines trials."""
+        """Examine trials in one process and return its last message."""
         key = next(self._examiners)
         self.start(key, environment, 1)
         self.send(key, pickle.dumps(Message(CHECK, payload=(list(trials), device))))
@@ -254,7 +255,7 @@ class Node:
         self.close()
 
     def close(self) -> None:
-        """End all processes; a second call does nothing."""
+        """Kill all processes; a second call does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -297,17 +298,16 @@ class Node:
                         self._hear_server()
                     else:
                         self._hear(ready.data)
-            # a mistake of ours: nobody would hear of the processes any more, so they end, and that
-            # is told
+            # a bug: no further messages would arrive, so kill the processes and report their deaths
             except Exception:
                 traceback.print_exc()
                 with self._lock:
                     self._lose_all("the node lost its processes by a mistake; please report it")
 
     def _hear(self, key: int) -> None:
-        """Take in one message of a process.
+        """Receive one message of a process.
 
-        Where its connection has closed, the server tells of its death, maybe a moment ago.
+        If its connection was closed, the server reports its death.
         """
         process = self._processes.get(key)
         if process is None:
@@ -348,7 +348,7 @@ class Node:
             self._lose(key, why)
 
     def _lose(self, key: int, why: str) -> None:
-        """Take in what a dead process still said, then its death."""
+        """Receive the last messages of a dead process, then report its death."""
         process = self._processes.pop(key)
         with contextlib.suppress(EOFError, OSError):
             while process.connection.poll():

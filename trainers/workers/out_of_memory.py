@@ -1,9 +1,9 @@
-"""Trials that run out of memory: how the error is recognised, and what is tried next.
+"""Trials that run out of memory: detection of the error, and changes for the next attempt.
 
-Every allocator raises an error of its own: torch's ``OutOfMemoryError`` on a GPU, a
-``RuntimeError`` of torch's allocator on a CPU, CuPy's error, Python's. A whole GPU, where trials
-share one, helps without changing the result. Otherwise smaller micro-batches help, whose gradients
-add up to the batch's; sums are then rounded at other places.
+Every allocator has its own error: torch's ``OutOfMemoryError`` on a GPU, a ``RuntimeError`` of
+torch's allocator on a CPU, CuPy's error, Python's ``MemoryError``. If the trial shares a GPU, the
+next attempt gets a whole one, which does not change the result. Otherwise it uses smaller
+micro-batches; their gradients add up to the batch's, but with different rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SAID = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error``, or what it was raised from, says that memory ran out."""
+    """Return whether ``error``, or one of its causes, means that memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID):
@@ -32,11 +32,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def relief(config: TrialConfig) -> dict[str, Any] | None:
-    """Return keys under which the trial needs less memory, or has more; None if there are none."""
+    """Return changed keys with which the trial needs less memory or gets more; None if
+    impossible."""
     if config.device == "cuda" and config.workers == 1 and (config.gpus or 1.0) < 1:
         return {"gpus": 1.0}
     if config.own_loop or config.model.normed or config.model.own or config.loss.own:
-        return None  # with smaller micro-batches it may be another function that is trained
+        return None  # smaller micro-batches may change the function that is trained
     parts = config.layout.micro_batches
     while (parts := 2 * parts) <= config.batch_size:
         try:

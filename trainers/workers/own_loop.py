@@ -1,17 +1,18 @@
-"""A trial that a loop of the user's own trains: the executor on the other side of
+"""Executor of trials that a user's own training loop trains; counterpart of
 :mod:`trainers.user_loop`.
 
-The loop calls, where an executor is called. So it runs in a thread of its own, and one of both
-always waits: the loop in its report, until :meth:`OwnLoop.step` asks for the next epoch or
-:meth:`OwnLoop.end` unwinds it; the worker process in :meth:`OwnLoop.step`, until the loop reports,
-returns or raises. Nothing runs at the same time, so nothing is locked.
+The loop calls ``report``, while an executor is called itself. Therefore the loop runs in its own
+thread, and at any time one of the two threads waits: the loop in its report, until
+:meth:`OwnLoop.step` requests the next epoch or :meth:`OwnLoop.end` unwinds the loop; the worker
+process in :meth:`OwnLoop.step`, until the loop reports, returns or raises. They never run at the
+same time, so no locks are needed.
 
-The last of ``epochs`` reports is passed on once the loop has returned, with what it returned. A
-loop that returns earlier ends its trial with the last report it gave. In a gang every rank runs the
-loop; all continue from one checkpoint, and the first rank's reports and checkpoints count.
+The last of ``epochs`` reports is forwarded after the loop has returned, together with its return
+value. A loop that returns earlier ends its trial with its last report. In a gang every rank runs
+the loop; all resume from the same checkpoint, and only rank 0's reports and checkpoints count.
 
-An error of the loop refuses the trial, as a second try would only raise it again; but where memory
-ran out, or the system failed (``OSError``), the trial is tried again as others are.
+An error in the loop rejects the trial, because a retry would raise it again. After running out of
+memory or a system error (``OSError``) the trial is retried like any other.
 """
 
 from __future__ import annotations
@@ -54,21 +55,21 @@ from trainers.workers.process_reset import LeakError
 from trainers.workers.resume import first_of, gathered, in_a_line, of_first
 
 UNWIND_SECONDS = 60.0
-"""How long a loop has for its ``finally`` clauses where its trial is stopped."""
+"""Seconds that a loop has for its ``finally`` clauses when its trial is stopped."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """How the loop ended: with what it returned, or with an error."""
+    """The loop's end: its return value, or its error."""
 
     returned: Any = None
     error: BaseException | None = None
 
 
 class OwnLoop(Executor):
-    """Trains a trial, or one rank of it, by the user's loop.
+    """Trains a trial, or one of its ranks, by the user's loop.
 
-    The plan's ``metrics`` are those that every report must have; ``origin`` goes into checkpoints.
+    The plan's ``metrics`` are required in every report; ``origin`` is stored in checkpoints.
     """
 
     def __init__(self, context: Context) -> None:
@@ -106,11 +107,11 @@ class OwnLoop(Executor):
         return Beginning(damaged=damaged, history=[dict(metrics) for metrics in self._history])
 
     def step(self) -> dict[str, Any]:
-        """Have the loop go on to its next report, or to its end, and return the epoch's metrics.
+        """Run the loop until its next report or its end, and return the epoch's metrics.
 
         Raises:
-            ValueError: the loop is wrong; the message has its file and line.
-            RuntimeError: it ran out of memory, or the system failed.
+            ValueError: the loop raised an error; the message has its file and line.
+            RuntimeError: it ran out of memory, or a system error occurred.
         """
         if self._final is None:
             said = self._next()
@@ -120,7 +121,7 @@ class OwnLoop(Executor):
         return {**self._history[-1], FINAL: self._final, "done": True}
 
     def save(self, folder: Path) -> bool:
-        """Keep what the loop gave with its last report, if it did."""
+        """Keep the checkpoint of the loop's last report, if it had one."""
         if self._context.rank:
             return False
         state = {
@@ -140,7 +141,7 @@ class OwnLoop(Executor):
         return False
 
     def profile(self) -> dict[str, bytes]:
-        """Return nothing: what a loop does is not recorded."""
+        """Return nothing: own loops are not profiled."""
         return {}
 
     def end(self) -> None:
@@ -157,12 +158,11 @@ class OwnLoop(Executor):
             )
 
     def _continued(self, checkpoints: list[str]) -> tuple[Checkpoint | None, str]:
-        """Take on the first whole checkpoint; return what the loop reported with it.
-
-        A collective of the ranks.
+        """Resume from the first complete checkpoint; a collective of the ranks.
 
         Returns:
-            The checkpoint, None if there is none, and what is wrong with those passed over.
+            The checkpoint that the loop reported, or None, and a description of the damaged
+            checkpoints that were skipped.
         """
         workers, damaged = self._context.workers, list[str]()
         for path in of_first(checkpoints, workers):
@@ -173,7 +173,7 @@ class OwnLoop(Executor):
                 folder = fetched(path)
                 found, state = load(folder)
                 digest = digest_file(folder / STATE)
-            # whatever a damaged file leads to, the epochs can be computed again
+            # any error of a damaged file: the epochs can be repeated
             except Exception as error:
                 wrong = in_a_line(error)
             seen = gathered((wrong, digest), workers)
@@ -188,9 +188,9 @@ class OwnLoop(Executor):
         return None, "; ".join(damaged)
 
     def _train(self, loop: Callable[[LoopContext], Any], context: LoopContext) -> None:
-        """Run the loop, in its thread, and say how it ended."""
+        """Run the loop, in its thread, and pass its end on to the worker process."""
         try:
-            set_threads(self._config.threads)  # of this thread, as far as OpenMP is concerned
+            set_threads(self._config.threads)  # OpenMP has a setting per thread
             with training(context), seeded(context.seed):
                 end = _End(returned=loop(context))
         except TrialEnded:
@@ -201,11 +201,11 @@ class OwnLoop(Executor):
         self._said.put(end)
 
     def _tell(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | str | None) -> None:
-        """Take a report, in the loop's thread, and wait until the loop may go on.
+        """Receive a report, in the loop's thread, and wait until the loop may continue.
 
         Raises:
-            TrialEnded: it may not.
-            ValueError: the report is wrong.
+            TrialEnded: the trial has ended or was stopped.
+            ValueError: the report is invalid.
         """
         epoch = len(self._history) + 1
         if self._stopped or epoch > self._config.epochs:
@@ -223,7 +223,7 @@ class OwnLoop(Executor):
             raise TrialEnded
 
     def _next(self) -> dict[str, float] | _End:
-        """Let the loop begin or go on, and return what it says next."""
+        """Start or continue the loop, and return its next report or its end."""
         assert self._thread is not None, "begin comes first"
         if self._thread.ident is None:
             self._thread.start()
@@ -235,8 +235,8 @@ class OwnLoop(Executor):
         """Return the final figures of a loop that has ended.
 
         Raises:
-            ValueError: it is wrong; the message has its file and line.
-            RuntimeError: it ran out of memory, or the system failed.
+            ValueError: the loop raised an error; the message has its file and line.
+            RuntimeError: it ran out of memory, or a system error occurred.
         """
         assert isinstance(end, _End), "no loop reports more than its epochs"
         name = self._config.trainable.name

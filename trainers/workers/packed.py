@@ -1,15 +1,16 @@
-"""Several one-worker trials at once in one process, each in a thread of its own and, on a GPU, on a
-stream of its own; what they share.
+"""State shared by concurrent one-worker trials in one process, each with its own thread and, on a
+GPU, its own CUDA stream.
 
-Processes that share a GPU take turns on it; streams of one process run side by side, so that small
-nets fill the GPU together. An epoch is a row of CUDA graphs, launched without Python's global lock.
-Trials are free to differ in everything but what :func:`~trainers.workers.resources.key_of` names,
-which is the process's and not a thread's. What decides a result is the trial's own, so it comes out
-as in a process of its own, bit for bit.
+Processes that share a GPU take turns on it, while the streams of one process run concurrently, so
+small nets can fill the GPU together. An epoch is a sequence of CUDA graphs, which are launched
+without Python's global lock. The trials may differ in all settings except process-wide ones
+(:func:`~trainers.workers.resources.key_of`). No state that affects results is shared, so a trial
+gives the same bits as in a process of its own.
 
-They share a worker process of several lanes (:mod:`trainers.workers.worker_process`), one a GPU, or
-one a machine for trials on the CPU. An error that is not the trial's own (CUDA's context is lost
-for all) ends the process; every trial in it begins again in a new one, at its last checkpoint.
+The trials share a worker process with several lanes (:mod:`trainers.workers.worker_process`): one
+process per GPU, or one per machine for trials on the CPU. An error that affects all trials, such as
+the loss of the CUDA context, ends the process, and every trial restarts in a new one from its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from trainers.training.device import check_device, resolve_device
 from trainers.workers.resources import MOST_TRIALS, key_of
 
 SWITCH_SECONDS = 1e-4
-"""Seconds after which a thread that computes in Python lets another one go on, which may only
-want to launch its next step."""
+"""Python's thread switch interval in seconds; short, because other threads often only need to
+launch their next step."""
 
 
 class Host:
-    """What the packed trials of a process share; calls may come from any thread."""
+    """State shared by the packed trials of a process; thread-safe."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
@@ -44,13 +45,14 @@ class Host:
 
     @contextmanager
     def place(self, config: TrialConfig) -> Iterator[torch.cuda.Stream | None]:
-        """Hold a place for a trial: a stream on a GPU, None on a CPU.
+        """Reserve a place for a trial: a stream on a GPU, None on a CPU.
 
-        The first trial decides the settings of the process, which the others must share.
+        The first trial determines the process-wide settings, which the others must share.
 
         Raises:
-            ValueError: the trial's device is not there, the trial differs from others in what
-                :func:`~trainers.workers.resources.key_of` names, or is one too many.
+            ValueError: the trial's device is missing, its settings
+                (:func:`~trainers.workers.resources.key_of`) differ from the process's, or the
+                process is full.
         """
         with self._lock:
             self._admit(config)
@@ -64,7 +66,7 @@ class Host:
                 self._streams += [stream] if stream is not None else []
 
     def _admit(self, config: TrialConfig) -> None:
-        """Check that there is room for a trial, and take over the settings of the first one."""
+        """Check that a trial fits into the process; the first trial sets the process's settings."""
         if self._key is None:
             self._device = resolve_device(config.device)
             check_device(self._device)
@@ -83,7 +85,7 @@ class Host:
             )
 
     def _stream(self) -> torch.cuda.Stream:
-        """Return a stream that no trial uses."""
+        """Return an unused stream."""
         if self._streams:
             return self._streams.pop()
         stream = torch.cuda.Stream()

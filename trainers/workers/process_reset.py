@@ -1,10 +1,9 @@
-"""The reset of a process between two trials: what a trial changed is put back, or noticed.
+"""The reset of a process between two trials: changed settings are restored, leaks are detected.
 
-Everything that decides a result is made anew for each trial, but settings of the process may still
-be changed by a trial's code or a library that it calls. Between two trials :class:`InitialSettings`
-restores those settings to what they were before the first trial. Threads and memory that are never
-released cannot be restored; beyond a bound it refuses them, so that the next trial gets a fresh
-process.
+All state that affects results is created for each trial, but a trial's code, or a library that it
+calls, may change settings of the process. Between two trials :class:`InitialSettings` restores
+them to their values before the first trial. Leaked threads and memory cannot be released; above a
+limit it raises an error, so that the next trial gets a new process.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from trainers._compat import choose_cudnn
 from trainers.training.device import returns_memory
 
 THREADS = 64
-"""Python threads beyond those before the first trial that still count as none leaked."""
+"""Maximum number of Python threads above the number before the first trial."""
 MEMORY = max(2 << 30, psutil.virtual_memory().total // 16)
-"""Bytes, of the process or on its GPU, beyond those after the first trial that still count as none
-leaked: other shapes and formats add some."""
+"""Maximum growth in bytes, of the process or on its GPU, since the first trial; other shapes and
+formats need some."""
 
 
 class LeakError(RuntimeError):
-    """A process has kept what it cannot give back; it should end."""
+    """A process has leaked resources and should exit."""
 
 
 class InitialSettings:
-    """A process's settings as they are when this is made, before the first trial."""
+    """The process's settings at the time of construction, before the first trial."""
 
     def __init__(self) -> None:
         self._environment = dict(os.environ)
@@ -48,15 +47,15 @@ class InitialSettings:
         self._returned_memory = returns_memory()
         self._memory: tuple[int, int] | None = None
         gc.collect()
-        # what is there now is never looked through again, half a million objects of libraries
+        # exclude the existing half a million objects of libraries from garbage collection
         gc.freeze()
 
     def restore(self) -> None:
-        """Put the process's settings back; to be called between trials.
+        """Restore the process's settings; to be called between trials.
 
         Raises:
-            LeakError: threads or memory have grown beyond their bounds, or a setting cannot be
-                put back.
+            LeakError: threads or memory have grown above their limits, or a setting cannot be
+                restored.
         """
         os.environ.clear()
         os.environ.update(self._environment)
@@ -87,7 +86,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _umask() -> int:
-    """Return the mask of new files, which only setting it tells."""
+    """Return the umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -123,19 +122,20 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "sys.setrecursionlimit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "os.umask": (_umask, os.umask),
 }
-"""What reads a setting, and what sets it, by the name of what sets it. Set only where it has
-changed: torch loads its compiler, two seconds, to be told of some."""
+"""Getter and setter of each setting, by the setter's name. A setter is only called if the setting
+has changed, because torch imports its compiler (two seconds) in some of them."""
 PATCHED = ("trainers", "lns_ops", "torch.nn", "torch.optim", "torch.utils.data")
-"""Packages whose functions and classes, replaced, would change what other trials compute."""
+"""Packages in which a replaced function or class would change the results of other trials."""
 ALSO_PATCHED = ("builtins", "math", "random", "numpy", "numpy.random", "torch", "torch.linalg")
-"""Modules of the same kind, without those below them."""
+"""Modules in which it would as well; their submodules are not checked."""
 
 
 def process_state() -> dict[str, Any]:
-    """Return what code may change for all of its process and change other trials by, by name:
-    settings, torch's global hooks, handlers of signals, modules, functions and methods.
+    """Return the process-wide state by which code could affect other trials, by name.
 
-    Not in it is what only adds something (modules, threads, filters of warnings), as imports do.
+    It consists of settings, torch's global hooks, signal handlers, modules, functions and methods.
+    Additions, such as new modules, threads or warning filters, do not count, because imports make
+    them too.
     """
     found = _settings() | {
         f"signal.{number.name}": signal.getsignal(number) for number in signal.Signals
@@ -154,15 +154,17 @@ def process_state() -> dict[str, Any]:
 
 
 def changed_since(before: dict[str, Any]) -> list[str]:
-    """Return the names of what is not as :func:`process_state` found it; where modules were
-    replaced, of these alone."""
+    """Return the names of the entries of :func:`process_state` that have changed.
+
+    If modules were replaced, only these are returned.
+    """
     now = process_state()
     changed = [name for name, value in before.items() if now.get(name) != value]
     return [name for name in changed if name.startswith("sys.modules")] or changed
 
 
 def _functions(place: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the functions of a module or class, and those of the classes that a module defines."""
+    """Return the functions of a module or class, including methods of the module's own classes."""
     found = {f"{place}.{name}": value for name, value in names.items() if callable(value)}
     for name, value in list(found.items()):
         legacy = type(value) is type(torch.FloatTensor)  # many, and alike
@@ -172,7 +174,8 @@ def _functions(place: str, names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(device: torch.device) -> torch.device | None:
-    """Return a default device as torch sets it; None for the CPU, whose mention slows all calls."""
+    """Return the argument for ``set_default_device``; None for the CPU, which is faster than
+    "cpu"."""
     return None if device.type == "cpu" else device
 
 
@@ -182,7 +185,7 @@ def _settings() -> dict[str, Any]:
 
 @contextmanager
 def kept_settings() -> Iterator[None]:
-    """Put back, afterwards, the settings of the process that are changed within."""
+    """Restore the process's settings when the context ends."""
     settings = _settings()
     try:
         yield

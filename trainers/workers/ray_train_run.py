@@ -1,13 +1,13 @@
-"""A trial whose workers Ray Train starts (:func:`study.plan.engines.choose_gang`).
+"""Executor of trials whose workers Ray Train starts (:func:`study.plan.engines.choose_gang`).
 
-A worker process drives ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread
-and does nothing else. Ray Train's controller is a process of its own, maybe on another machine; a
-callback in it connects back here, passes on what rank 0 reports, and waits for the word to go on.
-Told to stop, it has the controller abort the run, as Ctrl-C in a script of one's own does. (An
-error raised in the callback does not end a run: Ray Train starts its controller's work again, by
-default without limit.)
+The worker process runs ``trainers.workers.ray_train_worker.build_trainer(...).fit()`` in a thread.
+Ray Train's controller is a separate process, possibly on another machine. A callback in it connects
+to the worker process, sends rank 0's reports, and waits for the reply to continue. If the reply is
+to stop, the callback makes the controller abort the run, as Ctrl-C does in a script. (An error
+raised in the callback would not end the run: Ray Train restarts the controller's work, by default
+without limit.)
 
-The Ray Train run's name is the trial's id, so a driver that is started again continues the run.
+The Ray Train run's name is the trial's id, so a restarted driver continues the run.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from trainers.workers.ray_train_worker import build_trainer, read_results
 
 Address = tuple[str, int]
 KEY_SECONDS = 10
-"""The longest wait for the answer of one that connected, who may not have the key."""
+"""Maximum number of seconds for a new connection to prove that it has the key."""
 ACCEPT_SECONDS = 0.1
-"""The wait after a connection could not be accepted."""
+"""Seconds to wait after a connection could not be accepted."""
 
 
 class ReportCallback(UserCallback):  # type: ignore[misc]
-    """A callback in Ray Train's controller: sends the driver each report and waits for its answer.
+    """Callback in Ray Train's controller: sends each report and waits for the reply.
 
     Args:
-        address: where the driver listens.
-        key: secret by which the driver and the controller know each other.
+        address: address at which the worker process listens.
+        key: shared secret of the worker process and the controller.
     """
 
     def __init__(self, address: Address, key: bytes) -> None:
@@ -65,7 +65,7 @@ class ReportCallback(UserCallback):  # type: ignore[misc]
     def after_report(
         self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
     ) -> None:
-        """Pass on what rank 0 reported; end the run where the answer is to stop."""
+        """Send rank 0's report; abort the run if the reply is to stop."""
         if self._connection is None:
             self._connection = Client(self._address, authkey=self._key)
         path = {"checkpoint_path": checkpoint.path} if checkpoint is not None else {}
@@ -75,10 +75,10 @@ class ReportCallback(UserCallback):  # type: ignore[misc]
 
 
 class RayTrainRun(Executor):
-    """Has Ray Train train a trial; see the module.
+    """Trains a trial by Ray Train; see the module docstring.
 
-    The plan has ``storage`` for Ray Train's files, ``max_failures``, how often a gang with a dead
-    worker starts again, and ``labels``, Ray's label selector for the workers' nodes.
+    The plan has ``storage`` for Ray Train's files, ``max_failures``, the maximum number of restarts
+    of a gang with a dead worker, and ``labels``, Ray's label selector for the workers' nodes.
     """
 
     def __init__(self, context: Context) -> None:
@@ -92,8 +92,8 @@ class RayTrainRun(Executor):
         self._results: dict[str, Any] = {}
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
-        """Start the run from another trial's checkpoint, if there is one, or continue it from the
-        newest of its own."""
+        """Continue the run from its own newest checkpoint, or start it, from one of ``checkpoints``
+        if any is complete."""
         run = Path(self._plan["storage"]) / self._trial
         damaged = set_damaged_aside(run)
         whole, wrong = ([], []) if run.exists() else sort_out(checkpoints)
@@ -118,10 +118,10 @@ class RayTrainRun(Executor):
         return Beginning(damaged="; ".join(filter(None, [damaged, *wrong])))
 
     def step(self) -> dict[str, Any]:
-        """Return the next report of rank 0's.
+        """Return rank 0's next report.
 
         Raises:
-            ValueError: the training cannot work; Ray Train has tried again what could be tried.
+            ValueError: the training failed, after Ray Train's own retries.
         """
         if self._asked:
             self._answers.put(True)
@@ -146,7 +146,7 @@ class RayTrainRun(Executor):
         return {}
 
     def end(self) -> None:
-        """Abort the run where it has not ended."""
+        """Abort the run unless it has ended."""
         aborts = self._thread is not None and self._thread.is_alive()
         self._stopped = True
         self._answers.put(False)
@@ -156,7 +156,7 @@ class RayTrainRun(Executor):
             self._listener.close()
         if aborts:
             raise LeakError(
-                "Ray Train's run was aborted, and what its library keeps of it nobody knows"
+                "Ray Train's run was aborted, which leaves its library in an undefined state"
             )
 
     def _fit(self, trainer: Any) -> None:
@@ -169,7 +169,7 @@ class RayTrainRun(Executor):
         self._reports.put(None)
 
     def _listen(self) -> None:
-        """Hear the controller until the run ends; one that was started again connects anew."""
+        """Accept connections until the run ends; a restarted controller connects again."""
         assert self._listener is not None
         while not self._stopped:
             try:
@@ -180,8 +180,8 @@ class RayTrainRun(Executor):
             threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
     def _hear(self, connection: Connection) -> None:
-        """Hear one that connected, if it has the key; who has none, or says nothing, holds up
-        nobody."""
+        """Serve a connection after checking its key; runs in a thread, so that a connection without
+        the key delays no other."""
         with contextlib.suppress(EOFError, OSError, AuthenticationError), connection:
             with _patient(connection, KEY_SECONDS):
                 deliver_challenge(connection, self._key)
@@ -189,14 +189,14 @@ class RayTrainRun(Executor):
             while True:
                 self._reports.put(connection.recv())
                 answer = False if self._stopped else self._answers.get()
-                if self._stopped:  # one who waits behind this connection is answered, too
+                if self._stopped:  # other waiting connections also get a reply
                     self._answers.put(False)
                 connection.send(answer)
 
 
 @contextlib.contextmanager
 def _patient(connection: Connection, seconds: int) -> Iterator[None]:
-    """Have reads of a connection fail with OSError that take longer than that."""
+    """Set a timeout on a connection's reads, after which they raise OSError."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for limit in (seconds, 0):
             same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", limit, 0))
@@ -208,7 +208,7 @@ def set_damaged_aside(run: Path) -> str:
     """Rename a run whose newest checkpoint is damaged, so that the gang starts from scratch.
 
     Returns:
-        What is wrong with the checkpoint; "" if it is whole or there is none.
+        A description of the damage; "" if the checkpoint is complete or missing.
     """
     try:
         load_checkpoint(latest_ray_train_checkpoint(run))
@@ -221,9 +221,9 @@ def set_damaged_aside(run: Path) -> str:
 
 
 def sort_out(checkpoints: list[str]) -> tuple[list[str], list[str]]:
-    """Return the checkpoints that are there and whole, and what is wrong with damaged ones."""
+    """Return the complete checkpoints, and descriptions of the damaged ones; skip missing ones."""
     whole, wrong = list[str](), list[str]()
-    for path in filter(os.path.isdir, checkpoints):  # not those of a run that was set aside
+    for path in filter(os.path.isdir, checkpoints):  # a run that was set aside has moved
         try:
             load_checkpoint(Path(path))
         except ValueError as error:
@@ -234,8 +234,8 @@ def sort_out(checkpoints: list[str]) -> tuple[list[str], list[str]]:
 
 
 def failure_of(error: TrainingFailedError) -> Exception:
-    """Return the first worker's error where memory ran out, which less may help; else a ValueError
-    with its last line, which names what happened."""
+    """Return the first worker's error if memory ran out, so that the trial can be retried; else a
+    ValueError with its last line, which describes the cause."""
     of_workers: dict[int, Exception] = getattr(error, "worker_failures", {})
     causes: list[Exception] = [*of_workers.values(), getattr(error, "controller_failure", error)]
     if is_out_of_memory(causes[0]):

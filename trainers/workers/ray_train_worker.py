@@ -1,19 +1,20 @@
-"""Ray Train's side: its workers train one trial together, over gloo on CPUs, over NCCL on GPUs.
+"""Code that runs in Ray Train's workers, which train one trial together: gloo on CPUs, NCCL on
+GPUs.
 
-Each worker runs :func:`train_loop`: an :class:`~trainers.workers.in_process.InProcess` with its
-rank, an epoch at a time; rank 0 keeps a checkpoint with every report, so a group that Ray restarts
-continues after the last reported epoch and ends with the same bits.
+Each worker runs :func:`train_loop`: an :class:`~trainers.workers.in_process.InProcess` for its
+rank, one epoch after another. Rank 0 keeps a checkpoint with every report, so a group that Ray
+restarts continues after the last reported epoch and ends with the same bits.
 
-With ``min_workers`` the group is elastic: it begins with as many workers as there is room for, goes
-on with fewer where a node is lost and with more where one comes, each time from the last
-checkpoint. Batches and steps stay the same, a replica's share of them changes; the sums of
-gradients are then taken in another order, so such a run does not repeat to the last bit.
+With ``min_workers`` the group is elastic: it starts with as many workers as fit, and continues from
+the last checkpoint with fewer workers after the loss of a node, or with more after a node has
+joined. Batches and steps stay the same, but a replica's share of a batch changes. Gradients are
+then summed in another order, so such a run is not repeatable to the last bit.
 
-Ray Train keeps a checkpoint *before* it tells its callbacks of the report that came with it. If the
-driver dies in between, the run continues after an epoch that nobody has heard of. Therefore the
-first report after a restart repeats the metrics of all epochs before it, under
-:data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` has them all once the run is
-complete.
+Ray Train keeps a checkpoint *before* it calls its callbacks with the report. If the driver dies in
+between, the run continues after an epoch that was never reported. Therefore the first report after
+a restart repeats the metrics of all earlier epochs, under
+:data:`~trainers.workers.messages.HISTORY`, and :func:`read_results` returns all metrics of a
+complete run.
 """
 
 from __future__ import annotations
@@ -50,24 +51,24 @@ from trainers.workers.resources import WorkerResources
 
 
 class FailAtOnce(UserCallback):  # type: ignore[misc]
-    """Ends a run at the first deterministic error, and where memory ran out. Ray Train retries the
-    errors of workers; those of callbacks it does not."""
+    """Ends a run at the first deterministic or out-of-memory error. Ray Train retries after errors
+    of workers, but not after errors of callbacks."""
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Raise a worker's error here, in the controller, if trying again would not help."""
+        """Raise a worker's error in the controller if a retry would not help."""
         for error in worker_exceptions.values():
             if isinstance(error, DETERMINISTIC) or is_out_of_memory(error):
                 raise error
 
 
 def train_loop(plan: dict[str, Any]) -> None:
-    """Train a worker's rank of a trial; every worker runs it.
+    """Train one rank of a trial; every worker runs this function.
 
     Reports each epoch's metrics, as :meth:`~trainers.workers.executors.Executor.step` returns them;
     the first report after a restart also has :data:`HISTORY`.
 
     Args:
-        plan: ``config``, as ``TrialConfig.to_dict()`` has it, ``versions`` of who submitted it,
+        plan: ``config`` (``TrialConfig.to_dict()``), ``versions`` of the submitting machine,
             ``data``, ``origin`` and ``resume_from``.
 
     Raises:
@@ -97,13 +98,13 @@ def train_loop(plan: dict[str, Any]) -> None:
 
 
 def check_versions(wanted: dict[str, str]) -> None:
-    """Refuse to train on a node that has not the versions of who submitted the trial.
+    """Check that this node has the same versions as the machine that submitted the trial.
 
     Args:
-        wanted: those, as :func:`trainers.workers.node.versions` returns them.
+        wanted: result of :func:`trainers.workers.node.versions` on the submitting machine.
 
     Raises:
-        ValueError: with what differs, the rule and the remedy.
+        ValueError: versions differ; the message lists them.
     """
     if wrong := differing(versions(), wanted):
         raise ValueError(
@@ -114,15 +115,15 @@ def check_versions(wanted: dict[str, str]) -> None:
 
 
 def check_data(config: TrialConfig, files: Collection[str]) -> None:
-    """Refuse to train on a node whose data are not the study's, where they are compared.
+    """Check that this node has the same data files as the study, if they are compared.
 
     Args:
         config: the trial.
-        files: SHA-256 of the examples of each data set of the study
-            (:attr:`trainers.data.DatasetInfo.files`); empty for any.
+        files: SHA-256 of the examples, for each of the study's data sets
+            (:attr:`trainers.data.DatasetInfo.files`); empty to accept any data.
 
     Raises:
-        ValueError: with what differs and the remedy, or the data cannot be read.
+        ValueError: the data differ or cannot be read.
     """
     if not files or not is_compared(config):
         return
@@ -135,9 +136,9 @@ def check_data(config: TrialConfig, files: Collection[str]) -> None:
 
 
 def _begin(trial: InProcess, config: TrialConfig, resume_from: list[str]) -> list[dict[str, float]]:
-    """Begin at the run's checkpoint, or else at another trial's, and return the metrics before.
+    """Resume from the run's checkpoint, or else from another trial's; return the earlier metrics.
 
-    Without either, or where a node has not the other's, the trial begins from scratch.
+    Without a checkpoint, or if a node lacks the other trial's, the trial starts from scratch.
 
     Raises:
         ValueError: the trial cannot be built, or the run's checkpoint is damaged.
@@ -163,10 +164,10 @@ def keep_profile(files: dict[str, bytes]) -> None:
 
 
 def read_results(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a complete run has reported, from its last checkpoint.
+    """Return the reported metrics of a complete run, from its last checkpoint.
 
-    That is ``epoch``, ``test/*`` and :data:`HISTORY`. Ray Train's own copy in ``Result.metrics``
-    loses NaNs (a diverged run's) when the run is read back from disk.
+    These are ``epoch``, ``test/*`` and :data:`HISTORY`. Ray Train's own copy in ``Result.metrics``
+    loses the NaNs of a diverged run when it is read back from disk.
     """
     with checkpoint.as_directory() as folder:
         _, state = load_checkpoint(Path(folder))
@@ -189,14 +190,15 @@ def build_trainer(
     """Return the TorchTrainer of ``config``; ``.fit()`` runs it.
 
     Args:
+        config: the trial.
         storage_path: absolute folder or URI where Ray Train keeps checkpoints.
-        name: name of the run below it; the same name continues an earlier run.
-        max_failures: how often a group with a dead worker starts again from its last checkpoint;
-            after one of the errors in :data:`DETERMINISTIC` none does.
-        resize_seconds: how often Ray asks whether a group with ``min_workers`` may be larger.
+        name: name of the run in that folder; the same name continues an earlier run.
+        max_failures: maximum number of restarts of a group with a dead worker from its last
+            checkpoint; there is no restart after an error in :data:`DETERMINISTIC`.
+        resize_seconds: seconds between Ray's checks whether a group with ``min_workers`` can grow.
         origin, data: see :attr:`trainers.training.trainer.Training.origin`, :func:`check_data`.
-        resume_from: checkpoints of another trial that began alike, the best first; a run that has
-            one of its own goes on from that.
+        resume_from: checkpoints of another trial with the same first epochs, best first; ignored if
+            the run has its own checkpoint.
         labels: Ray's label selector for the workers' nodes; None for any node.
         callbacks: such as :class:`trainers.workers.ray_train_run.ReportCallback`.
     """

@@ -1,4 +1,4 @@
-"""What a trial's processes take of a cluster."""
+"""Resources of a trial's processes: CPUs, GPUs, and processes shared with other trials."""
 
 from __future__ import annotations
 
@@ -20,48 +20,49 @@ IN_PROCESS, PACKED, RAY_TRAIN, OWN_LOOP = (
 )
 """The executors, by module and class (:mod:`trainers.workers.executors`)."""
 MOST_TRIALS = 32
-"""Trials at once in a process: CUDA streams that torch gives one."""
+"""Maximum number of concurrent trials in a process; torch has this many CUDA streams."""
 TRIALS_PER_PROCESS = 12
-"""Trials at once in a process where nothing else is asked for: as many as share a GPU by default,
-or more where their shares are smaller.
-Two processes of six had 12 % fewer trials a second of a whole study on four H100, and 4 % more of
-one kind of net on an H200 (docs/benchmarks/studies.md)."""
+"""Default number of concurrent trials in a process: the number of trials that share a GPU by
+default; more if their shares are smaller. Two processes of six trials had 12 % fewer trials per
+second in a whole study on four H100, and 4 % more for one kind of net on an H200
+(docs/benchmarks/studies.md)."""
 SHARES = ((100e6, 1 / 12), (1e9, 1 / 4))
-"""Default shares of a GPU, as (most multiply-accumulates of a step's mean layer, share). With each
-share so many trials at once were faster than fewer on an H200 (docs/benchmarks/studies.md); a
-larger trial takes a whole GPU. It is the mean layer that counts since layers run one after the
-other: a deep and narrow net leaves most of a GPU idle, however long it takes."""
+"""Default shares of a GPU, as (maximum multiply-accumulates per step of the mean layer, share).
+With each share, the resulting number of concurrent trials was faster than fewer on an H200
+(docs/benchmarks/studies.md). A larger trial gets a whole GPU. The mean layer counts because layers
+run one after another: a deep and narrow net leaves most of a GPU idle."""
 FUSED_SHARE = 1 / 24
-"""Share of a GPU of an LSTM whose steps are one kernel: 24 in a process train 1.4 times as fast as
+"""GPU share of an LSTM whose steps are one kernel: 24 in a process train 1.4 times as fast as
 twelve (an H100, docs/benchmarks/studies.md)."""
 FEW_LAYERS = 32
-"""Most layers of a net that shares a GPU with eleven or more others. Twelve of 100 layers at once
-are no faster than four (an H100, docs/benchmarks/studies.md), and take three times the memory."""
+"""Maximum number of layers of a net that shares a GPU with eleven or more others. With 100 layers,
+twelve concurrent trials are as fast as four (an H100, docs/benchmarks/studies.md), and take three
+times the memory."""
 MOST_LAYERS = 1000
-"""Most layers of a net that shares a process: four of 1,000 are twice as fast there as by turns,
-four of 3,000 are not (docs/benchmarks/studies.md)."""
+"""Maximum number of layers of a net that shares a process. With 1,000 layers, four trials in one
+process are twice as fast as one after another; with 3,000 they are not faster
+(docs/benchmarks/studies.md)."""
 RECURRENT_UNITS = 8192
-"""Most units of an LSTM, times the batch, that shares a GPU with eleven or more others: twelve with
-1,000 steps keep some 8 GB."""
+"""Maximum units times batch size of an LSTM that shares a GPU with eleven or more others; twelve
+with 1,000 steps take about 8 GB."""
 
 
 def choose_executor(lanes: int) -> str:
-    """Return the executor of a trial in a process that trains ``lanes`` trials at once."""
+    """Return the executor of a trial in a process with ``lanes`` concurrent trials."""
     return PACKED if lanes > 1 else IN_PROCESS
 
 
 class WorkerResources(NamedTuple):
-    """What two trials must share to run in the same processes.
+    """Properties of a trial that must be equal for two trials to use the same processes.
 
     Attributes:
-        workers, threads, device, gpus: the keys of :class:`~trainers.config.TrialConfig` of these
-            names; ``gpus`` None where it does not matter.
-        packed: the settings of a process that several trials share at the same time; "" where a
-            process is a trial's alone.
-        lanes: trials at once in a process.
-        executor: what trains the trial there, see :mod:`trainers.workers.executors`.
-        own: whether the trial runs the user's code. Its processes then train no other trial, since
-            nobody knows what that code has changed in them (global hooks, replaced functions,
+        workers, threads, device, gpus: keys of :class:`~trainers.config.TrialConfig`; ``gpus`` is
+            None if it does not apply.
+        packed: process-wide settings of concurrent trials in one process; "" with one lane.
+        lanes: maximum number of concurrent trials in a process.
+        executor: the trial's executor, see :mod:`trainers.workers.executors`.
+        own: whether the trial runs the user's code. Its processes are then not reused for other
+            trials, because the code may have changed global state (hooks, replaced functions,
             modules).
     """
 
@@ -78,7 +79,7 @@ class WorkerResources(NamedTuple):
     def of(
         cls, config: TrialConfig, wanted: str = "auto", *, by_train: bool = False
     ) -> WorkerResources:
-        """Return what a trial takes.
+        """Return the resources of a trial.
 
         Args:
             config: the trial.
@@ -100,8 +101,8 @@ class WorkerResources(NamedTuple):
     def bundles(self) -> list[dict[str, float]]:
         """CPUs and GPUs of every rank.
 
-        A rank takes its threads and, on device cuda, a GPU; a trial of one worker takes its share
-        of one.
+        A rank takes one CPU per thread and, on device cuda, a GPU; a trial with one worker takes
+        its share of a GPU.
         """
         bundle = {"CPU": float(self.threads)}
         if self.device == "cuda":
@@ -110,30 +111,30 @@ class WorkerResources(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """Worker processes: one a rank, or the one that drives Ray Train's."""
+        """Number of worker processes: one per rank, or one that controls Ray Train's."""
         return 1 if self.executor == RAY_TRAIN else self.workers
 
     @property
     def cpus(self) -> float:
-        """CPUs that all ranks take together."""
+        """Total CPUs of all ranks."""
         return sum(bundle["CPU"] for bundle in self.bundles)
 
     @property
     def gpus_in_all(self) -> float:
-        """GPUs, or the share of one, that all ranks take together."""
+        """Total GPUs, or the share of one, of all ranks."""
         return sum(bundle.get("GPU", 0.0) for bundle in self.bundles)
 
 
 def key_of(config: TrialConfig) -> tuple[Any, ...]:
-    """Return the settings of a process, which trials in it at the same time must share."""
+    """Return the process-wide settings, which concurrent trials in a process must share."""
     return (config.device, config.threads, config.precision.accumulation)
 
 
 def gpus_of(values: Mapping[str, Any]) -> float:
-    """Return the GPUs, or the share of one, that all ranks of a trial take together.
+    """Return the total GPUs, or the share of one, of all ranks of a trial.
 
     Args:
-        values: the trial, as ``TrialConfig.to_dict()`` has it.
+        values: ``TrialConfig.to_dict()``.
     """
     if values["device"] != "cuda":
         return 0.0
@@ -143,18 +144,18 @@ def gpus_of(values: Mapping[str, Any]) -> float:
 
 
 def captured(config: TrialConfig) -> bool:
-    """Return whether a step is a CUDA graph, perhaps without its update."""
+    """Return whether a step is captured in a CUDA graph, with or without its update."""
     return config.device == "cuda" and config.step_captured
 
 
 def packs(config: TrialConfig) -> bool:
     """Return whether a trial is faster beside others in one process.
 
-    It is where it is small, so that processes would take turns on its GPU, and Python has little to
-    do, for which threads wait for each other: the graph has the update. An LSTM has a layer for
-    each step of its sequences: twelve of them are twice as fast in processes of their own (an H100,
-    docs/benchmarks/studies.md), unless all steps are one kernel. Telemetry counts in Python, and
-    the memory of the whole process.
+    This holds for small trials, for which processes would take turns on the GPU, if Python has
+    little to do (the graph includes the update), because threads wait for each other in Python. An
+    LSTM has a layer for each step of its sequences: twelve LSTMs are twice as fast in separate
+    processes (an H100, docs/benchmarks/studies.md), unless all steps are one kernel. Trials with
+    telemetry are excluded, because it counts in Python and measures the memory of the process.
     """
     if config.gpus is None or config.gpus > SHARES[-1][1] or config.telemetry:
         return False
@@ -165,10 +166,11 @@ def packs(config: TrialConfig) -> bool:
 
 
 def trials_per_process(executor: str, config: TrialConfig) -> int:
-    """Return how many trials are at once in a process that trains this one.
+    """Return the number of concurrent trials in a process that trains this one.
 
     Args:
-        executor: the study's key.
+        executor: the study's key ``executor``.
+        config: the trial.
     """
     if config.workers > 1 or config.user_code:
         return 1
@@ -180,10 +182,10 @@ def trials_per_process(executor: str, config: TrialConfig) -> int:
 
 
 def choose_share(config: TrialConfig) -> float:
-    """Return the share of a GPU, by :data:`SHARES`, of a trial that asks for none.
+    """Return the default GPU share of a trial, by :data:`SHARES`.
 
-    It is a whole one for nets that were not measured side by side: a resnet, a gpt, an LSTM
-    with dropout.
+    It is a whole GPU for nets that were not measured side by side: a resnet, a gpt, an LSTM with
+    dropout.
     """
     model = config.model
     measured = model.feedforward or (model.name == "lstm" and model.stateless)
@@ -192,7 +194,7 @@ def choose_share(config: TrialConfig) -> float:
     layers = [weights * places for weights, places in _layers(config)]
     macs = 3.0 * config.batch_size * sum(layers) / len(layers)
     share = next((share for most, share in SHARES if macs <= most), 1.0)
-    # what is kept for the backward pass grows with depth and length, which the mean hides
+    # memory for the backward pass grows with depth and length, which the mean does not show
     is_long = len(layers) > FEW_LAYERS or (
         config.model.name == "lstm"
         and config.batch_size * config.model.arguments.width > RECURRENT_UNITS
@@ -204,17 +206,18 @@ def choose_share(config: TrialConfig) -> float:
 
 
 def parameters(config: TrialConfig) -> float:
-    """Return how many weights an mlp or cnn has, biases left out.
+    """Return the number of weights of an mlp or cnn, without biases.
 
-    It is 0 for others, whose size their data decide.
+    It is 0 for other models, whose size depends on their data.
     """
     return sum(weights for weights, _ in _layers(config)) if config.model.feedforward else 0.0
 
 
 def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
-    """Yield each layer's weights, and at how many places of an example it applies them.
+    """Yield each layer's number of weights, and the number of places per example where it is
+    applied.
 
-    An LSTM applies them at one step after the other, each by itself.
+    An LSTM's steps count as separate, with one place each.
     """
     if config.model.name == "lstm":
         width = config.model.arguments.width
@@ -237,5 +240,5 @@ def _layers(config: TrialConfig) -> Iterator[tuple[float, float]]:
 
 
 def cpus_of(values: Mapping[str, Any]) -> int:
-    """Return the CPUs that all ranks of a trial take together, see :func:`gpus_of`."""
+    """Return the total CPUs of all ranks of a trial, see :func:`gpus_of`."""
     return int(values["workers"]) * int(values["threads"])

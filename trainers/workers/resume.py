@@ -1,4 +1,4 @@
-"""A trial continued where an earlier attempt left off, by all its ranks from one checkpoint."""
+"""Resuming a trial from a checkpoint, the same one on all its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from trainers.workers.messages import Beginning
 def resume(
     config: TrialConfig, checkpoints: list[str], rank: int = 0, world_size: int = 1
 ) -> tuple[Training, Beginning]:
-    """Return a trial continued from the first whole checkpoint, or from scratch if there is none.
+    """Return a trial resumed from the first complete checkpoint, or started from scratch.
 
-    The result of the trial is the same either way.
-
-    All ranks continue from one: the first in rank 0's list that every rank has read with the same
-    content. A file system may show the newest to some ranks only.
+    The result of the trial is the same either way. All ranks resume from the same checkpoint: the
+    first one in rank 0's list that every rank reads with equal content. (A network file system may
+    show the newest checkpoint only to some ranks.)
 
     Raises:
         ValueError: the trial cannot be built.
@@ -34,7 +33,7 @@ def resume(
         if not wrong:
             try:
                 training.restore(fetched(path))
-            # whatever a damaged file leads to, the epochs can be computed again
+            # any error of a damaged file: the epochs can be repeated
             except Exception as error:
                 wrong = in_a_line(error)
             wrong = first_of(gathered(wrong, world_size))
@@ -47,9 +46,9 @@ def resume(
 
 
 def _differing(path: str, world_size: int) -> str:
-    """Return why the ranks cannot all continue from a checkpoint; "" if they can.
+    """Return the reason why the ranks cannot all resume from a checkpoint; "" if they can.
 
-    A rank that is alone will see.
+    With a single rank, it is not checked here but when the checkpoint is loaded.
     """
     if world_size == 1:
         return ""

@@ -1,23 +1,23 @@
-"""A worker process: it trains the trials that it is told to and reports what comes of them.
+"""A worker process: trains trials and reports their epochs.
 
-It knows nothing of Ray or of a study. It hears :class:`Message`s from its node
-(:mod:`trainers.workers.node`) and answers with others; where the connection closes it ends at once.
-What trains a trial is its executor's (:mod:`trainers.workers.executors`). One trial after another
-runs in the main thread; a process of several *lanes* runs as many at once, in threads. A gang's
-processes are ranks of one torch.distributed group, which they join before their first trial; each
-runs the same trials in the same order, and rank 0 speaks for all.
+It is independent of Ray and of studies. It receives :class:`Message`s from its node
+(:mod:`trainers.workers.node`) and sends others back; when the connection closes it exits at once.
+An executor trains each trial (:mod:`trainers.workers.executors`). Trials run one after another in
+the main thread, or, in a process with several *lanes*, concurrently in threads. The processes of a
+gang are ranks of one torch.distributed group, which they join before their first trial. Each rank
+runs the same trials in the same order, and rank 0 reports for all.
 
-A trial does not wait for anybody after an epoch, unless its plan says so (``waits``: a scheduler
-may end it then). One that is told to leave, since the study ends, writes a checkpoint after the
-epoch under way. The ranks of a gang, which no step lets more than an epoch apart, agree on the
-epoch through their store: the first that is told names the next one.
+After an epoch a trial continues without waiting, unless its plan has ``waits``, because a scheduler
+may end it then. A trial that is asked to leave, because the study ends, writes a checkpoint after
+the current epoch. The ranks of a gang are never more than one epoch apart; they agree on the epoch
+through their store, in which the first rank that is asked writes the next epoch.
 
-An epoch's seconds are those of this process's monotonic clock, from the last report's sending (of
-the first epoch, from when the trial was taken up) to this one's: training, evaluation, checkpoint,
-and of the last one the test; waiting for whoever reads reports is no part of them.
+The seconds of an epoch are measured by this process's monotonic clock, from the previous report
+(for the first epoch, from the trial's start) to its own. They include training, evaluation,
+checkpoint and, in the last epoch, the test, but not the wait for the scheduler's reply.
 
-Checkpoints are written here, after the epoch and before its report. One may be newer than the last
-report that anybody has heard of, so a trial that begins again says what its earlier epochs were.
+Checkpoints are written by this process, after the epoch and before its report. A checkpoint can be
+newer than the last report that was received, so a resumed trial first reports its earlier epochs.
 """
 
 from __future__ import annotations
@@ -91,28 +91,30 @@ from trainers.workers.process_reset import (
 from trainers.workers.resume import in_a_line
 
 CHECKPOINTS_KEPT = 2
-"""The newest, and the one before it for a newest that is damaged."""
+"""Number of checkpoints that are kept: the newest, and the one before in case the newest is
+damaged."""
 INTERFACE, LOOPBACK = (
     ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
     "lo0" if sys.platform == "darwin" else "lo",
 )
-"""Variables of the libraries by which ranks talk, and what they are set to where all ranks are on
-one machine."""
+"""Environment variables of the communication libraries, and their value if all ranks are on one
+machine."""
 MEET_SECONDS = 120
-"""How long ranks wait for each other at the start."""
+"""Seconds that ranks wait for each other at the start."""
 
 
 def serve(connection: Connection, lanes: int) -> None:
     """Serve ``connection`` until it closes.
 
     Args:
-        lanes: trials at once; with 1 they run in the calling thread.
+        connection: connection to the node.
+        lanes: maximum number of concurrent trials; with 1 they run in the calling thread.
     """
     Worker(connection, lanes).run()
 
 
 class Worker:
-    """A worker process's side of its connection; see the module."""
+    """A worker process's side of its connection; see the module docstring."""
 
     def __init__(self, connection: Connection, lanes: int) -> None:
         self._connection, self._lanes = connection, lanes
@@ -127,7 +129,7 @@ class Worker:
         self._initial: InitialSettings | None = None
 
     def run(self) -> None:
-        """Do what is asked for until the connection closes."""
+        """Process messages until the connection closes."""
         threading.Thread(target=self._listen, daemon=True, name="listener").start()
         self._say(HELLO, payload=os.getpid())
         while True:
@@ -148,7 +150,7 @@ class Worker:
             try:
                 message: Message = pickle.loads(self._connection.recv_bytes())
             except (EOFError, OSError):
-                os._exit(0)  # nobody is left to train for
+                os._exit(0)  # the node is gone
             if message.kind == LEAVE:
                 self._leaving.add(message.trial)
             elif message.kind in (GO, STOP):
@@ -176,8 +178,8 @@ class Worker:
             rank: this process's rank.
             workers: number of ranks.
             address: address of rank 0; "" if all ranks are on one machine.
-            store: where rank 0 has opened the store in which all meet; rank 0 has none yet.
-            secret: part of the names in the store that only the ranks know.
+            store: port or path of the store that rank 0 has opened; 0 or "" on rank 0.
+            secret: part of the key names in the store that only the ranks know.
             backend: torch's name of the backend.
         """
         limit = timedelta(seconds=MEET_SECONDS)
@@ -197,7 +199,7 @@ class Worker:
         self._say(JOINED)
 
     def _train(self, trial: str, plan: dict[str, Any]) -> None:
-        """Train one trial, to its end or that of this process."""
+        """Train one trial and report its end; exit if the process cannot be reused."""
         if self._initial is None and self._lanes == 1:
             self._initial = InitialSettings()
         executor: Executor | None = None
@@ -218,7 +220,7 @@ class Worker:
             )
             if how == FAILED:
                 self._say(ENDED, trial, {"how": how, "text": text, "retire": text})
-                os._exit(1)  # what state the process is in, nobody knows
+                os._exit(1)  # the process state is undefined after an unexpected error
             error.__traceback__ = None  # its frames hold tensors
         del self._answers[trial]
         self._leaving.discard(trial)
@@ -228,7 +230,7 @@ class Worker:
             os._exit(0)
 
     def _epochs(self, executor: Executor, trial: str, plan: dict[str, Any]) -> str:
-        """Train until the trial is done, stopped or left, and return which of these."""
+        """Train until the trial ends; return :data:`DONE`, :data:`STOPPED` or :data:`LEFT`."""
         place = str(plan["checkpoints"])
         check_no_links(local_folder(place))
         paths = list(dict.fromkeys([*checkpoints_at(place), *plan["resume_from"]]))
@@ -258,7 +260,7 @@ class Worker:
             began = time.monotonic()
 
     def _leaves(self, trial: str, epoch: int) -> bool:
-        """Tell whether a trial is left after this epoch; the ranks of a gang all say the same."""
+        """Return whether to leave the trial after this epoch; the same on all ranks of a gang."""
         asked = trial in self._leaving
         if self._store is None:
             return asked
@@ -270,10 +272,10 @@ class Worker:
     def _keep(
         self, executor: Executor, place: str, metrics: dict[str, Any], every: int
     ) -> dict[str, str]:
-        """Write a checkpoint if one is due, and drop those before :data:`CHECKPOINTS_KEPT`.
+        """Write a checkpoint if one is due, and remove all but the last :data:`CHECKPOINTS_KEPT`.
 
         Returns:
-            What the epoch's report has of it.
+            The checkpoint's entry in the epoch's report.
         """
         epoch = int(metrics["epoch"])
         if not metrics["done"] and epoch % every:
@@ -287,14 +289,14 @@ class Worker:
                 for url in _older(remote_checkpoints(place), epoch):
                     remove(url)
             for old in _older(checkpoints_in(local_folder(place)), epoch):
-                # first of all, so that one that is half removed is no checkpoint
+                # first, so that a partly removed folder does not count as a checkpoint
                 with suppress(OSError):
                     (old / STATE).unlink()
                 shutil.rmtree(old, ignore_errors=True)
         return {"checkpoint_path": path}
 
     def _end(self, executor: Executor | None) -> str:
-        """End a trial and put back what it left behind; return why the process must end, or ""."""
+        """End a trial and restore the process; return the reason why it must exit, or ""."""
         sys.stdout.flush()
         try:
             if executor is not None:
@@ -309,11 +311,11 @@ class Worker:
 def _store_here(path: str) -> tuple[Store, str]:
     """Return the store in which ranks on one machine meet, and its path.
 
-    It is a file in the memory of rank 0, which has no name that another user of the machine could
-    open, where a TCPStore would listen to whoever connects.
+    It is an anonymous file in rank 0's memory, which other users of the machine cannot open. They
+    could connect to a TCPStore.
     """
     path = path or f"/proc/{os.getpid()}/fd/{os.memfd_create('lns-study-store')}"
-    store = FileStore(path, -1)  # a number of ranks would have the last one remove the file
+    store = FileStore(path, -1)  # with a number of ranks, the last one would remove the file
     store.set_timeout(timedelta(seconds=MEET_SECONDS))
     return store, path
 
@@ -323,8 +325,8 @@ def _store_at(
 ) -> tuple[Store, int]:
     """Return the store in which ranks on several machines meet, and its port.
 
-    The process that opens it listens at ``address`` alone, where torch would at all of the
-    machine's addresses, and at a free port.
+    The process that opens it listens only at ``address``, not at all addresses of the machine as
+    torch would, and at a free port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family) if opens else None
@@ -341,14 +343,17 @@ def _store_at(
 
 
 def examine(configs: Sequence[TrialConfig], device: str) -> Examined:
-    """Describe the data sets of trials, and say of each trial why it could only fail, or None.
+    """Check trials and describe their data sets.
 
-    A loop of the user's own has its own data, which nobody else sees. A trial whose code has
-    changed this process is the last that is examined here.
+    The data of a user's own loop are not examined. If a trial's code has changed this process, the
+    examination stops after this trial.
 
     Args:
         configs: the trials.
         device: a device that this process must have.
+
+    Returns:
+        The result for the examined trials, which may be fewer than ``configs``.
 
     Raises:
         ValueError: the device is missing, or files are missing, corrupt or too few.
@@ -361,7 +366,7 @@ def examine(configs: Sequence[TrialConfig], device: str) -> Examined:
     tried = set[str]()
     for config in configs:
         with kept_settings():
-            torch.set_num_threads(1)  # of two examples threads would only wait for each other
+            torch.set_num_threads(1)  # with two examples, extra threads only add overhead
             task = repr((config.user_code, config.model, config.data, config.loss, config.metrics))
             news = bool(config.user_code) and task not in tried
             clean = clean or (process_state() if news else {})
@@ -376,7 +381,7 @@ def examine(configs: Sequence[TrialConfig], device: str) -> Examined:
 
 
 def _examined(configs: Sequence[TrialConfig], device: str) -> Examined | str:
-    """Return what :func:`examine` returns, or the text of its error, of whatever class."""
+    """Return the result of :func:`examine`, or the text of its error, for any class of error."""
     try:
         return examine(configs, device)
     except ValueError as error:
@@ -388,11 +393,11 @@ def _examined(configs: Sequence[TrialConfig], device: str) -> Examined | str:
 
 
 def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
-    """Return why a trial could only fail; None if nothing forbids it.
+    """Return the reason why a trial cannot succeed, or None.
 
     Args:
         config: the trial.
-        info: its data; None for a loop of the user's own, which has its own.
+        info: its data; None for a user's own loop.
     """
     try:
         if info is None:
@@ -406,9 +411,9 @@ def _why_not(config: TrialConfig, info: DatasetInfo | None) -> str | None:
 
 
 def connect_to_ray(address: str) -> None:
-    """Join the study's Ray as a driver of its own, unless this process has.
+    """Connect this process to the study's Ray as a separate driver, unless it is connected.
 
-    What is made of Ray actors needs it: Ray Train's runs, parameter servers.
+    Ray Train's runs and parameter servers need it, because they consist of Ray actors.
     """
     import logging
 
@@ -421,9 +426,9 @@ def connect_to_ray(address: str) -> None:
 
 
 def checkpoints_at(place: str) -> list[str]:
-    """Return the checkpoints of a trial that keeps them at a path or a URL, the newest first.
+    """Return a trial's checkpoints at a path or URL, newest first.
 
-    Of a URL these are the store's: its cache may be another study's.
+    For a URL the object store is listed, not the local cache, which may belong to another study.
     """
     if is_url(place):
         return remote_checkpoints(place)
@@ -431,20 +436,20 @@ def checkpoints_at(place: str) -> list[str]:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return a trial's checkpoints, the newest first."""
+    """Return a trial's checkpoints, newest first."""
     return sorted((path for path in folder.glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
 def _older(checkpoints: Sequence[Any], epoch: int) -> list[Any]:
-    """Return those of a trial's checkpoints, the newest first, that are needed no longer.
+    """Return the checkpoints that are no longer needed; ``checkpoints`` are sorted newest first.
 
-    What is of later epochs than ``epoch`` was damaged, or differed between ranks, and takes the
-    place of none that is whole.
+    Checkpoints of epochs after ``epoch`` are damaged, or differ between ranks, and do not count
+    towards :data:`CHECKPOINTS_KEPT`.
     """
     return [each for each in checkpoints if int(Path(each).name) <= epoch][CHECKPOINTS_KEPT:]
 
 
 def _describe(error: BaseException) -> str:
-    """Return what was refused, in a line; of a mistake in code also its kind."""
+    """Return an error's last line; with its class, unless it is a ValueError."""
     said = last_line(str(error))
     return said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"

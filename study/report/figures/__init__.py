@@ -1,6 +1,6 @@
 """Pictures of a report.
 
-matplotlib is imported here, before the modules of this folder import parts of it.
+Configures and imports matplotlib before the modules of this package use it.
 """
 
 from trainers.settings import load_matplotlib

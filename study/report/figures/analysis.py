@@ -1,8 +1,8 @@
-"""Pictures of a report's statistics: fronts, importance, dependence, parallel coordinates, boxes,
-budgets, heat map.
+"""Pictures of a report's statistics: Pareto fronts, importance, partial dependence, parallel
+coordinates, box plots, budgets, heat map.
 
-Each is drawn for a light and a dark page, in the colours and sizes of
-:mod:`study.report.figures.style`; None if there is nothing to show.
+Each function takes the theme (light or dark) and returns a figure in the colours and sizes of
+:mod:`study.report.figures.style`, or None if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -39,20 +39,19 @@ from study.results.likeness import Entry
 from study.results.statistics import METRIC, Groups, front, labels
 
 MOST_NAMES = 12
-"""Largest number of points of a front that are named."""
+"""Maximum number of points of a front that get a label."""
 MOST_BOXES = 24
 FEWEST_DOTS, FEWEST_IN_A_BOX = 3, 3
-"""Fewest points of which a front (what nothing dominates) or a box is drawn: of fewer, the table
-says as much."""
+"""Minimum number of points for a Pareto front or a box plot; with fewer, the table is enough."""
 
 
 def draw_front(
     found: Sequence[Entry], measures: Sequence[str], metric: Metric, theme: Theme
 ) -> Figure | None:
-    """Draw a figure of the metric over every other measure, a dot per entry.
+    """Draw the metric against every other measure, one dot per entry.
 
-    The line joins the entries that no other dominates in both; a measure has no picture where they
-    are fewer than :data:`FEWEST_DOTS`.
+    The line joins the Pareto front. Measures whose front has fewer than :data:`FEWEST_DOTS` entries
+    are left out.
     """
     seen = {
         name: [entry for entry in found if name in entry.values]
@@ -136,10 +135,10 @@ def _front_axes(
 
 
 def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure of the shares of the metric's variance by key, and by the pairs that matter.
+    """Draw bars of the keys' shares of the metric's variance, and of the largest pairs.
 
-    The green bars below them are the keys' shares in what tells the best tenth of the
-    configurations from all (PED-ANOVA).
+    The green bars below them are the keys' PED-ANOVA shares: how much each key decides whether a
+    configuration is among the best tenth.
     """
     if found is None:
         return None
@@ -175,9 +174,9 @@ def draw_importance(found: Importance | None, metric: Metric, theme: Theme) -> F
 
 
 def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure of the metric that a forest predicts as one key moves.
+    """Draw the partial dependence of the metric on the most important keys.
 
-    It is the mean over configurations.
+    The metric is predicted by a random forest and averaged over configurations.
     """
     if found is None or not found.curves:
         return None
@@ -206,7 +205,7 @@ def draw_dependence(found: Importance | None, metric: Metric, theme: Theme) -> F
 
 
 def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure of parallel coordinates, a line per configuration.
+    """Draw parallel coordinates, one line per configuration.
 
     The axes are the sampled keys and the metric; dark lines have the best values.
     """
@@ -255,7 +254,7 @@ def draw_parallel(found: Sequence[Entry], metric: Metric, theme: Theme) -> Figur
 
 
 def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return heights in 0 to 1 and labelled ticks, logarithmic if values span a factor of 20."""
+    """Return the values' heights, in [0, 1], and labelled ticks; logarithmic for a wide range."""
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         low, high = min(values), max(values)
         log = is_wide(values)
@@ -273,7 +272,7 @@ def _column(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]
 
 
 def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure with box plots of the trials' metric by category."""
+    """Draw box plots of the trials' metric by category."""
     shown = [
         group
         for group in found
@@ -316,7 +315,7 @@ def draw_groups(found: Sequence[Groups], metric: Metric, theme: Theme) -> Figure
 def draw_budget(
     curves: Mapping[str, tuple[list[float], list[float]]], metric: Metric, theme: Theme
 ) -> Figure | None:
-    """Draw a figure of the best metric so far over the time that the trials have taken."""
+    """Draw the best metric so far against the training time spent."""
     if not any(len(xs) > 1 for xs, _ in curves.values()):
         return None
     figure, axes = canvas(theme)
@@ -341,7 +340,7 @@ def draw_budget(
 
 
 def draw_best_of_k(curves: Mapping[str, BestOf], metric: Metric, theme: Theme) -> Figure | None:
-    """Draw a figure of the best metric of k random configurations over k, with bootstrap bands."""
+    """Draw the best metric of k random configurations against k, with bootstrap bands."""
     if not curves:
         return None
     figure, axes = canvas(theme)
@@ -364,7 +363,7 @@ def draw_best_of_k(curves: Mapping[str, BestOf], metric: Metric, theme: Theme) -
 def draw_heat_map(
     table: tuple[list[str], list[str], np.ndarray] | None, metric: Metric, theme: Theme
 ) -> Figure | None:
-    """Draw a figure of the best metric of every format and layout; dark cells are worse."""
+    """Draw a heat map of the best metric by format and layout; dark cells are worse."""
     if table is None:
         return None
     formats, layouts, values = table

@@ -1,5 +1,5 @@
-"""Pictures of claims: the error against the bits of a format's fraction, mean ranks with the
-critical difference (J. Demsar 2006, figure 1), and what a step holds against the depth."""
+"""Pictures of claims: the error against a format's fraction bits, mean ranks with the critical
+difference (J. Demsar 2006, figure 1), and the bytes held during a step against the depth."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from study.results.statistics import interval
 from study.results.summary import Row, Summary, test_figures
 
 BITS = re.compile(r"\s*\b\d+ bits?\b\s*")
-"""Part of a row's label that says the bits; the rest names its line."""
+"""Matches the part of a row's label that gives the bits; the rest is the name of its line."""
 FEWEST = 3
-"""Smallest number of widths of the fraction, or of depths, that make a line."""
+"""Minimum number of points (fraction widths or depths) for a line."""
 BYTES = "telemetry/tensor_bytes"
-"""Reported metric of the bytes that the tensors of a step hold at once."""
+"""Reported metric: bytes that the tensors of a step occupy at once."""
 
 
 def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
     """Draw each rule's final test figure against the fraction bits of its LNS format.
 
-    A line has the rows whose labels are alike but for ``N bits``; bars are 95 % intervals over
-    seeds. A row in another format than LNS is a level. None without a line.
+    Rows whose labels differ only in ``N bits`` form a line; bars are 95 % intervals over seeds. A
+    row with another format than LNS is a horizontal line. Returns None if no line has enough
+    points.
     """
     lines: dict[str, list[tuple[int, Row]]] = {}
     levels = []
@@ -80,15 +81,15 @@ def draw_bits(summary: Summary, theme: Theme) -> Figure | None:
 
 
 def _fraction_bits(row: Row) -> int | None:
-    """Return the fraction bits of a row's LNS format without a scale; None for other formats."""
+    """Return the fraction bits of a row's LNS format (one without a scale); None for others."""
     found = format_of(row.trials[0].config["precision"]["format"])
     return found.lns.fraction_bits if isinstance(found, Logarithmic) else None
 
 
 def draw_ranks(found: Sequence[Ranks], theme: Theme) -> Figure | None:
-    """Draw mean ranks on a line, and bars over those that the critical difference does not part.
+    """Draw mean ranks on an axis, with bars that join ranks closer than the critical difference.
 
-    The first of ``found`` is drawn; None without any.
+    Draws the first entry of ``found``; returns None if it is empty.
     """
     if not found:
         return None
@@ -121,9 +122,9 @@ def draw_ranks(found: Sequence[Ranks], theme: Theme) -> Figure | None:
 
 
 def draw_memory(state: StudyState, theme: Theme) -> Figure | None:
-    """Draw the bytes that the tensors of a step hold against the depth, a line a row.
+    """Draw the bytes that the tensors of a step occupy against the depth, one line per row.
 
-    None without a row whose trials tell them at three depths.
+    Returns None unless a row's trials report them at three depths or more.
     """
     lines: dict[str, dict[int, float]] = {}
     for trial in state.trials:
@@ -151,8 +152,10 @@ def draw_memory(state: StudyState, theme: Theme) -> Figure | None:
 
 
 def _alike(places: Sequence[float], critical: float) -> list[tuple[float, float]]:
-    """Return the ends of the widest groups of ascending ranks that are less than ``critical``
-    apart."""
+    """Return the ends of the widest groups of ranks that are less than ``critical`` apart.
+
+    ``places`` are ascending.
+    """
     groups: list[tuple[float, float]] = []
     for low in places:
         high = max(place for place in places if place - low < critical)

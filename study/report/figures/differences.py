@@ -1,4 +1,4 @@
-"""A picture of the answer: how far each row is from the reference row."""
+"""Picture of the answer: the difference of each row from the reference row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from study.results.answer import capital, compare_rows
 from study.results.summary import Summary
 
 BAND = 0.7
-"""Height of a margin's band; rows are 1 apart."""
+"""Height of a margin's band, in units of the distance between rows."""
 
 
 def draw_differences(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
-    """Draw a figure of each row's difference from the reference row, with its 95 % interval.
+    """Draw each row's difference from the reference row, with its 95 % interval.
 
-    The dot is filled where the interval excludes 0. A band shows the margin within which a row
-    counts as good as the reference, if one is stated. Returns None if no row is compared.
+    A filled dot means that the interval excludes 0. A band shows the margin within which a row
+    counts as good as the reference, if there is one. Returns None if no row is compared.
     """
     found = [
         (each.row, each.contrast, each.margin)
@@ -57,7 +57,7 @@ def draw_differences(state: StudyState, summary: Summary, theme: Theme) -> Figur
 
 
 def _draw_margins(axes: Any, margins: list[tuple[float, float] | None], theme: Theme) -> None:
-    """Draw the bands of the margins; one without an end reaches the end of the axis."""
+    """Draw the bands of the margins; an unbounded one extends to the end of the axis."""
     ends = [end for margin in margins if margin for end in margin if math.isfinite(end)]
     axes.update_datalim([(end, 0) for end in ends])
     axes.autoscale_view(scaley=False)

@@ -1,4 +1,4 @@
-"""Picture of a population: its members' hyperparameters, epoch by epoch."""
+"""Picture of a population-based search: its members' hyperparameters by epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from study.results.configurations import configurations
 from study.results.summary import summarise
 
 MOST = 6
-"""Largest number of keys shown."""
+"""Maximum number of keys shown."""
 
 
 def draw_population(state: StudyState, theme: Theme) -> Figure | None:
     """Draw a panel for each key that changes during training; None without a population.
 
-    Each member that trained to the end has a line; the best of each row, or of each seed that is a
-    search of its own, is thick.
+    Each member that trained to the end has a line. The thick line is the best member of each row
+    (with ``search.per_seed``, of each seed).
     """
     study = state.config
     if not study.search.population:

@@ -1,9 +1,10 @@
 """Pictures of a study's results: metric per epoch, final figures beside the published ones, and the
-objective over each sampled key.
+objective against each sampled key.
 
-Each is drawn for a light and a dark page. Colours are Okabe and Ito's (2008), told apart with every
-common colour blindness; lines also differ in dash and marker, published bars in hatch. Errors are
-in per cent; bands span the lowest and highest seed, error bars are one sample standard deviation.
+Each function takes the theme, light or dark. The colours are Okabe and Ito's (2008), which readers
+with any common colour blindness can distinguish; lines also differ in dash and marker, and bars of
+published figures are hatched. Errors are in per cent. Bands span the lowest and highest seed, error
+bars are one sample standard deviation.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from study.results.objectives import curve
 from study.results.summary import Row, Summary, test_figures
 
 MOST_BARS = 6
-"""Largest number of rows with vertical bars; more rows have horizontal ones, a line each."""
+"""Maximum number of rows drawn as vertical bars; more rows are drawn as horizontal bars."""
 mpl.use("Agg")
 
 
 def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
-    """Draw a figure of the metric by epoch, one line per row with a band over its seeds.
+    """Draw the metric by epoch, one line per row with a band over its seeds.
 
-    The line is the mean over seeds, the band spans the lowest and highest. A searched row is drawn
-    by its best configuration, or not at all before there is one.
+    The line is the mean over seeds, the band spans the lowest and highest. A searched row shows its
+    best configuration; it is left out as long as it has none.
     """
     figure, axes = canvas(theme)
     chosen, metric = _most_telling(summary), summary.metric
@@ -71,7 +72,7 @@ def draw_epochs(state: StudyState, summary: Summary, theme: Theme) -> Figure | N
 
 
 def _most_telling(summary: Summary) -> list[Row]:
-    """Return the first :data:`MOST_CURVES` rows, or, of more, the best on the test set."""
+    """Return all rows if there are at most :data:`MOST_CURVES`, else the best on the test set."""
     if len(summary.rows) <= MOST_CURVES:
         return list(summary.rows)
     sign = summary.metric.sign
@@ -89,7 +90,7 @@ def _draw_faint(axes: Any, trials: list[TrialState], metric: Metric, theme: Them
 
 
 def draw_bars(state: StudyState, summary: Summary, theme: Theme) -> Figure | None:
-    """Draw a figure of each row's final test figure beside the published one (hatched).
+    """Draw each row's final test figure beside the published one (hatched).
 
     The bar is the mean, the whisker the standard deviation, the dots are seeds. Published figures
     are drawn only if the study is comparable with them.
@@ -170,11 +171,11 @@ def _draw_lying_bars(summary: Summary, theme: Theme) -> Figure | None:
 
 
 def draw_slices(state: StudyState, theme: Theme) -> Figure | None:
-    """Draw a figure of the first objective over each sampled key; None if nothing was searched.
+    """Draw the first objective against each sampled key; None if nothing was searched.
 
-    Each configuration is a dot, rows differ in colour and marker. Filled dots ran to their end;
-    hollow ones were ended early, or are a population's earlier generations. Lists are spread over
-    the axis in their order.
+    Each configuration is a dot; rows differ in colour and marker. Filled dots are configurations
+    that ran to their end; hollow dots were ended early or belong to earlier generations of a
+    population. The values of a choice are spread over the axis in their order.
     """
     metric = state.config.search.first
     found = [
@@ -204,7 +205,7 @@ def draw_slices(state: StudyState, theme: Theme) -> Figure | None:
 
 
 def _with_history(domain: Domain, found: list[Configuration]) -> Domain:
-    """Return a list domain with the values, too, that were tried before it was shortened."""
+    """Return the domain; a choice also gets values that were tried before it was shortened."""
     if not domain.categorical:
         return domain
     values = list(domain.values)

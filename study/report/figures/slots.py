@@ -1,7 +1,6 @@
-"""Picture of a run's slots: which trial held which slot when, and what lay idle.
+"""Picture of a run's slots over time: which trial held which slot, and which slots were idle.
 
-Drawn for a light and a dark page in the colours of :mod:`study.report.figures.style`. All bars are
-one collection of rectangles, so thousands of trials are drawn as fast as ten.
+All bars are one collection of rectangles, so that thousands of trials are drawn quickly.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from study.report.figures.style import COLOURS, MOST_CURVES, Theme, canvas, plai
 from study.results.utilisation import beginning, slots_over_time, start_seconds
 
 PALE = 0.4
-"""Share of its colour that a bar has during its start."""
+"""Opacity of a bar's colour while its trial starts."""
 UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-"""Units of time: the least seconds of a run for a unit, the seconds in it, its name."""
+"""Units of the time axis: minimum duration of a run (seconds), seconds per unit, name."""
 MARKS = {
     ("stopped",): ("|", 2.0, "ended early"),
     ("failed",): ("x", 5.0, "failed"),
     AGAIN: ("3", 5.0, "started again"),
 }
-"""Marker, least size and label by the end of an interval.
+"""Marker, minimum size and label, by how an interval ended.
 
-The least size makes rare marks visible among many.
+The minimum size keeps rare marks visible among many.
 """
 HEIGHTS, SLOT = (2.4, 4.8), 0.25
-"""Least and largest height of the picture, and height of a slot within these, in inches."""
+"""Minimum and maximum height of the picture, and height of one slot, in inches."""
 MARGINS = 1.5
-"""Height above and below the slots, in inches."""
+"""Total height above and below the slots, in inches."""
 
 
 def _draw_capacity(axes: Any, run: Run, divisor: float, theme: Theme) -> Line2D:
-    """Draw the number of slots over time and return the line's handle for the legend."""
+    """Draw the number of slots over time; return the line's legend handle."""
     line: dict[str, Any] = {"color": theme.text, "linewidth": 1.2, "linestyle": "--"}
     total = slots_over_time(run)
     times = [run.begin, *(time for time, _ in total[1:]), run.end]
@@ -56,10 +55,10 @@ def _draw_capacity(axes: Any, run: Run, divisor: float, theme: Theme) -> Line2D:
 
 
 def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | None:
-    """Draw a figure with a bar for every trial in every slot that it held; None if none is known.
+    """Draw a bar for every trial in every slot that it held; None without known slots.
 
-    Bars have the colour of their row (``rows`` are labels in the order of their colours), pale
-    during their starts; the line is the number of slots.
+    Bars have the colour of their row (``rows`` are labels in the order of their colours) and are
+    pale while the trial starts. The dashed line is the number of slots.
     """
     if run is None or not run.intervals or not run.capacity or run.end <= run.begin:
         return None
@@ -89,7 +88,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel(f"{unit} since the {beginning(run)}")
     axes.set_ylabel("slot")
-    set_title(axes, "Trials by slot; what is empty was idle", theme)
+    set_title(axes, "Trials by slot; gaps are idle time", theme)
     figure.legend(
         handles=handles,
         loc="outside lower left",
@@ -104,7 +103,7 @@ def draw_slots(run: Run | None, rows: Sequence[str], theme: Theme) -> Figure | N
 def _bars(
     run: Run, rows: Sequence[str], divisor: float, thickness: float, theme: Theme
 ) -> PolyCollection:
-    """Return two rectangles for every slot of a trial, one of them pale."""
+    """Return two rectangles for every slot of a trial: a pale one for its start, and the rest."""
     colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(rows)}
     shades = {row: (_pale(colour, theme), to_rgb(colour)) for row, colour in colours.items()}
     other = (_pale(theme.grid, theme), to_rgb(theme.grid))  # a row that the study no longer has
@@ -141,13 +140,13 @@ def _pale(colour: Any, theme: Theme) -> Any:
 
 
 def _row_handles(rows: Sequence[str]) -> list[Any]:
-    """Return the legend's handles of the rows, if each has a colour of its own."""
+    """Return the rows' legend handles; empty if there are more rows than colours."""
     few = rows if len(rows) <= MOST_CURVES else ()
     return [Patch(color=COLOURS[number], label=plain(row)) for number, row in enumerate(few)]
 
 
 def _marks(axes: Any, run: Run, divisor: float, size: float, theme: Theme) -> list[Any]:
-    """Mark the ends of bars; return the legend's handles of the marks in use."""
+    """Mark the ends of bars; return the legend handles of the markers in use."""
     handles = []
     for ends, (marker, least, label) in MARKS.items():
         found = [

@@ -1,4 +1,4 @@
-"""Style of every picture: size, colours that the colour-blind tell apart, the two themes."""
+"""Style of every picture: size, colours for colour-blind readers, the two themes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DPI = 160
 NARROW = 3.0
-"""Ratio of its ends below which a logarithmic axis has hardly a round figure."""
+"""A logarithmic axis gets linear ticks if the ratio of its ends is below this."""
 FAR = 100.0
-"""Ratio from which on it has too many in :data:`FINE` steps."""
+"""A logarithmic axis gets :data:`COARSE` ticks if the ratio of its ends is at least this."""
 FINE, COARSE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0), (1.0, 3.0)
-"""Round figures of a decade."""
+"""Ticks within a decade."""
 COLOURS_KEPT = 128
 MOST_CURVES = 7
-"""Largest number of rows with a colour of their own; the others are thin and grey."""
+"""Maximum number of rows with a colour of their own; the others are thin and grey."""
 SIZE = (8.0, 4.4)
-"""Width and height in inches: text of 11 points stays legible at a width of 700 pixels."""
+"""Width and height in inches; 11-point text stays legible at a width of 700 pixels."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ DARK = Theme("#15191e", "#e6e9ec", "#3a4149")
 
 
 def short(value: Any) -> str:
-    """Return a value in at most 24 characters, without formulas."""
+    """Return a value as text of at most 24 characters, with formulas disabled."""
     text = show(value)
     return plain(text if len(text) <= 24 else text[:21] + "...")
 
 
 def plain(text: str) -> str:
-    """Return text that matplotlib does not take for a formula."""
+    """Escape text so that matplotlib does not parse it as a formula."""
     return text.replace("$", r"\$")
 
 
@@ -66,7 +66,7 @@ def canvas(theme: Theme, height: float = SIZE[1]) -> tuple[Figure, Any]:
 
 
 def style_axes(axes: Any, theme: Theme) -> None:
-    """Set grid, spines and letters to the theme's colours."""
+    """Set the colours of grid, spines and text to the theme's."""
     axes.grid(axis="y", color=theme.grid, linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.tick_params(colors=theme.text, which="both", labelsize=11)
@@ -84,10 +84,10 @@ def set_title(axes: Any, text: str, theme: Theme) -> None:
 
 
 class RoundTicks(LogLocator):
-    """Ticks of a logarithmic axis at round figures: the fewer a decade the more it spans."""
+    """Ticks of a logarithmic axis at round numbers; fewer per decade if it spans more decades."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
-        """Return the places of the ticks between two values."""
+        """Return the ticks between two values."""
         if 0 < vmin < vmax < NARROW * vmin:
             return MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(vmin, vmax)
         self.set_params(subs=FINE if vmax < FAR * vmin else COARSE)
@@ -102,9 +102,10 @@ def round_ticks(axis: Any) -> None:
 
 
 def value_axis(axes: Any, metric: Metric, values: Iterable[float]) -> None:
-    """Set the scale of a y axis of shown ``values`` of a metric.
+    """Set the scale of a y axis for ``values`` of a metric in its display unit.
 
-    Errors have a logarithmic one, so that rows near 2 % stay apart beside a row near 90 %.
+    The axis is logarithmic for errors, so that rows near 2 % stay distinguishable beside a row near
+    90 %.
     """
     if metric.logarithmic(values):
         axes.set_yscale("log")
@@ -118,7 +119,7 @@ def wrap_label(label: str) -> str:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the picture as PNG with at most 128 colours, a third of the bytes."""
+    """Return the picture as a PNG with at most 128 colours, which takes a third of the bytes."""
     drawn: Any = FigureCanvasAgg(figure)
     drawn.draw()
     image = Image.fromarray(np.asarray(drawn.buffer_rgba())).convert("RGB")

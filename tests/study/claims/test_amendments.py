@@ -39,7 +39,7 @@ def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> 
     changes = f"claims={json.dumps(checks)}", f"amendments={json.dumps(AMENDED)}"
     part = reproduced(read(study.folder), study.folder, "run", tiny("amended", FIVE, *changes))
     assert "2026-11-24: Five seeds in place of two. Reason: Too few." in part.facts["Amendments"]
-    assert part.facts["Its file now"].startswith("says otherwise of c;")
+    assert part.facts["Its file now"].startswith("differs in c;")
     assert "Amendments: 2026-11-24" in write_page([part], tmp_path).read_text()
     facts = reproduced(read(study.folder), study.folder, "run", study).facts
     assert not {"Amendments", "Its file now"} & facts.keys()

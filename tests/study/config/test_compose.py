@@ -254,9 +254,9 @@ REFUSED = [
     (["table", "trial.optimizer.epochs=1"], ["(did you mean 'trial.epochs'?)"]),
     (
         ["energy", "trial.telemetry=false"],
-        ["search: telemetry/modelled_joules", "do not tell it; add trial.telemetry=true"],
+        ["search: telemetry/modelled_joules", "do not report it; set trial.telemetry=true"],
     ),
-    (["table", "limits.joules=5"], ["limits.joules=5", "add trial.telemetry=true"]),
+    (["table", "limits.joules=5"], ["limits.joules=5", "set trial.telemetry=true"]),
     (["table", "serch.num_samples=1"], ["(did you mean 'search.num_samples'?)"]),
     (["table", "epochs=0"], ["epochs=0", "at least 1"]),
     (["table", "zzzzzz=1"], ["zzzzzz: unknown key; "]),

@@ -50,7 +50,7 @@ def test_an_empty_mapping_empties_and_what_follows_replaces(file: str) -> None:
 def test_null_takes_one_key_out_of_the_space(file: str, tmp_path: Path) -> None:
     assert list(load(file, ["space.batch_size=null"]).space) == ["optimizer.lr"]
     assert list(load(file, ["space={batch_size: null}"]).space) == ["optimizer.lr"]
-    with pytest.raises(ValueError, match=r"space\.epochs: null is no domain"):
+    with pytest.raises(ValueError, match=r"space\.epochs: null is not a domain"):
         load(file, ["space.epochs=null"])
 
 

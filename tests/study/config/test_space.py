@@ -114,7 +114,7 @@ def test_a_configuration_in_words() -> None:
 @pytest.mark.parametrize(
     ("space", "said"),
     [
-        ({"x": 3}, "space.x: 3 is no domain"),
+        ({"x": 3}, "space.x: 3 is not a domain"),
         ({"x": {"choise": [1]}}, "exactly one of choice, grid, uniform"),
         ({"x": {"choice": []}}, "space.x.choice: [] must have at least one value"),
         ({"x": {"choice": [1, 2, 1]}}, "has a value twice"),

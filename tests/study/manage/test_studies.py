@@ -170,7 +170,7 @@ def test_export(local: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     [
         (["status", "nowhere"], "no such study"),
         (["show", "there", "zzz"], "no trials match"),
-        (["pause", "there"], "is not running; to go on with it: lns-study resume there"),
+        (["pause", "there"], "is not running; to continue it: lns-study resume there"),
         (
             ["edit", "there", "limits.trials=3"],
             "to change its limits: lns-study extend there limits.trials=3",

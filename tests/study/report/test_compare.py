@@ -412,8 +412,8 @@ def test_what_diverged_is_left_out_by_name(tiny: Tiny) -> None:
     assert "left out" not in verdict(compare(whole, whole))
     (said,) = [line for line in remarks(state, summarise(state)) if line.startswith("DIVERGED")]
     assert said == (
-        "DIVERGED: 1 of 6 trials, whose last loss is no finite number (lns matmul: 1 of 3); no"
-        " choice, test, picture or importance has their configurations in it, and the mean of a row"
-        " that was not searched has."
+        "DIVERGED: 1 of 6 trials, whose last loss is not finite (lns matmul: 1 of 3); their"
+        " configurations are left out of selections, tests, pictures and importance, but count in"
+        " the mean of a row without a search."
     )
     assert not [line for line in remarks(whole, summarise(whole)) if "DIVERGED" in line]

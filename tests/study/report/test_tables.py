@@ -311,7 +311,7 @@ def test_a_loss_that_is_no_number_is_told_where_the_error_is_one(tiny: Tiny, spl
         if event["event"] == "report" and event["trial"] == first:
             event["metrics"][f"{split}/loss"] = float("nan")
     text = render_text(fold(events))
-    assert "DIVERGED: 1 of 2 trials, whose last loss or validation error is no finite" in text
+    assert "DIVERGED: 1 of 2 trials, whose last loss or validation error is not finite" in text
     assert "(float32: 1 of 1)" in text
 
 

@@ -354,7 +354,7 @@ def test_bad_searches_are_refused(searched: Make, overrides: list[str], said: st
 def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
-    with pytest.raises(ValueError, match="there is no space to search"):
+    with pytest.raises(ValueError, match="the study has no space to search"):
         load(str(path), ["search.num_samples=3"])
 
 

@@ -267,7 +267,7 @@ def test_values_and_units_are_inverse_and_moves_stay_inside(
     [
         (["search.algorithm=tpe"], "search.scheduler=pbt with search.algorithm=tpe"),
         (["search.num_samples=1"], "there must be at least two"),
-        (["search.quantile_fraction=0.7"], "search.quantile_fraction=0.7: must lie in 0 .. 0.5"),
+        (["search.quantile_fraction=0.7"], "search.quantile_fraction=0.7: must be in 0 .. 0.5"),
         (["search.perturbation_interval=0"], "search.perturbation_interval=0"),
         (
             ["space={batch_size: {choice: [64, 128]}}"],

@@ -297,7 +297,7 @@ def test_what_studies_do_not_need_is_not_served(guarded: Server, method: str, pa
 
 
 def test_a_study_without_the_token_is_told_where_it_is(guarded: Server) -> None:
-    with pytest.raises(ValueError, match="MLFLOW_TRACKING_TOKEN: the token in its link"):
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_TOKEN to the token in its link"):
         check_tracking(guarded.uri)
 
 

@@ -146,7 +146,7 @@ def test_plain_values_are_copies_of_all_fields() -> None:
         (
             TrialConfig,
             {"workers": 3, "batch_size": 128},
-            r"batch_size=128, workers=3: 128 / 3 is no whole number",
+            r"batch_size=128, workers=3: 128 / 3 is not a whole number",
         ),
     ],
 )

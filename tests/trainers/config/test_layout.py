@@ -80,7 +80,7 @@ def test_impossible_layouts_are_refused(values: dict[str, Any], said: str) -> No
         ({"workers": 2, "layout": Layout(dp=1)}, r"dp 1 \* pp 1 != workers 2"),
         (
             {"layout": Layout(micro_batches=3)},
-            r"batch_size 128 / dp 1 / micro_batches 3 is no whole number",
+            r"batch_size 128 / dp 1 / micro_batches 3 is not a whole number",
         ),
         (
             {"workers": 2, "batch_size": 6, "layout": Layout(micro_batches=2)},

@@ -327,7 +327,7 @@ def test_a_text_is_downloaded(served: tuple[Path, str], monkeypatch: pytest.Monk
     )
     fetch("text")
     (folder / "input.txt").unlink()
-    fetch("text")  # what is there already is kept
+    fetch("text")  # existing files are kept
     assert len(load(DataConfig(name="text", args={"context": 8})).train.y) > 10
     monkeypatch.setenv("LNS_STUDY_KMNIST_URL", f"{url}/nowhere")
     with pytest.raises(DownloadError, match=r"cannot be downloaded .*LNS_STUDY_KMNIST_URL"):

@@ -299,9 +299,9 @@ def test_random_numbers_go_on_after_an_interruption(file: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("generator", "after an interruption it would not go on with the same bits"),
-        ("counter", "after an interruption it would not go on with the same bits"),
-        ("late", "after an interruption it would not go on with the same bits"),
+        ("generator", "after an interruption it would not resume with the same bits"),
+        ("counter", "after an interruption it would not resume with the same bits"),
+        ("late", "after an interruption it would not resume with the same bits"),
         ("growing", "does not train.*RuntimeError"),
         ("tuple", "turns examples into a tuple; return a tensor"),
         ("exit", "SystemExit in .*code.py, line"),

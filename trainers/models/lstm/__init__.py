@@ -1,14 +1,14 @@
 """Layers of long short-term memory (LSTM) over a sequence, as a chain.
 
-An example is a sequence of tokens, ``[T]`` whole numbers, which an embedding turns into vectors; of
-vectors, ``[T, F]``; or of values, ``[T]``. Where the data have a target for each step (the next
-character, the next notes) the logits are ``[B, T, classes]``; where they have one for the sequence,
-they are ``[B, classes]`` and come from the last layer's last output. Every example begins with a
-state of zeros.
+An example is a sequence of tokens, ``[T]`` integers, which an embedding converts to vectors; of
+vectors, ``[T, F]``; or of values, ``[T]``. If the data have a target for each step (the next
+character, the next notes), the logits are ``[B, T, classes]``. If they have one target per
+sequence, the logits are ``[B, classes]``, from the last layer's last output. Every example starts
+with a state of zeros.
 
-``model.args.variant`` chooses the equations. ``torch`` has those of ``torch.nn.LSTM``, in its own
-layer. The others are the nine of Greff et al., of which ``vanilla`` is, with the block input z,
-gates i, f and o, cell c, output y, and o* the product of elements::
+``model.args.variant`` selects the equations. ``torch`` uses ``torch.nn.LSTM``. The others are the
+nine variants of Greff et al. With the block input z, gates i, f and o, cell c, output y, and o* the
+elementwise product, ``vanilla`` is::
 
     z_t = g(W_z x_t + R_z y_{t-1} + b_z)                      g = tanh
     i_t = sigmoid(W_i x_t + R_i y_{t-1} + p_i o* c_{t-1} + b_i)
@@ -17,7 +17,7 @@ gates i, f and o, cell c, output y, and o* the product of elements::
     o_t = sigmoid(W_o x_t + R_o y_{t-1} + p_o o* c_t + b_o)
     y_t = h(c_t) o* o_t                                       h = tanh
 
-and each other one changes one thing::
+and each other variant has one change::
 
     nig   no input gate                    i = 1
     nfg   no forget gate                   f = 1
@@ -29,9 +29,9 @@ and each other one changes one thing::
     fgr   full gate recurrence             the sum of each gate gets, of all three gates,
                                            R_ii i_{t-1} + R_fi f_{t-1} + R_oi o_{t-1}
 
-Their weights, biases and peepholes are drawn from a normal distribution of standard deviation 0.1,
-as in the paper. In floating point their steps are one node of the graph of gradients, in float32 on
-a GPU one kernel (:mod:`trainers.models.lstm.steps`).
+Their weights, biases and peepholes are drawn from a normal distribution with standard deviation
+0.1, as in the paper. In floating point all steps are one node of autograd's graph, in float32 on a
+GPU one kernel (:mod:`trainers.models.lstm.steps`).
 
 Sources: S. Hochreiter, J. Schmidhuber 1997, "Long Short-Term Memory"; F. Gers et al. 2000 (forget
 gates, peepholes); K. Greff et al. 2015, "LSTM: A Search Space Odyssey" (arXiv:1503.04069).
@@ -71,17 +71,18 @@ class Last(nn.Module):
 def lstm(
     args: LSTMArguments, shape: tuple[int, ...], classes: int, tokens: int, each_step: bool
 ) -> nn.Sequential:
-    """Return the chain of an embedding (of tokens), LSTM layers and a linear layer of the classes.
+    """Return the chain of an embedding (for tokens), LSTM layers and a linear layer for the
+    classes.
 
     Args:
-        args: layers, width, dropout and variant.
+        args: number of layers, width, dropout and variant.
         shape: shape of an example: ``(T,)`` or ``(T, F)``.
-        classes: logits a step, or a sequence.
-        tokens: different tokens; 0 where examples are vectors or values.
-        each_step: whether logits are wanted for each step.
+        classes: number of logits per step, or per sequence.
+        tokens: number of different tokens; 0 if examples are vectors or values.
+        each_step: whether to return logits for each step.
 
     Raises:
-        ValueError: examples that are no sequences.
+        ValueError: the examples are not sequences.
     """
     if len(shape) > 2 or (tokens and len(shape) != 1):
         raise ValueError(

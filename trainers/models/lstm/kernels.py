@@ -1,7 +1,7 @@
-"""The steps of an LSTM's variant on NVIDIA GPUs: a kernel for all of them, and one for all back.
+"""The steps of an LSTM variant on NVIDIA GPUs: one kernel for all forward steps, one for backward.
 
-The kernels are those of ``steps.cu``. A step of a small LSTM is some microseconds of work:
-launched one by one, its operations take several times as long.
+The kernels are in ``steps.cu``. A step of a small LSTM is a few microseconds of work; its
+operations would take several times as long if they were launched one by one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lns_ops.cuda.runtime import CudaKernel, compile_function, most_shared_bytes
 from trainers.models.lstm.equations import Equations
 
 SEQUENCES = 4
-"""Sequences of a batch that a thread block takes."""
+"""Number of sequences of a batch per thread block."""
 _MOST_THREADS = 1024
 _LAYOUT = 8 * "P" + "iii"
 
 
 def shared_bytes(equations: Equations) -> int:
-    """Return the shared memory of a thread block going back, which takes more than forward."""
+    """Return a thread block's shared memory in backward, which needs more than forward."""
     blocks, width = 1 + len(equations.gates), equations.width
     recurring = (blocks - 1) if equations.variant == "fgr" else 0
     return 4 * SEQUENCES * width * (3 * blocks + recurring)
 
 
 def fits(sums: Tensor, equations: Equations) -> bool:
-    """Return whether the kernels take a layer: float32 on a GPU whose shared memory holds it."""
+    """Return whether the kernels support a layer: float32 on a GPU with enough shared memory."""
     if not sums.is_cuda or sums.dtype != torch.float32 or not sums.numel() or unavailable():
         return False
     return shared_bytes(equations) <= most_shared_bytes(sums.get_device())
@@ -64,7 +64,7 @@ def _function(name: str, variant: str, device: int) -> Any:
 
 @lru_cache(maxsize=4096)
 def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
-    """Return a layer's kernel; those of all widths of a variant have one function."""
+    """Return a layer's kernel; all widths of a variant share one function."""
     function = _function(name, equations.variant, device)
     shared, allowed = shared_bytes(equations), most_shared_bytes(device)
     return CudaKernel(function, _LAYOUT, shared, allowed=allowed)
@@ -72,7 +72,7 @@ def _kernel(name: str, equations: Equations, device: int) -> CudaKernel:
 
 @atexit.register
 def _forget() -> None:
-    """Let go of kernels before CuPy goes; see :mod:`lns_ops.cuda.runtime`."""
+    """Release kernels before CuPy is unloaded; see :mod:`lns_ops.cuda.runtime`."""
     _kernel.cache_clear()
     _function.cache_clear()
 
@@ -130,7 +130,7 @@ def _flops(first: Sequence[int], *others: Any, out_shape: Any = None, **kwargs: 
 def forward(
     equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the outputs of all steps, and what :func:`backward` needs."""
+    """Return the outputs of all steps, and the saved values for :func:`backward`."""
     y_BTH, *kept = torch.ops.lns_study.lstm_forward(sums_BTK, R_KH, p_GH, G_JJ, equations.variant)
     return y_BTH, tuple(kept)
 
@@ -154,7 +154,7 @@ def backward(
 
 
 def _run(name: str, equations: Equations, first: Tensor, *others: Tensor | None) -> None:
-    """Launch a kernel; the first array is [B, T, ...]. What is written to is contiguous."""
+    """Launch a kernel; the first array is [B, T, ...], and written arrays must be contiguous."""
     arrays = [None if array is None else array.contiguous() for array in (first, *others)]
     (sequences, steps), device = first.shape[:2], first.get_device()
     columns = (1 + len(equations.gates)) * equations.width

@@ -1,12 +1,13 @@
-"""The steps of an LSTM's variant: one by one, or all as one node of the graph of gradients.
+"""The steps of an LSTM variant: one by one, or all as one node of autograd's graph.
 
-The equations are those of :mod:`trainers.models.lstm`. Autograd would record some thirty small
-operations a step and take the recurrent weights' gradient apart by steps; here a step takes ten
-forward and five back, and a weight's gradient is one product over all steps. On a GPU all steps are
-one kernel forward and one back (:mod:`trainers.models.lstm.kernels`).
+:mod:`trainers.models.lstm` has the equations. Autograd would record some thirty small operations
+per step, and compute the recurrent weights' gradient step by step. Here a step takes ten operations
+in forward and five in backward, and a weight's gradient is one product over all steps. On a GPU all
+steps are one kernel in forward and one in backward (:mod:`trainers.models.lstm.kernels`).
 
-Going back, dx is the loss's derivative by x, s_x the sum that z or a gate is made of, and what is
-of step t + 1 is zero at the last one. Factors in capital letters are made for all steps at once::
+In backward, dx is the loss's derivative with respect to x, and s_x is the sum from which z or a
+gate is computed. Values of step t + 1 are zero at the last step. Factors in capital letters are
+computed for all steps at once::
 
     dy_t    = (given) + R^T ds_{t+1}
     dc_t    = dy_t o* Y_t + C_{t+1} o* dc_{t+1}      Y = o o* h'(c) + p_o o* U
@@ -16,12 +17,13 @@ of step t + 1 is zero at the last one. Factors in capital letters are made for a
     ds_f,t  = dc_t o* F_t                            F = c_{t-1} o* f (1 - f)
                                                      C = f + p_i o* I + p_f o* F
 
-With ``fgr`` the derivative by a gate x has a part of G^T ds_{t+1}, too; x (1 - x) of it is in ds_x.
+With ``fgr`` the derivative with respect to a gate x also has its part of G^T ds_{t+1}, which enters
+ds_x multiplied by x (1 - x).
 
 Source: K. Greff et al. 2015, "LSTM: A Search Space Odyssey" (arXiv:1503.04069), appendix A.
 
-Shape suffixes: B sequences; T steps; H units; K sums of all units, those of z first; J those of the
-gates alone; G gates; S the zeros before the first step and the steps.
+Shape suffixes: B sequences; T steps; H units; K sums of all units, z first; J sums of the gates
+only; G gates; S steps, including a step of zeros before the first.
 """
 
 from __future__ import annotations
@@ -45,14 +47,14 @@ def step_by_step(
     p_GH: Tensor | None,
     from_gates: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Return the outputs of all steps, by operations that autograd records and LNS has, too.
+    """Return the outputs of all steps, by operations that autograd records and LNS supports.
 
     Args:
-        equations: the variant's.
+        equations: equations of the variant.
         sums_BTK: W x + b of all steps.
         from_output: the product with R.
         p_GH: the peepholes.
-        from_gates: the product with G, of ``fgr``.
+        from_gates: the product with G, for ``fgr``.
     """
     width = equations.width
     y_BH = cell_BH = torch.zeros_like(sums_BTK[:, 0, :width])
@@ -71,7 +73,7 @@ def step_by_step(
 def _step(
     equations: Equations, sums_BK: Tensor, cell_BH: Tensor, p_GH: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, the cell, and i, f, o side by side where these recur."""
+    """Return the output, the cell, and for ``fgr`` the gates i, f, o side by side."""
     variant = equations.variant
     z_BH, *rest = sums_BK.chunk(1 + len(equations.gates), -1)
     sums = dict(zip(equations.gates, rest, strict=True))
@@ -98,21 +100,21 @@ def _step(
 
 
 def _passed(value: Tensor, gate: Tensor | None) -> Tensor:
-    """Return what a gate lets through."""
+    """Return a value multiplied by a gate; an always open gate changes nothing."""
     return value if gate is None else value * gate
 
 
 def all_steps(
     equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> Tensor:
-    """Return the outputs of all steps as one node of the graph of gradients.
+    """Return the outputs of all steps as one node of autograd's graph.
 
     Args:
-        equations: the variant's.
+        equations: equations of the variant.
         sums_BTK: W x + b of all steps, in floating point.
-        R_KH: from outputs to sums, in the same dtype, as all others.
+        R_KH: weights from outputs to sums; all tensors have the same dtype.
         p_GH: the peepholes.
-        G_JJ: from gates to gates, of ``fgr``.
+        G_JJ: weights from gates to gates, for ``fgr``.
     """
     arguments = (sums_BTK.contiguous(), R_KH, p_GH, G_JJ, equations)
     y_BTH: Tensor = _Steps.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -137,7 +139,7 @@ class _Steps(torch.autograd.Function):
         """Return the gradients of the sums, R, the peepholes and G."""
         sums_BTK, R_KH, p_GH, G_JJ, *kept = ctx.saved_tensors
         equations: Equations = ctx.equations
-        if torch.is_grad_enabled():  # second derivatives are wanted
+        if torch.is_grad_enabled():  # for second derivatives
             return *_recorded(equations, grad_BTH, sums_BTK, R_KH, p_GH, G_JJ), None
         backward = kernels.backward if kernels.fits(sums_BTK, equations) else _backward
         return *backward(equations, grad_BTH, tuple(kept), R_KH, p_GH, G_JJ), None
@@ -146,7 +148,7 @@ class _Steps(torch.autograd.Function):
 def _recorded(
     equations: Equations, grad_BTH: Tensor, *inputs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the sums, R, the peepholes and G, which have gradients themselves."""
+    """Return the gradients of the sums, R, the peepholes and G, in a differentiable form."""
     sums_BTK, R_KH, p_GH, G_JJ = inputs
     assert sums_BTK is not None
     assert R_KH is not None
@@ -162,7 +164,7 @@ def _recorded(
 def _forward(
     equations: Equations, sums_BTK: Tensor, R_KH: Tensor, p_GH: Tensor | None, G_JJ: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the outputs of all steps, and what :func:`_backward` needs."""
+    """Return the outputs of all steps, and the saved values for :func:`_backward`."""
     sums_TBK = sums_BTK.transpose(0, 1).contiguous()
     steps, sequences, _ = sums_TBK.shape
     y_SBH, c_SBH = sums_TBK.new_zeros(2, steps + 1, sequences, equations.width).unbind()

@@ -1,7 +1,6 @@
-"""A layer of one of the nine LSTMs of Greff et al. 2015 (:mod:`trainers.models.lstm`).
+"""An LSTM layer in one of the nine variants by Greff et al. 2015 (:mod:`trainers.models.lstm`).
 
-Shape suffixes: B sequences; T steps; I features of an input; H units; K sums of all units, those of
-z first.
+Shape suffixes: B sequences; T steps; I input features; H units; K sums of all units, z first.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ STD = 0.1
 class VariantLayer(nn.Module):
     """One layer of a variant and dropout after it, ``[B, T, inputs] -> [B, T, width]``.
 
-    The products of all steps' inputs are one product; the sums of z and of the gates are its
-    columns, in the order z, i, f, o.
+    One product computes the input terms of all steps; its columns are the sums of z and the gates,
+    in the order z, i, f, o.
     """
 
     def __init__(self, inputs: int, width: int, dropout: float, variant: str) -> None:
@@ -56,9 +55,9 @@ class VariantLayer(nn.Module):
         return outputs_BTH
 
     def _plain(self, sums: Tensor) -> bool:
-        """Return whether all is floating point of one dtype, in layers that nothing has changed.
+        """Return whether the fused steps apply: one floating-point dtype, and unmodified layers.
 
-        LNS, simulated formats, torch.func and what watches or replaces a layer need its calls.
+        LNS, simulated formats, torch.func, hooks and replaced layers need calls of the layers.
         """
         width, kind, dtype = self.equations.width, sums.device.type, sums.dtype
         if type(sums) is not Tensor or kind not in ("cpu", "cuda") or transformed():
