@@ -289,6 +289,24 @@ def is_accumulating() -> bool:
         return False
 
 
+def goes_on_after(tensor: torch.Tensor) -> bool:
+    """Return whether the running backward pass computes gradients of what ``tensor``, which is no
+    leaf, was computed from; nothing public tells (torch 2.13).
+
+    ``backward`` does so for all tensors, ``torch.autograd.grad`` only on the way to those it was
+    asked for. At a leaf that it was asked for torch raises.
+    """
+    assert tensor.grad_fn is not None
+    try:
+        return any(
+            torch._C._will_engine_execute_node(node)
+            for node, _ in tensor.grad_fn.next_functions
+            if node is not None
+        )
+    except RuntimeError:
+        return True
+
+
 COMPILER = "torch._dynamo"
 """The module of torch's compiler, which ``torch.compiler.allow_in_graph`` imports (torch 2.13)."""
 

@@ -48,6 +48,7 @@ from lns_ops.nn.layer_kinds import (
     multiplies,
     owners_of,
     parameters_of,
+    without_nested_tensors,
 )
 from lns_ops.nn.matmul_layers import layer_class, original_class
 from lns_ops.nn.own_products import found_in
@@ -332,9 +333,7 @@ def _convert_layers(
 
 def _leave_out(module: nn.Module, relevant: list[tuple[str, nn.Module]]) -> None:
     """Keep the products of modules that are left out from those that are converted around them."""
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoder):
-            part.use_nested_tensor = False  # nested tensors are for torch's fused layers alone
+    without_nested_tensors(module)
     around = [
         f"{name}." if name else ""
         for name, layer in relevant

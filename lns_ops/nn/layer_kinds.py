@@ -86,3 +86,10 @@ def reason_to_stay(layer: nn.Module) -> str:
 def has_own_forward(layer: nn.Module) -> bool:
     """Return whether a layer's forward was written outside of torch."""
     return not type(layer).forward.__module__.startswith("torch.")
+
+
+def without_nested_tensors(module: nn.Module) -> None:
+    """Have torch's encoders keep padded batches, because nested tensors are for fused layers."""
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder):
+            part.use_nested_tensor = False

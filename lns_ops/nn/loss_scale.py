@@ -15,6 +15,8 @@ Source: P. Micikevicius et al. 2018 (arXiv:1710.03740), section 3.2, with a cons
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import unserializable_hook
 
-from lns_ops._compat import current_pass, is_accumulating, tensor_hooks
+from lns_ops._compat import current_pass, goes_on_after, is_accumulating, tensor_hooks
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.lns_tensor import LNSTensor
@@ -69,8 +71,10 @@ class LossScale:
     gradients that are too small by the factor. What ``torch.autograd.grad`` returns for parameters
     is divided if it is asked for ``scale(loss)``: it is the gradient of ``loss`` with ``scale`` and
     without. A loss that is scaled in compiled code or under ``torch.func`` gets no such division:
-    divide what those return by ``scale.factor``. In a mean over many terms gradients underflow
-    where they arrive, too: sum the loss.
+    divide what those return by ``scale.factor``. Scaled gradients saturate at the largest value of
+    a format without a warning: in lns12 a factor of 512 clips every gradient beyond 127, and
+    nothing checks it while training; ``lns_ops.analyze`` names a factor that fits. In a mean over
+    many terms gradients underflow where they arrive, too: sum the loss.
 
     Args:
         factor: a power of two, 1 or more.
@@ -139,18 +143,48 @@ class LossScale:
             known = [
                 owner.factor
                 for hook in tensor_hooks(parameter)
-                if isinstance(owner := getattr(hook, "__self__", None), LossScale)
+                if isinstance(owner := getattr(hook, "__self__", None), LossScale | _DivideAtEnd)
             ]
             if known and known[0] != self.factor:
                 raise ValueError(
                     f"factor={self.factor:.0f} for parameters whose gradients are divided by"
                     f" {known[0]:.0f} already: use one LossScale for a module"
                 )
-            if not known and parameter.requires_grad and not is_lazy(parameter):
+            if known or not parameter.requires_grad or is_lazy(parameter):
+                continue
+            if parameter.is_leaf:
                 parameter.register_hook(self._divide)
+            else:
+                parameter.register_hook(_DivideAtEnd(self, weakref.ref(parameter)).divide)
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def _divide(self, gradient: Tensor) -> Tensor:
         if is_accumulating() or current_pass() == _scaled_pass:
             return gradient * (1 / self.factor)
         return gradient
+
+
+@dataclass(frozen=True)
+class _DivideAtEnd:
+    """The division of the gradient of a weight that was computed from parameters.
+
+    ``torch.func.functional_call`` puts such weights in a module, as MAML does. A gradient that goes
+    on to the parameters is divided there. Only where ``torch.autograd.grad`` returns the weight's
+    own gradient it is divided here.
+    """
+
+    owner: LossScale
+    weight: weakref.ref[Tensor]
+
+    @property
+    def factor(self) -> float:
+        """The factor of the owner."""
+        return self.owner.factor
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def divide(self, gradient: Tensor) -> Tensor:
+        """Return the gradient divided by the factor if the backward pass ends at the weight."""
+        weight = self.weight()
+        if weight is None or current_pass() != _scaled_pass or goes_on_after(weight):
+            return gradient
+        return gradient * (1 / self.factor)

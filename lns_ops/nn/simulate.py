@@ -2,9 +2,11 @@
 
 :func:`simulate_` puts a module's parameters on the grid and hooks its layers, so that what goes
 into a layer with parameters and what comes out of any layer is rounded to the grid, activations on
-the way forward, gradients on the way back. A product of grid values is summed in float32, which is
-what tensor cores do. :func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest:
-gradients of parameters are rounded before an optimizer's step, parameters after it.
+the way forward, gradients on the way back. Float inputs of a module with a forward of its own stay
+as they are, as in LNS, unless it multiplies by matrices of its own (``x @ self.w``). A product of
+grid values is summed in float32, which is what tensor cores do.
+:func:`lns_ops.optim.quantized_updates.quantize_updates_` does the rest: gradients of parameters are
+rounded before an optimizer's step, parameters after it.
 
 *Simulated* means that memory and time are float32's: what is studied is accuracy. Limits: what a
 module computes between its submodules (a residual addition, a functional call) stays float32 until
@@ -34,7 +36,7 @@ from lns_ops.formats import Accumulation, NumberFormat, parse
 from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn import own_products
 from lns_ops.nn.float8_linear import Float8Linear, real_format
-from lns_ops.nn.layer_kinds import multiplies
+from lns_ops.nn.layer_kinds import has_own_forward, multiplies, without_nested_tensors
 from lns_ops.nn.products.rounded_sums import RoundedSumsLinear
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.tensor import LNSTensor
@@ -124,7 +126,7 @@ _quantized_gradient = in_two_forms(_QuantizeGradient)
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The forward pre-hook of layers with parameters, which rounds their inputs."""
+    """The forward pre-hook that rounds the inputs of layers with parameters."""
 
     simulation: Simulation
 
@@ -231,6 +233,7 @@ def simulate_(
         module.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32, device=device))
     for _, layer in layers:
         _attach(layer, simulation)
+    without_nested_tensors(module)
     return module
 
 
@@ -250,7 +253,7 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
     parameters = list(layer.parameters(recurse=False))
     for parameter in parameters:
         simulation.format.quantize_(parameter)
-    if parameters:
+    if parameters and not _keeps_floats(layer):
         layer.register_forward_pre_hook(_Inputs(simulation), with_kwargs=True)
     if not isinstance(layer, _EXACT):
         layer.register_forward_hook(_Outputs(simulation))
@@ -259,6 +262,18 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
     elif type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
         layer.__class__ = Float8Linear
     layer.simulation = simulation  # type: ignore[assignment]
+
+
+def _keeps_floats(layer: nn.Module) -> bool:
+    """Return whether a layer's code takes its float inputs as they are.
+
+    Code outside of torch may compute with positions or times, as in LNS
+    (:mod:`lns_ops.tensor.promotion`). Where it multiplies by matrices of its own, products of LNS
+    would encode the inputs, so here they are rounded first.
+    """
+    has_matrix = any(p.dim() > 1 for p in layer.parameters(recurse=False))
+    multiplies_itself = has_matrix and bool(own_products.found_in(layer))
+    return has_own_forward(layer) and not multiplies(layer) and not multiplies_itself
 
 
 def stop_(module: nn.Module) -> nn.Module:

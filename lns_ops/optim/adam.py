@@ -28,11 +28,12 @@ class Adam(LNSOptimizer):
         w += -lr correction exp_avg / (root + eps_hat)
 
     with ``correction = sqrt(1 - beta2^t) / (1 - beta1^t)`` and ``eps_hat = eps sqrt(1 - beta2^t)``
-    after t steps, which is torch.optim.Adam's update. An LNS parameter keeps the *root* of the
-    second moment, whose logarithm needs half the range, and 16 bits below its ulp: with beta2 =
-    0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would otherwise never move.
-    With stochastic rounding those bits round at random instead (which makes the root about one ulp
-    too large at f = 6, half of it at f = 7).
+    after t steps, which is torch.optim.Adam's update. In LNS the gain ``1 - beta1^t`` is that of
+    the beta1 that the format has (:func:`lns_ops.spec.reference_updates.gain`). An LNS parameter
+    keeps the *root* of the second moment, whose logarithm needs half the range, and 16 bits below
+    its ulp: with beta2 = 0.999 the moment moves by a twentieth of an ulp a step at f = 6 and would
+    otherwise never move. With stochastic rounding those bits round at random instead (which makes
+    the root about one ulp too large at f = 6, half of it at f = 7).
 
     Args:
         params: LNSTensor or float parameters, or groups of them as in torch.optim.

@@ -57,7 +57,7 @@ class Adamax(WithBetas):
         average = x.average("exp_avg", grad, beta1)
         eps = x.at_least_smallest(torch.tensor(group["eps"], dtype=torch.float64))
         largest = x.largest("exp_inf", x.add(x.absolute(grad), eps), beta2)
-        x.descend(x.mul(x.div(average, largest), x.scalar(1 / (1 - beta1**x.steps))), group["lr"])
+        x.descend(x.mul(x.div(average, largest), x.scalar(1 / x.gain(beta1))), group["lr"])
 
 
 class NAdam(WithBetas):
@@ -116,9 +116,10 @@ class NAdam(WithBetas):
         unbiased = (1 - beta2**x.steps).sqrt()
         grad = x.decayed(0.0 if decoupled else decay)
         average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
+        share = (1 - beta1**x.steps) / x.gain(beta1)  # 1 where nothing rounds beta1
         direction = x.add(
             x.mul(grad, x.scalar(unbiased * (1 - now) / (1 - product))),
-            x.mul(average, x.scalar(unbiased * after / (1 - product * after))),
+            x.mul(average, x.scalar(unbiased * after / (1 - product * after) * share)),
         )
         direction = x.div(direction, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
         x.descend(x.with_decay(direction, decay if decoupled else 0.0), group["lr"])
@@ -180,7 +181,7 @@ class RAdam(WithBetas):
         )
         grad = x.decayed(0.0 if decoupled else decay)
         average, root = x.average("exp_avg", grad, beta1), x.root_average("exp_avg_sq", grad, beta2)
-        first, second = (1 - beta**x.steps for beta in (beta1, beta2))
+        first, second = x.gain(beta1), 1 - beta2**x.steps
         length, longest = (
             2 / (1 - beta2) - 1 - 2 * x.steps * (1 - second) / second,
             2 / (1 - beta2) - 1,

@@ -21,6 +21,7 @@ from lns_ops.optim.base import gradient, negated_rate, rate_code, scalar_code
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.gaussian_log import DecayTable
 from lns_ops.spec.reference import WEIGHT_SLOT
+from lns_ops.spec.reference_updates import gain
 from lns_ops.tensor import LNSTensor
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -93,6 +94,12 @@ class Codes(ParameterMath):
     def clamp(self, x: Tensor, low: Any, high: Any) -> Tensor:
         least, most = (int(lns.order_key(code, self.fmt)) for code in (low, high))
         return lns.from_key(lns.order_key(x, self.fmt).clamp(least, most), self.fmt)
+
+    def gain(self, beta: float) -> Tensor:
+        codes = torch.tensor(decay_codes(beta, "beta", self.fmt), dtype=torch.int16)
+        keep, rest = lns.decode(codes, self.fmt, torch.float64).tolist()
+        result: Tensor = gain(keep, rest, self.steps)
+        return result
 
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         keep, rest = (

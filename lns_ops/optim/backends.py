@@ -135,6 +135,13 @@ class ParameterMath(ABC):
         """
         return self.put(name, self.blend(self.get(name), x, beta))
 
+    def gain(self, beta: float) -> Tensor:
+        """Return what :meth:`average` of a constant 1 holds after this step, float64.
+
+        It is ``1 - beta^t``; in LNS it takes the factors that the format has.
+        """
+        return 1 - beta**self.steps
+
     @abstractmethod
     def blend(self, x: Tensor, y: Tensor, beta: float) -> Tensor:
         """Return ``beta x + (1 - beta) y``, with the factors of :meth:`average`."""

@@ -124,4 +124,4 @@ def adam_direction(x: ParameterMath, grad: Tensor, group: dict[str, Any]) -> Ten
         root = x.largest("max_root", root, 1.0)
     unbiased = (1 - beta2**x.steps).sqrt()
     quotient = x.div(average, x.add(root, x.at_least_smallest(group["eps"] * unbiased)))
-    return x.mul(quotient, x.scalar(unbiased / (1 - beta1**x.steps)))
+    return x.mul(quotient, x.scalar(unbiased / x.gain(beta1)))

@@ -27,7 +27,7 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, fallback, foreach, integers, promotion, underflow
+from lns_ops.tensor import collectives, draws, fallback, foreach, integers, promotion, underflow
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
 from lns_ops.tensor.registry import HANDLERS, PAIRS, REPLACEMENTS, VIEWS, parts_of
@@ -296,6 +296,8 @@ def _in_float32(func: Any, args: Any, kwargs: Any) -> Any:
     if fmt is None or kwargs.get("dtype") not in (None, torch.float32):
         return result
     bits, fraction_bits = fmt.bits, fmt.fraction_bits
+    if name in draws.DRAWS:
+        result = draws.bounded(result, fmt, name)
     with promotion.named(name):
         return tree_map(
             lambda leaf: in_format(leaf, bits, fraction_bits) if _is_real(leaf) else leaf, result
@@ -370,12 +372,19 @@ def _computed_in_float32(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     value = _whole_value if rounds(func.name().removeprefix("aten::")) else _value
     values = tree_map(value, args)
     result = func(*values, **tree_map(value, kwargs))
+    own = func.overloadpacket.__name__
     if written:
         for x, y in zip(tree_leaves(args[0]), tree_leaves(values[0]), strict=True):
-            x.copy_(y)
+            x.copy_(_encoded_result(y, x.fmt, own) if own in draws.DRAWS else y)
         return result if result is None else args[0]
-    with promotion.named(func.overloadpacket.__name__):
-        return tree_map(lambda x: LNSTensor(lns.encode(x, fmt), fmt) if _is_real(x) else x, result)
+    with promotion.named(own):
+        return tree_map(lambda x: _encoded_result(x, fmt, own) if _is_real(x) else x, result)
+
+
+def _encoded_result(x: Tensor, fmt: LNSFormat, name: str) -> LNSTensor:
+    """Encode what the function ``name`` returns; draws within the bounds that it guarantees."""
+    codes = draws.encoded(x, fmt, name) if name in draws.DRAWS else lns.encode(x, fmt)
+    return LNSTensor(codes, fmt)
 
 
 def _is_real(x: object) -> bool:

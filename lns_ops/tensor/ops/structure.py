@@ -30,6 +30,7 @@ from lns_ops._compat import (
     use_count,
 )
 from lns_ops.cuda import raise_seen
+from lns_ops.tensor import draws
 from lns_ops.tensor.integers import taken_out
 from lns_ops.tensor.lns_tensor import LNSTensor, in_float32, operands
 from lns_ops.tensor.ops.ordering import finite
@@ -213,7 +214,7 @@ def _full(func: Any, x: LNSTensor, *args: Any, dtype: Any = None, **kwargs: Any)
     *shape, value = (*args, 1.0) if ones else args
     if dtype not in (None, torch.float32):
         return func(x.codes, *args, dtype=dtype, **kwargs)
-    code = int(operands(func, x, finite(value, x.fmt))[1])
+    code = int(operands(func, x, draws.own_limit(finite(value, x.fmt), x.fmt))[1])
     like = (
         aten.full_like.default
         if func in (aten.ones_like.default, aten.full_like.default)
@@ -251,7 +252,15 @@ def _fill(func: Any, x: LNSTensor, value: Any) -> LNSTensor:
     return x
 
 
-@handles(aten.uniform_.default, aten.normal_.default, aten.bernoulli_.float)
+@handles(aten.uniform_.default)
+def _uniform(func: Any, x: LNSTensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> Any:
+    """Draw in float32 and encode within the bounds."""
+    values = func(_float32_like(x), low, high, **kwargs)
+    x.codes.copy_(draws.within(values, low, high, x.fmt))
+    return x
+
+
+@handles(aten.normal_.default, aten.bernoulli_.float)
 def _random(func: Any, x: LNSTensor, *args: Any, **kwargs: Any) -> LNSTensor:
     """Draw random numbers in float32 and encode them: initialization and dropout masks."""
     x.codes.copy_(lns.encode(func(_float32_like(x), *args, **kwargs), x.fmt))
@@ -267,9 +276,12 @@ def _bernoulli(func: Any, x: LNSTensor, p: float, *, generator: Any = None) -> L
 def dirichlet(concentration: LNSTensor, generator: Any = None) -> Tensor:
     """Draw shares whose LNS sum is exactly one, as torch.distributions checks of a value.
 
-    A quotient by a sum moves all codes alike, so the sum of the quotients is exact.
+    A quotient by a sum moves all codes alike, so the sum of the quotients is exact. Shares are
+    positive: the least is an octave above the smallest magnitude, so that no quotient underflows.
     """
     values = sample_dirichlet(concentration.to_float(), generator)
+    fixed = values.detach()
+    values = values + (fixed.clamp_min(2 * concentration.fmt.smallest) - fixed)
     drawn = LNSTensor.from_float(values, concentration.fmt)
     return drawn / drawn.sum(-1, keepdim=True)
 

@@ -194,6 +194,57 @@ def test_an_inner_step_moves_by_the_whole_gradient() -> None:
     assert torch.equal(found[1], found[256])
 
 
+def regression(scope: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(30, 4)
+    if scope:
+        lns_ops.convert_(model, "lns16", scope=scope)
+    return model, torch.randn(64, 30)
+
+
+def loss_of(model: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+    out = torch.func.functional_call(model, weights, (x,))
+    return lns_ops.LNSTensor.to_float(out).pow(2).sum() if is_lns(out) else out.pow(2).sum()
+
+
+def is_lns(x: Tensor) -> bool:
+    return isinstance(x, lns_ops.LNSTensor)
+
+
+@pytest.mark.parametrize("scope", ["", "matmul", "everywhere"])
+def test_gradients_through_swapped_in_weights_are_divided_once(scope: str) -> None:
+    """``functional_call`` with weights computed from the parameters, as in MAML's outer step."""
+    model, x = regression(scope)
+    backward(loss_of(model, {n: p * 1.0 for n, p in model.named_parameters()}, x))
+    expected = [storage_of(p.grad) for p in model.parameters() if p.grad is not None]
+    model, x = regression(scope)
+    scale = LossScale(64)
+    scale.unscale_(model)
+    backward(scale(loss_of(model, {n: p * 1.0 for n, p in model.named_parameters()}, x)))
+    found = [storage_of(p.grad) for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def inner_steps(scope: str, factor: float) -> list[Tensor]:
+    """Return the outer gradients of two inner steps, each by the gradient of a scaled loss."""
+    model, x = regression(scope)
+    scale = LossScale(factor)
+    scale.unscale_(model)
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    for _ in range(2):
+        loss = scale(loss_of(model, weights, x))
+        grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        weights = {n: w - 2.0**-9 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+    backward(scale(loss_of(model, weights, x)))
+    return [storage_of(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("scope", ["", "matmul", "everywhere"])
+def test_two_inner_steps_have_the_gradients_that_they_have_without_a_scale(scope: str) -> None:
+    found, expected = inner_steps(scope, 64), inner_steps(scope, 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_divided_once(reentrant: bool) -> None:
     model, scale, _ = pair()

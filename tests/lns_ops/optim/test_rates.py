@@ -175,3 +175,34 @@ def test_a_weight_decay_that_rounding_loses_warns_as_the_optimizer_is_made(
         for _ in range(50):
             optimizer.step()
         assert torch.equal(parameter.detach().codes, before.codes), "the warning is right"
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(
+    ("beta1", "fmt"), [(0.9, "lns16"), (0.997, "lns16"), (0.99, "lns12"), (0.999, "lns(16,9)")]
+)
+def test_bias_correction_is_that_of_the_decay_that_the_format_has(
+    beta1: float, fmt: str, amsgrad: bool
+) -> None:
+    """A constant gradient moves a weight by one rate a step, but for rounding."""
+    weight = LNSTensor.from_float(torch.ones(1), fmt).requires_grad_()
+    optimizer = optim.Adam([weight], 1e-3, (beta1, 0.999), kahan_sum=True, amsgrad=amsgrad)
+    for _ in range(100):
+        weight.grad = LNSTensor.from_float(torch.ones(1), fmt)
+        optimizer.step()
+    epsilon = weight.fmt.epsilon  # type: ignore[attr-defined]
+    moved = 1 - weight.detach().to_float().item()  # type: ignore[attr-defined]
+    assert abs(moved - 0.1) < epsilon
+
+
+@pytest.mark.parametrize("kind", [optim.Adamax, optim.NAdam, optim.RAdam])
+def test_variants_of_adam_correct_by_the_decay_that_the_format_has(kind: Any) -> None:
+    moved = []
+    for fmt in ("lns16", "lns(16,9)"):
+        weight = LNSTensor.from_float(torch.ones(1), fmt).requires_grad_()
+        optimizer = kind([weight], 1e-2, (0.997, 0.999), kahan_sum=True)
+        for _ in range(60):
+            weight.grad = LNSTensor.from_float(torch.ones(1), fmt)
+            optimizer.step()
+        moved.append(1 - weight.detach().to_float().item())  # type: ignore[attr-defined]
+    assert moved[0] == pytest.approx(moved[1], rel=0.05)

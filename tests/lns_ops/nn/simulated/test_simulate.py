@@ -432,3 +432,59 @@ def test_the_compensation_of_the_format_is_not_the_optimizers_own(
         optimizer.step()
         for p, stepped, before, kept in zip(net.parameters(), copies, old, carried, strict=True):
             assert torch.equal(p, fmt.quantize(before + (kept + (stepped - before))))
+
+
+class Positions(nn.Module):
+    """A module with a forward of its own, a parameter and a layer inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gain = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        self.seen = t.detach()
+        y: torch.Tensor = self.gain * self.layer(torch.stack([t.sin(), t.cos()], -1))
+        return y
+
+
+class OwnProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        return x @ self.w
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "bfloat16", "int8/channel"])
+def test_float_inputs_of_modules_with_a_forward_of_their_own_stay(name: str) -> None:
+    x, model = torch.tensor([1001.0, 4097.0, 9999.0]), simulate_(Positions(), name)
+    y = model(x)
+    assert torch.equal(model.seen, x)
+    assert torch.equal(y, parse(name).quantize(y))
+
+
+@pytest.mark.parametrize("kind", [OwnProduct, lambda: OwnLinear(3, 1)])
+def test_inputs_that_meet_a_weight_of_the_module_are_rounded(kind: Any) -> None:
+    x, model = torch.tensor([1001.0, 4097.0, 9999.0]), simulate_(kind(), "bfloat16")
+    model(x)
+    assert torch.equal(model.seen, parse("bfloat16").quantize(x))
+
+
+@pytest.mark.parametrize("name", ["float(5,4)", "int8/channel", "mxfp8"])
+def test_padded_sequences_go_through_a_transformer_in_evaluation(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+    simulate_(model, name).eval()
+    x, padded = torch.randn(2, 6, 32), torch.arange(6) >= torch.tensor([[6], [4]])
+    expected = model(x, src_key_padding_mask=padded)
+    with torch.no_grad():
+        found = model(x, src_key_padding_mask=padded)
+    assert torch.equal(found[~padded], expected[~padded])
