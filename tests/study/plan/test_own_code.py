@@ -235,7 +235,7 @@ def test_a_moved_file_goes_on_from_its_checkpoints(folder: Path) -> None:
     first, _ = run(folder, row)
     shutil.move(folder, folder.parent / "moved")
     outcome, said = run(folder.parent / "moved", row, "trial.epochs=2")
-    assert any("1 trials go on from the last checkpoint" in line for line in said), said
+    assert any("1 trials continue from the last checkpoint" in line for line in said), said
     trial = outcome.state.trials[0]
     assert trial.reports[1]["metrics"] == first.state.trials[0].reports[1]["metrics"]
     assert "source" in trial.reports[1]
