@@ -355,7 +355,7 @@ def test_names_that_a_file_system_or_a_node_cannot_take(here: Path) -> None:
 
 def test_a_password_in_the_command_is_refused(here: Path) -> None:
     word = "tracking_uri=https://ada:hunter2-hunter2@mlflow.example.org"
-    with pytest.raises(ValueError, match="holds a password, which every user") as told:
+    with pytest.raises(ValueError, match="must contain no password, because every user") as told:
         packed(word)
     assert "hunter2" not in str(told.value)
 
