@@ -92,7 +92,7 @@ class OwnRay:
         if self._folder is not None:
             self._end()
         self._folder = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
-        # all users may write into Ray's folder, so it lies in one that only this user can open
+        # Ray makes its folder writable for all users, so put it in a private folder
         folder = Path(self._folder.name) / "r"  # short, as sockets' paths are
         start = [
             *module_command("ray.scripts.scripts"),
