@@ -178,7 +178,7 @@ def _whole_trials(plan: Plan) -> float:
 
 
 def _less(plan: Plan) -> str:
-    """Say why a study may take less than estimated; "" if it will not."""
+    """Return why a study may take less time than estimated; "" if it will not."""
     search = plan.study.search
     causes = {
         "rounds on part of the data": search.scheduler == "halving",

@@ -327,7 +327,7 @@ def test_a_template_without_the_packages_volume_is_refused(
     pod.pop("volumes") if volumes is None else pod.update(volumes=volumes)
     (path := tmp_path / "own.yaml").write_text(yaml.safe_dump(template))
     study = load("tiny.yaml", ["storage=s3://bucket/studies"])
-    with pytest.raises(UserError, match=r"own.yaml: a pod has no volume 'package'"):
+    with pytest.raises(UserError, match=r"own.yaml: every pod must have a volume 'package'"):
         manifest(package, study, path)
 
 
