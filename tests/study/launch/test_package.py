@@ -376,7 +376,7 @@ def test_no_secret_of_the_environment_is_written(
     assert main(words) == 2
     told = capsys.readouterr()
     assert secret not in told.out + told.err
-    assert "question=***?: holds a password" in told.err
+    assert "question=***?: must contain no password" in told.err
     assert "notes.txt: holds a password or a secret key, that of $" in told.err
     assert not (here / ".lns-study").exists()
     (here / "notes.txt").unlink()
