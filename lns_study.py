@@ -1,8 +1,8 @@
-"""The package ``study`` for scripts: ``import lns_study as study``.
+"""Alias of the package ``study`` for scripts: ``import lns_study as study``.
 
-It is the same module. Python imports a file beside a script in place of an installed package of the
-same name, so ``import study`` beside a ``study.py`` imports that file. This module, whose name
-nobody else uses, finds such files first and names them.
+Both names give the same module object. A file ``study.py`` beside a script shadows the installed
+package, so ``import study`` would import that file. This module has a unique name, so it is found;
+it raises an ImportError that names any file that shadows one of our packages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ PACKAGES = ("study", "trainers", "lns_ops")
 
 
 def _refuse_namesakes(ours: Path) -> None:
-    """Refuse a file or folder that Python would import in place of a package of ours.
+    """Check that no other file or folder shadows one of our packages.
 
     Args:
         ours: folder that has the packages.
 
     Raises:
-        ImportError: there is one.
+        ImportError: Python would import another file in place of one of :data:`PACKAGES`.
     """
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -31,7 +31,7 @@ def _refuse_namesakes(ours: Path) -> None:
             what = found.parent if found.name == "__init__.py" else found
             raise ImportError(
                 f"{what}: has the name of a package of lns-study, {name}, and Python would import"
-                " it in its place; rename it"
+                " it in place of the package; rename it"
             )
 
 

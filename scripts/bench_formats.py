@@ -2,11 +2,12 @@
 
     python scripts/bench_formats.py [--device cuda] [--json FILE]
 
-MLP 784-128-10 and CNN 8-16 channels, 28 x 28 pixels, batch 64. On a CPU it is CPU time of the
-process with one thread, the median of several steps, so that other work on the machine counts
-little. On a GPU it is the time of a step replayed from a CUDA graph, as a study trains, and before
-it, with a slash, the same where formats are rounded by torch's operations (and LNS codes). Formats
-other than float32 and LNS without a scale are simulated: what is timed is float32 and the rounding.
+The networks are an MLP 784-128-10 and a CNN with 8-16 channels, 28 x 28 pixels, batch 64. On a CPU
+the result is the process's CPU time with one thread, the median of several steps, so that other
+load on the machine has little effect. On a GPU it is the time of a step replayed from a CUDA graph,
+as in a study; before it, separated by a slash, is the time if torch's operations round the formats
+(and LNS codes). Formats other than float32 and LNS without a scale are simulated, so their time is
+that of float32 plus rounding.
 """
 
 from __future__ import annotations

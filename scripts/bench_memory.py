@@ -54,7 +54,7 @@ PARTS = ("weights", "gradients", "momentum + Kahan", "saved values", "saved indi
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return what is kept in memory: codes, or the tensor itself."""
+    """Return the stored tensor: the codes of an LNS tensor, or the tensor itself."""
     return tensor.codes if isinstance(tensor, LNSTensor) else tensor
 
 

@@ -288,9 +288,10 @@ BUBBLES = (
 
 
 def bubbles(rank: int, world: int) -> list[dict[str, Any]]:
-    """Measure the time of schedules beyond that of the work itself, as a share of it.
+    """Measure the pipeline bubble of each schedule, as a share of the time of the work itself.
 
-    Beside it stands (p - 1) / m, the share of GPipe and 1F1B, divided by v for interleaved stages.
+    Rows also have the theoretical share (p - 1) / m of GPipe and 1F1B, divided by v for interleaved
+    stages.
     """
     rows = []
     for schedule, virtual in BUBBLES:

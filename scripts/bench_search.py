@@ -1,9 +1,9 @@
-"""Measure what a proposal of TPE costs after many trials, beside Optuna's bare ``ask``.
+"""Measure the cost of a TPE proposal after many trials, compared with Optuna's bare ``ask``.
 
-Each size is measured in a process of its own: a search of four keys is told that many finished
-configurations, then proposes, in turn with a bare Optuna study that knows the same trials and has
-the same options. Prints the median seconds of a proposal, the seconds that telling took, and the
-growth of the process's memory while it told and proposed.
+Each number of trials is measured in a separate process. A search over four keys gets that many
+finished configurations through ``tell``, then proposes, alternating with a bare Optuna study with
+the same trials and options. Prints the median time of a proposal, the total time of ``tell`` (both
+in seconds), and the growth of the process's memory.
 
     python scripts/bench_search.py [--trials 1000 10000] [--proposals 7] [--json FILE]
 """

@@ -8,11 +8,13 @@
 format everywhere with Kahan summation; or, with ``--lstm``, vanilla LSTMs of one layer that copy 20
 symbols, or with ``--music`` predict the notes of a collection, eight windows a step; or, with
 ``--deep``, DEPTH layers of 64 units on 10,000 images. With ``--decay cosine`` every
-step has a rate of its own. Printed: the seconds until the forking process is ready, until all
-processes are up, until every net has reported its first epoch; the epochs a second from then until
-the first net is done; and those of all the time in which the processes are up: deep nets, whose
-graphs are captured one after the other, are not all at it at the same time. Checks that equal seeds
-have equal losses, whatever they share.
+step has its own learning rate.
+
+Prints the seconds until the forking process is ready, until all processes are up, and until every
+net has reported its first epoch. Then it prints two rates in epochs per second: from that time
+until the first net is done, and over all the time in which the processes are up. (Deep nets do not
+all train at the same time, because their graphs are captured one after the other.) Checks that
+equal seeds have equal losses, no matter how slots are shared.
 """
 
 from __future__ import annotations

@@ -1,18 +1,23 @@
-"""Time whole studies from the command line, as a user waits for them.
+"""Time whole studies from the command line, as a user experiences them.
 
     python scripts/bench_studies.py [--storage FOLDER] [--json FILE] "table trial.device=cuda"
     "cover" ...
     python scripts/bench_studies.py --launch "quickstart --to ray" ...
     python scripts/bench_studies.py --beside CHECKOUT scripts/bench/own_network.yaml ...
 
-Each argument is what comes after ``lns-study run``, or ``lns-study launch`` to a cluster that runs
-and shares this machine's clock and temporary folder. From the ledger and the clock: seconds from
-the command to the first trial's start, to the first reported epoch, to the last trial's end and to
-the end of the command (report written, MLflow complete); trials that ended a second while more
-trials than slots were left; epochs a second from the first start to the last end; most trials at a
-time; and their seconds over those of the slots (``utilisation``; slots: the most at a time). With
-``--beside`` each study runs with the code of another checkout as well, right after this one's, and
-each figure of this code is given over that of the other.
+Each argument has the words after ``lns-study run``, or after ``lns-study launch`` for a running
+cluster that shares this machine's clock and temporary folder. Results from the ledger and the
+clock:
+
+- seconds from the command to the first trial's start, to the first reported epoch, to the last
+  trial's end, and to the end of the command (report written, MLflow complete);
+- trials per second, while more trials than slots were left;
+- epochs per second from the first start to the last end;
+- maximum number of trials at a time (the number of slots);
+- ``utilisation``: total seconds of the trials divided by the seconds of these slots.
+
+With ``--beside`` each study also runs with the code of another checkout, right after this one, and
+each result is divided by the other checkout's.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ def measure(words: str, storage: Path | None, *, launch: bool, code: Path) -> di
     """Run a study and return its figures.
 
     Args:
-        words: what comes after ``lns-study run`` or ``launch``.
+        words: words after ``lns-study run`` or ``launch``.
         storage: folder for the studies; None for a temporary one.
         launch: whether it is launched.
         code: the checkout whose code runs.

@@ -2,8 +2,8 @@
 
     python scripts/bench_study.py [NAME ...] [--trials N] [--long] [--json FILE]
 
-Trials of :mod:`bench.executors` compute nothing, so that what is left is the engine's own cost:
-plan, ledger (fsynced), processes, MLflow.
+Trials of :mod:`bench.executors` compute nothing, so the time is the engine's own cost: plan, ledger
+(fsynced), processes, MLflow.
 
     slots       utilisation of 32 declared CPUs by 640 trials that sleep 2 s, from the command to
                 the last end, and from when all slots are up; beside it Ray Tune with a class

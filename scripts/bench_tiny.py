@@ -5,10 +5,10 @@
 
 A step of SGD with momentum (gradients cleared, forward, backward, update) of ten networks
 (``bench/tiny_networks.py``), in float32, with LNS products (scope ``matmul``) and in LNS throughout
-(scope ``everywhere``, Kahan summation). The three take turns in one process with one thread, a
-step each, so that other work on the machine meets all of them; printed are the least times of the
-rounds, in milliseconds of the processor, and times float32's; then the calls of Python functions in
-a step, which do not depend on the machine.
+(scope ``everywhere``, Kahan summation). The three alternate step by step in one process with one
+thread, so that other load on the machine affects all three. Prints the minimum CPU time of a step
+over the rounds, in milliseconds and relative to float32, and the number of Python function calls in
+a step, which does not depend on the machine.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ TABLE_DRAWN = (
     "[...document.querySelectorAll('a')].some((link) => / seed [0-9]/.test(link.innerText))"
 )
 CHARTS_DRAWN = "document.querySelectorAll('.scatterlayer .point').length >= 100"
-"""What is true in a page once it is drawn, in JavaScript."""
+"""JavaScript expressions that are true once a page has been drawn."""
 
 
 def bench_view() -> None:

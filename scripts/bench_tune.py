@@ -106,7 +106,7 @@ class Same(Searcher):  # type: ignore[misc]
 
 
 def engine(trials: int, seconds: float, reports: int = 1) -> dict[str, float]:
-    """Run trials that sleep by the ray engine, and return :func:`_figures` of it."""
+    """Run trials that sleep with the ray engine, and return their :func:`_figures`."""
     with tempfile.TemporaryDirectory() as storage, _sleeping():
         config = TrialConfig(
             data=DataConfig(name="digits", validation_size=300),
@@ -126,7 +126,7 @@ def engine(trials: int, seconds: float, reports: int = 1) -> dict[str, float]:
 
 
 def bare(trials: int, seconds: float, reports: int = 1) -> dict[str, float]:
-    """Run the same trials by bare Tune, and return :func:`_figures` of it."""
+    """Run the same trials with bare Tune, and return their :func:`_figures`."""
     slots = int(ray.cluster_resources()["CPU"])
     with tempfile.TemporaryDirectory() as folder, _variables(TUNE):
         os.environ.pop("TUNE_MAX_PENDING_TRIALS_PG")

@@ -1,23 +1,24 @@
-"""Train networks that nobody here wrote, in LNS, and write docs/models.md.
+"""Train networks from other projects in LNS, and write docs/models.md.
 
-Each network of ``scripts/zoo`` is built small and without weights, trained for two steps in float32
-(what fails there is no network of ours to judge), and then, in each scope of ``lns_ops.convert_``
-in lns16, for :data:`STEPS` steps of ``lns_ops.optim.Adam``. It *trains* if every loss is finite and
-the loss fell, or every trainable parameter that float32 moves has moved. What trains is then saved,
-loaded, copied and evaluated under ``torch.inference_mode``, each with the same bits.
+Each network of ``scripts/zoo`` is built small and without pretrained weights, and trained for two
+steps in float32; networks that fail there are not judged. Then it is trained in lns16, in each
+scope of ``lns_ops.convert_``, for :data:`STEPS` steps of ``lns_ops.optim.Adam``. It *trains* if
+every loss is finite and the loss fell, or every trainable parameter that float32 changes has
+changed. A network that trains is then saved, loaded, copied and evaluated under
+``torch.inference_mode``, which must give the same bits.
 
-What its first step in training says is compared with float32's from the same seeds, and so is what
-the network says in bfloat16, which has as many bits: results that are far off beside those
-(:func:`is_wrong`) are an error that losses do not show.
+The outputs of the first training step are compared with float32 from the same seeds, and so are the
+outputs in bfloat16, which has as many bits. If the difference is far larger than in bfloat16
+(:func:`is_wrong`), there is an error that the losses do not show.
 
-    python scripts/model_zoo.py                    # all, and docs/models.md
-    python scripts/model_zoo.py hf-Bert siren      # those whose names begin so, printed only
-    python scripts/model_zoo.py hf-Bert --results rows.json    # and their rows there replaced
+    python scripts/model_zoo.py                    # all networks, and docs/models.md
+    python scripts/model_zoo.py hf-Bert siren      # names with these prefixes, printed only
+    python scripts/model_zoo.py hf-Bert --results rows.json    # also replaces their rows there
 
-The page is made of the rows in the file too; with names it is written only if every network has
-one, and left as it is otherwise.
+The page includes the rows in that file. With names, it is only written if every network has a row.
 
-Libraries that are missing are left out with a note: ``pip install transformers timm torchvision``.
+Networks of missing libraries are left out with a note: ``pip install transformers timm
+torchvision``.
 """
 
 from __future__ import annotations

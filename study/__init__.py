@@ -1,15 +1,15 @@
-"""Studies: a config becomes trials, worker processes train them, a ledger records what happens,
-MLflow and a report show it.
+"""Studies: a config becomes trials, worker processes train them, a ledger records every event, and
+MLflow and a report show the results.
 
-Imports ``trainers``; the only package that uses Ray Tune, MLflow and OmegaConf. The flow, one
-folder or module per step::
+The package imports ``trainers``, and is the only one that uses Ray Tune, MLflow and OmegaConf. Its
+steps, one folder or module each::
 
     compose -> config -> plan -> preflight -> runner (agenda, scheduler, engine)
             -> ledger -> tracking (MLflow), report, progress
 
-In Python and in notebooks: :func:`run`, :func:`create` and :func:`load` give a :class:`Study`, the
-dataclasses make a config. They are imported when they are first used, so that ``import study`` is
-quick.
+In Python and in notebooks, :func:`run`, :func:`create` and :func:`load` return a :class:`Study`,
+and the dataclasses make up a config. All names are imported on first use, so ``import study`` is
+fast.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _PLACES = {
         "StudyConfig",
     ),
 }
-"""Modules that have the names; the others are in ``trainers.config``."""
+"""Exported names by module; all other names are in ``trainers.config``."""
 
 
 def __getattr__(name: str) -> Any:

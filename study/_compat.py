@@ -1,8 +1,7 @@
-"""Private names of other libraries that this package uses, each with its reason and the version it
-was seen with.
+"""Private names of other libraries that this package uses, with the reason and the tested version.
 
-None has a public counterpart as fast. ``tests/study/test_compat.py`` fails for the name that a new
-version has changed.
+No name has an equally fast public equivalent. ``tests/study/test_compat.py`` fails if a new version
+changes one.
 """
 
 from __future__ import annotations
@@ -19,38 +18,43 @@ MLFLOW_SERVER_VARIABLES = {
     "ARTIFACTS_DESTINATION_ENV_VAR": "_MLFLOW_SERVER_ARTIFACT_DESTINATION",
     "SERVE_ARTIFACTS_ENV_VAR": "_MLFLOW_SERVER_SERVE_ARTIFACTS",
 }
-"""Environment variables that MLflow's application reads, by their names in its constants.
+"""Environment variables of MLflow's application, by the constant's name in
+:mod:`mlflow.server.constants`.
 
-The constants are those of :mod:`mlflow.server.constants`.
-
-``mlflow server`` sets them too, but takes a second process and twice the time (MLflow 3.17).
+``mlflow server`` sets them too, but needs a second process and twice the time (MLflow 3.17).
 """
 MLFLOW_SERVED_BY = "_MLFLOW_SGI_NAME"
-"""Environment variable that tells MLflow's application which server runs it (MLflow 3.17)."""
+"""Environment variable with the name of the server that runs MLflow's application (MLflow 3.17)."""
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable with the runtime environment of a job that was submitted to Ray, which takes
-no second ``py_modules``; nothing public tells a program that it is one (Ray 2.60)."""
+"""Environment variable that Ray sets in submitted jobs, with the runtime environment.
+
+No public function returns whether a program runs as a job. A job must not set ``py_modules`` a
+second time (Ray 2.60).
+"""
 RAY_WORKERS_AT_START = "RAY_prestart_worker_first_driver"
-"""Environment variable that says whether Ray starts a process per CPU for its first driver, before
-it is asked for any; a public option has only how many CPUs there are (Ray 2.60)."""
+"""Environment variable that controls whether Ray starts one process per CPU in advance for its
+first driver. Public options only set the number of CPUs (Ray 2.60)."""
 RAY_FOR_NOBODY_ELSE = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-"""Environment variables by which all of Ray's processes listen on 127.0.0.1, as they do where Ray
-has no clusters, and its agents and dashboard serve no metrics, for which they ask no token.
+"""Environment variables that make all of Ray's processes listen on 127.0.0.1 only.
 
-``--node-ip-address=127.0.0.1`` is replaced by the machine's address, and the dashboard has no other
-setting than a port that cannot be (Ray 2.60).
+The first makes Ray behave as on platforms without support of clusters, because Ray replaces
+``--node-ip-address=127.0.0.1`` by the machine's address. The others turn off the metrics of agents
+and dashboard, which are served without a token; for the dashboard only an invalid port does that
+(Ray 2.60).
 """
 
 
 @contextmanager
 def joined_on_loopback() -> Iterator[None]:
-    """Have this process find a Ray at 127.0.0.1 that was started with
-    :data:`RAY_FOR_NOBODY_ELSE`, though it imported Ray without that (Ray 2.60)."""
+    """Let this process connect to a Ray that was started with :data:`RAY_FOR_NOBODY_ELSE`.
+
+    It is needed if this process imported Ray without these variables (Ray 2.60).
+    """
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -62,13 +66,15 @@ def joined_on_loopback() -> Iterator[None]:
 
 
 RAY_CURRENT = "ray_current_cluster"
-"""File in Ray's temporary folder with the address of its control store, which ``ray start``
-tells otherwise only in text for people (Ray 2.60)."""
+"""File in Ray's temporary folder with the address of its control store. ``ray start`` only prints
+the address in text for people (Ray 2.60)."""
 
 
 def reread_ray_variables() -> None:
-    """Have a Ray that this process has loaded read its variables of tokens again, as its own set-up
-    of tokens does (Ray 2.60)."""
+    """Make Ray read its token variables again if this process has imported it already.
+
+    Ray's own set-up of tokens does the same (Ray 2.60).
+    """
     if "ray" in sys.modules:
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
@@ -79,7 +85,7 @@ def reread_ray_variables() -> None:
 def latest_metrics(run: Any) -> list[Any]:
     """Return the last point of each metric of an MLflow run, with its step.
 
-    ``run.data.metrics`` has no steps, ``run.data.to_proto()`` takes fifty times as long (MLflow
+    ``run.data.metrics`` has no steps, and ``run.data.to_proto()`` is fifty times slower (MLflow
     3.17).
     """
     return list(run.data._metric_objs)
@@ -88,15 +94,15 @@ def latest_metrics(run: Any) -> list[Any]:
 def tracking_store(client: Any) -> Any:
     """Return the store behind an MLflow client.
 
-    Only the store reads a metric of many runs at once (MLflow 3.17).
+    Only the store can read a metric of many runs in one call (MLflow 3.17).
     """
     return client._tracking_client.store
 
 
 def request_message(message: Any) -> Any:
-    """Fill a message from flask's current request as MLflow's server does.
+    """Fill a protobuf message from flask's current request with MLflow's own parser.
 
-    So a guard checks the request that the server executes (MLflow 3.17).
+    So a guard checks exactly the request that the server executes (MLflow 3.17).
     """
     from mlflow.server.handlers import _get_request_message
 
@@ -104,10 +110,10 @@ def request_message(message: Any) -> Any:
 
 
 def is_login(user: str, password: str) -> bool:
-    """Tell whether MLflow's server knows a user by a password; the cache of its own checks is used.
+    """Return whether user name and password are valid on MLflow's server, using its cache.
 
-    Its public function takes flask's current request, for which the body has been read (MLflow
-    3.17).
+    The public function takes flask's current request, which exists only after the body was read
+    (MLflow 3.17).
     """
     from mlflow.server import auth
 
@@ -115,7 +121,7 @@ def is_login(user: str, password: str) -> bool:
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray drains; ``ray.nodes()`` does not tell (Ray 2.60)."""
+    """Return the ids of nodes that are draining; ``ray.nodes()`` does not show this (Ray 2.60)."""
     from ray._private.state import state
 
     return set(state.get_draining_nodes())
@@ -129,13 +135,13 @@ def search_space_transform(distributions: dict[str, Any]) -> Any:
 
 
 def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
-    """Return the share of each tree's variance that params explain together.
+    """Return the share of each tree's variance that several params explain together.
 
-    Optuna offers shares of single params only (Optuna 5.0).
+    Optuna's public function returns shares of single params only (Optuna 5.0).
 
     Args:
-        evaluator: evaluator of fANOVA, after it has evaluated.
-        columns: indices of the params among those that vary, sorted by name.
+        evaluator: fANOVA evaluator, after ``evaluate``.
+        columns: indices of the params in the list of varying params, sorted by name.
     """
     import numpy as np
 
@@ -149,9 +155,9 @@ def marginal_shares(evaluator: Any, columns: list[int]) -> list[float]:
 
 
 def ray_head(address: str) -> str:
-    """Return host and port of the head of a Ray cluster, for ``auto`` too, as ``ray.init`` does.
+    """Return host and port of a Ray cluster's head; ``auto`` is resolved as in ``ray.init``.
 
-    Ray tells it in public only after it has joined (Ray 2.60).
+    The public functions need a connection to the cluster (Ray 2.60).
     """
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
@@ -159,9 +165,10 @@ def ray_head(address: str) -> str:
 
 
 def ray_certificates() -> tuple[bytes, bytes, bytes]:
-    """Return chain, key and authority of Ray's TLS, as bytes of the files that its variables name.
+    """Return Ray's TLS certificate chain, key and certificate authority, as file contents.
 
-    Ray documents the variables, and has no public function that checks and reads them (Ray 2.60).
+    Ray documents the environment variables with the paths, but no public function checks and reads
+    them (Ray 2.60).
     """
     from ray._common.tls_utils import load_certs_from_env
 
@@ -170,9 +177,9 @@ def ray_certificates() -> tuple[bytes, bytes, bytes]:
 
 
 def ray_token_loader() -> Any:
-    """Return what finds this process's token for Ray, in the order of places that Ray has.
+    """Return Ray's token loader, which looks for this process's token in Ray's usual places.
 
-    ``ray get-auth-token`` prints the token, which then every reader of its output has (Ray 2.60).
+    ``ray get-auth-token`` would expose the token in its output (Ray 2.60).
     """
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -180,10 +187,10 @@ def ray_token_loader() -> Any:
 
 
 def evict_cached_actors(controller: Any) -> None:
-    """Have a Tune controller end the actors that it keeps for a next trial.
+    """Make a Tune controller end the idle actors that it keeps for a next trial.
 
-    It keeps one when no trial waits, behind whose resources whoever else asks Ray waits for ever
-    (Ray 2.60).
+    It keeps an actor and its resources even if no trial waits, so other requests to Ray would wait
+    forever (Ray 2.60).
     """
     for actor in controller._actor_cache.flush_cached_objects(force_all=True):
         actor.set_on_stop(None)
@@ -197,12 +204,15 @@ def cluster_use() -> tuple[
     list[tuple[float, float]],
     tuple[float, float],
 ]:
-    """Return the free CPUs and GPUs of each node by Ray's id, those of each task or actor that
-    waits, those of each placement group that waits, and those in this job's placement groups;
-    ``ray status`` prints the same for people.
+    """Return free, requested and own CPUs and GPUs of the Ray cluster.
 
-    A node has a resource ``CPU_group_ID`` for its bundles of a placement group, whose id ends with
-    the id of the job that created it. All is of one moment on each node (Ray 2.60).
+    ``ray status`` only prints these numbers as text. A node has a resource ``CPU_group_ID`` for its
+    bundles of a placement group, and the group's id ends with the id of the job that created it.
+    The numbers of one node are consistent with each other (Ray 2.60).
+
+    Returns:
+        Pairs of CPUs and GPUs: the free ones by node id, the requests of waiting tasks and actors,
+        the requests of waiting placement groups, and the total in this job's placement groups.
     """
     from ray._private.worker import global_worker
     from ray.autoscaler.v2.sdk import get_cluster_resource_state

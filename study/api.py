@@ -1,8 +1,7 @@
-"""Functions behind the commands: run a study, report on it, send it to MLflow.
+"""Functions behind the commands: run a study, write its report, send it to MLflow.
 
-Scripts and notebooks use :mod:`study.handle`.
-
-A run goes from the config to the report: plan, preflight, ledger, runner, tracking, report.
+Scripts and notebooks use :mod:`study.handle`. The steps of a run are: make the plan, check it
+(preflight), open the ledger, run the trials, update MLflow, write the report.
 """
 
 from __future__ import annotations
@@ -56,20 +55,20 @@ EXCLUDED_SHOWN = 3
 LATER_SECONDS = 5.0
 FEW_CORES = 4
 LOADED = time.time()
-"""Time at which the code of a run was loaded, of which this module is the last."""
+"""Unix time at which this process had imported a run's code; this module is imported last."""
 
 
 class View(Protocol):
-    """A display of a study while it runs; see :mod:`study.views.progress`."""
+    """Progress display of a running study; see :mod:`study.views.progress`."""
 
     def start(self, state: StudyState) -> None:
-        """Begin to show ``state``, which the caller keeps up to date."""
+        """Start to show ``state``; the caller keeps it up to date."""
 
     def listen(self, event: Event) -> None:
-        """Show an event, which ``state`` has already applied."""
+        """Show an event; ``state`` already includes it."""
 
     def stop(self) -> None:
-        """Show the last state and give the terminal back."""
+        """Show the last state and release the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +79,8 @@ class Outcome:
         state: state of the study.
         report: folder of the report.
         tracking: URI of the MLflow store that has the runs.
-        tracking_error: reason for which MLflow lacks something, or "".
-        page: address of the prepared view within MLflow's interface, or "".
+        tracking_error: why MLflow lacks part of the study, or "".
+        page: address of the study's page in MLflow's interface, or "".
     """
 
     state: StudyState
@@ -92,7 +91,7 @@ class Outcome:
 
     @property
     def failed(self) -> int:
-        """Number of trials given up."""
+        """Number of failed trials."""
         return sum(trial.status == FAILED for trial in self.state.trials)
 
 
@@ -106,24 +105,24 @@ def run_study(
     job: bool = False,
     options: TuneOptions | None = None,
 ) -> Outcome:
-    """Run a study, or what is left of it.
+    """Run a study, or the rest of a study that was started before.
 
     Args:
         study: the config.
-        view: shows progress.
-        say: prints one line for the user: warnings and what was resumed.
-        only: ``all`` for all trials that have not finished, ``unfinished`` for those of them that
-            have not failed, ``failed`` for the failed ones.
-        node: node of this machine, if it has begun to load what trials need; ended with the study.
-        began: when the command began, on the clock of :func:`time.monotonic`; None for now.
-        job: whether a job controller's, which continues a run that was broken off.
-        options: what the caller adds to the Tuner of the ray engine.
+        view: progress display.
+        say: prints one line for the user, such as a warning.
+        only: ``all`` runs every trial that has not finished, ``unfinished`` skips the failed
+            ones, and ``failed`` runs only these.
+        node: node process of this machine that is already starting; ended with the study.
+        began: start time of the command on the :func:`time.monotonic` clock; None for now.
+        job: whether a job controller started this run, which then continues an interrupted run.
+        options: additions by the caller to the Tuner of the ray engine.
 
     Raises:
-        UserError: the study cannot start, and nothing was done.
-        StorageError: its storage took no more writes while it ran, and the same command goes on
-            once it does.
-        KeyboardInterrupt: after Ctrl-C, with ledger, MLflow runs and report closed.
+        UserError: the study cannot start; nothing was changed.
+        StorageError: a write to the storage failed during the run; the same command continues
+            once the storage is writable.
+        KeyboardInterrupt: after Ctrl-C; ledger, MLflow runs and report are closed.
     """
     began = time.monotonic() if began is None else began
     name_address(study.tracking)
@@ -147,12 +146,12 @@ def run_study(
 
 
 def create_study(study: StudyConfig, say: Callable[[str], None]) -> Path:
-    """Check a study and enter its plan in its ledger, and run nothing; return its folder.
+    """Check a study and write its plan to its ledger without running it; return its folder.
 
-    Nothing is entered if the ledger has a plan of the same config, data and code.
+    The ledger does not change if its last plan has the same config, data and code.
 
     Raises:
-        UserError: the study cannot start, and nothing was done; or its storage refuses a write.
+        UserError: the study cannot start (nothing was changed), or its storage is not writable.
     """
     with _opened(study, say) as (plan, data, ledger, before, *_):
         if not _in_plan(plan, before) or before.plan.get("study") != plan.study.to_dict():
@@ -172,10 +171,11 @@ def _opened(
     job: bool = False,
     ray: RayStart | None = None,
 ) -> Iterator[tuple[Plan, list[dict[str, Any]], Ledger, StudyState, Node, float]]:
-    """Check a study; provide its plan, data, ledger, state before this run, the node that checked
-    its trials, and the seconds of the runs that a job continues.
+    """Check a study and open its ledger.
 
-    A new study of the ray engine begins to start ``ray`` meanwhile: all its trials will run.
+    Yields the plan, the data, the ledger, the state before this run, the node that checked the
+    trials, and the seconds that earlier runs of the same job took. For a new study with the ray
+    engine, ``ray`` starts during the checks, because all trials have yet to run.
     """
     with refusals():
         check_storage(study.storage)
@@ -194,7 +194,7 @@ def _opened(
             with refusals():
                 before = fold(ledger.history)
                 earlier = continued(before.runs, launch_of_job(LOADED)) if job else []
-                # before what is slow: later wishes are of this run
+                # before the slow steps, so that later requests are not lost
                 clear(plan.study.folder, keep=bool(earlier))
                 check_same_name(plan.study, before)
                 check_same_data(data, before)
@@ -204,7 +204,7 @@ def _opened(
 
 
 def _in_plan(plan: Plan, state: StudyState) -> bool:
-    """Tell whether a study's last plan has the trials of a plan made now."""
+    """Return whether the study's last plan has all trials of ``plan``."""
     last = {trial.id for trial in state.trials}
     return all(trial.id in last for trial in plan.trials)
 
@@ -231,7 +231,7 @@ def _begin(
     say: Callable[[str], None],
     began: float,
 ) -> None:
-    """Enter the plan of a run, and say what is left of it."""
+    """Write the plan of a run to the ledger and print which trials are left."""
     try:
         _enter_plan(plan, data, ledger, only, began)
         longer = continuations(ledger, state)
@@ -239,7 +239,10 @@ def _begin(
         refused = f"storage: ledger: {error}; nothing was started"
         raise storage_refused(refused, plan.study.folder) from None
     if longer:
-        say(f"{longer} trials go on from the last checkpoint of the same trial with fewer epochs.")
+        say(
+            f"{longer} trials continue from the last checkpoint of the same trial with fewer"
+            " epochs."
+        )
     _say_what_is_left(state, say)
     _say_unused_gpus(plan, state, say)
 
@@ -282,7 +285,7 @@ def _run(
         with control.watch_storage():
             ledger.append("ended", outcome=outcome)
         view.stop()
-        # a report would make the folder anew
+        # writing a report would create the deleted folder again
         report = None if isinstance(ledger.broken, LedgerGoneError) else folder / "report"
         error = ""
         with control.watch_storage():
@@ -298,7 +301,7 @@ def _run(
 
 def _ended_early(reason: str) -> str:
     limited = reason.startswith("limits.")
-    left = "raise or drop it to go on" if limited else "the same command continues"
+    left = "raise or drop it to continue" if limited else "the same command continues"
     return f"Ended early: {reason}; {left}."
 
 
@@ -317,13 +320,15 @@ def _failed(plan: Plan, state: StudyState) -> list[str]:
 def _describe_end(
     plan: Plan, state: StudyState, decision: Decision, broken_off: bool = False
 ) -> str:
-    """Return ``finished``, ``failed`` (some trials), or ``stopped`` before all trials have run.
+    """Return the outcome of a run.
+
+    It is ``stopped`` if trials are left, ``failed`` if a trial has failed, and else ``finished``.
 
     Args:
         plan: the plan.
         state: state of the study.
-        decision: reason for which the run ended, if it has one.
-        broken_off: whether an earlier run did not come to its end, and this one proposed nothing.
+        decision: why the run ended early, if it did.
+        broken_off: whether an earlier run was interrupted and this one only repeats failed trials.
     """
     left = len(state.trials) < plan.size
     if (
@@ -337,20 +342,20 @@ def _describe_end(
 
 def write_report(state: StudyState, folder: Path, *, run_checks: bool) -> Path:
     """Write the report, see :func:`study.report.write.write_report`."""
-    from study.report.write import write_report  # takes a second that no trial should wait for
+    from study.report.write import write_report  # takes a second; trials should not wait for it
 
     return write_report(state, folder, run_checks=run_checks)
 
 
 class _DeferredStart:
-    """The deferred start of what no trial's first epoch should wait for.
+    """Deferred start of background work, so that it does not delay the first epoch.
 
-    That is the processes that feed MLflow and the sinks, and loading what draws the report. They
-    start with the first report, or after :data:`LATER_SECONDS`; at once on a machine with cores to
-    spare.
+    This work is the processes that write to MLflow and to the sinks, and the import of the code
+    that draws the report. It starts with the first epoch report or after :data:`LATER_SECONDS`. On
+    a machine with at least :data:`FEW_CORES` cores it starts at once.
 
     Args:
-        starts: start these processes; called once.
+        starts: functions that start these processes; each is called once.
     """
 
     def __init__(self, *starts: Callable[[], None]) -> None:
@@ -392,8 +397,10 @@ def _close(
     state: StudyState, folder: Path | None, tracker: Tracker | NoTracker, sinks: Sinks,
     say: Callable[[str], None],
 ) -> str:  # fmt: skip
-    """Write the report into a folder, if there is one, and close MLflow's runs and the sinks, these
-    even if the report fails; return why MLflow lacks something, or ""."""
+    """Write the report and close the MLflow runs and the sinks, these also if the report fails.
+
+    ``folder`` None skips the report. Returns why MLflow lacks part of the study, or "".
+    """
     report = None
     try:
         if folder is not None:
@@ -412,14 +419,19 @@ def report_study(
     folder: Path, say: Callable[[str], None], tracking_uri: str | None = None,
     *, run_checks: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Write the report of a study again from its ledger, and send MLflow what it lacks.
+    """Write a study's report again from its ledger, and send missing data to MLflow.
 
-    While the study runs, its own process does the latter. With ``run_checks`` the functions of its
-    claims are run, which its ledger names.
+    MLflow is skipped while the study runs, because the study's own process updates it.
+
+    Args:
+        folder: folder of the study.
+        say: prints one line for the user.
+        tracking_uri: MLflow store to update; None for the study's own.
+        run_checks: whether to run the check functions of the claims, which the ledger names.
 
     Raises:
-        UserError: there is no study in ``folder``, the report cannot be written, or nothing answers
-            at ``tracking_uri``; nothing was written.
+        UserError: ``folder`` has no study, the report cannot be written, or the server at
+            ``tracking_uri`` does not answer; nothing was written.
     """
     with refusals():
         state = _reportable(folder)
@@ -454,10 +466,10 @@ def report_study(
 
 
 def sync_study(folder: Path, study: StudyConfig, report: Path | None) -> tuple[str, dict[str, str]]:
-    """Send MLflow what it lacks of the ledger in ``folder``.
+    """Send MLflow the data that it lacks of the ledger in ``folder``.
 
     Returns:
-        The reason for which that failed, or "", and the place of the runs.
+        Why that failed, or "", and the place of the runs in MLflow.
     """
     where: dict[str, str] = {}
     error = sync(folder, study.tracking, _artifacts(study), report, where.update)

@@ -1,5 +1,4 @@
-"""Errors that the user can correct, told apart from our own mistakes: the former end with exit code
-2, the latter with a traceback."""
+"""User errors, which end a command with exit code 2, as opposed to bugs (traceback)."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from study.tracking_uri import without_password
 
 
 class UserError(ValueError):
-    """Input of the user's that cannot work.
+    """Invalid input from the user.
 
-    The message names the value, the rule and the remedy, and no password of an address.
+    The message has the value, the rule and the remedy. Passwords in addresses are masked.
     """
 
     def __init__(self, message: str) -> None:
@@ -20,18 +19,22 @@ class UserError(ValueError):
 
 
 class StorageError(UserError):
-    """The storage of a study took no more writes while the study ran: it ended in order, with
-    trials left."""
+    """A write to the storage failed while a study ran.
+
+    The study has stopped cleanly with trials left.
+    """
 
 
 class OutOfSightError(Exception):
-    """A study that was launched can no longer be followed, for the reason given; it may go on."""
+    """A launched study cannot be followed any longer; it may still be running."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn an error of the checks before any work, a ``ValueError`` or one of the system, into a
-    :class:`UserError`."""
+    """Convert a ``ValueError`` or ``OSError`` of the checks before a run to a :class:`UserError`.
+
+    A ``BrokenPipeError`` or ``InterruptedError`` is not converted.
+    """
     try:
         yield
     except UserError:

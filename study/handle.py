@@ -1,6 +1,6 @@
-"""A study in Python and in notebooks: run it, load it, read its results, ask and tell.
+"""Studies in Python and in notebooks: run one, load it, read its results, ask and tell.
 
-What ``import study`` offers::
+``import study`` provides these functions::
 
     import study
 
@@ -9,7 +9,7 @@ What ``import study`` offers::
     first.best.params
     first.figure("error_per_epoch")
 
-All results are read from the study's ledger, also while the study runs in another process.
+All results come from the study's ledger, even while the study runs in another process.
 """
 
 from __future__ import annotations
@@ -56,13 +56,23 @@ if TYPE_CHECKING:
 class Study:
     """An existing study, read from its ledger.
 
+    :func:`run`, :func:`create` and :func:`load` return one.
+
     Args:
         folder: folder of the study; :func:`load` finds it by the study's name.
-        own: whether this process has run it or made its plan, so that the functions of its claims
-            are the caller's.
+        own: whether this process has run the study or made its plan. If so, the check functions of
+            its claims are the caller's own code and may be run.
 
     Attributes:
         folder: folder of the study, with its ledger, checkpoints and report.
+
+    Example::
+
+        first = study.load("quickstart")
+        first.answer                            # a sentence
+        first.trials.groupby("row")["validation/error"].mean()
+        first.figure("error_per_epoch").savefig("errors.png")
+        first.run(seeds=[0, 1, 2])              # trains the added seeds only
     """
 
     def __init__(self, folder: Path, own: bool = False) -> None:
@@ -71,7 +81,7 @@ class Study:
 
     @property
     def state(self) -> StudyState:
-        """State of the study; reads the ledger again after it has changed."""
+        """State of the study; the ledger is read again if it has changed."""
         with refusals():
             refresh(self.folder)
         file = (self.folder / FILE).stat()
@@ -88,7 +98,13 @@ class Study:
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One row per trial: identity, config under dotted keys, status, last and final metrics."""
+        """One row per trial: identity, config under dotted keys, status, last and final metrics.
+
+        Example::
+
+            finished = first.trials.query("status == 'finished'")
+            finished.groupby("config.precision.format")["validation/error"].mean()
+        """
         return _frame(export_rows(self.state))
 
     @property
@@ -99,8 +115,8 @@ class Study:
     def polars(self, rows: Literal["trials", "epochs"] = "trials") -> polars.DataFrame:
         """Return :attr:`trials` or :attr:`epochs` as a polars DataFrame.
 
-        Missing values are null; NaN only appears where a trial reported NaN. A column with values
-        of several types, such as a choice between numbers and strings, becomes a string column.
+        Missing values are null; a NaN was reported by the trial. A column with values of several
+        types, such as a choice between numbers and strings, becomes a string column.
 
         Args:
             rows: ``"trials"`` or ``"epochs"``.
@@ -136,18 +152,18 @@ class Study:
 
     @property
     def answer(self) -> str:
-        """The study's answer as a sentence, see :mod:`study.results.answer`."""
+        """Answer to the study's question as a sentence, see :mod:`study.results.answer`."""
         return answer(self.state, summarise(self.state))
 
     @property
     def asked(self) -> list[Suggestion]:
-        """Open trials: suggested by :meth:`ask`, without a result from :meth:`tell`."""
+        """Open trials: :meth:`ask` has suggested them, and :meth:`tell` has no result yet."""
         return asked(self.folder)
 
     def summary(self) -> pd.DataFrame:
         """Return the first table of the report as formatted strings, one line per row.
 
-        If claims name rows, the column ``claims`` has their verdicts.
+        If claims refer to rows, the column ``claims`` has their verdicts.
         """
         import pandas as pd
 
@@ -159,10 +175,10 @@ class Study:
 
     @property
     def claims(self) -> pd.DataFrame:
-        """One row per claim: figure, interval, verdict, what it says and where it is from.
+        """One row per claim: estimate, interval, verdict, statement and source.
 
-        The function of a claim is run where this process has run the study. Of a study that was
-        loaded its verdict is that of the last report; ``report(run_checks=True)`` runs it.
+        The check functions of claims run only if this process has run the study. For a loaded
+        study, their verdicts come from the last report; ``report(run_checks=True)`` runs them.
         """
         verdicts = judge(self.state, self.folder, run_checks=self._own)
         lines = record(self.state, summarise(self.state), verdicts)["claims"]
@@ -176,7 +192,11 @@ class Study:
             dark: whether to use colors for a dark background.
 
         Raises:
-            UserError: the report has no picture with that name, or no data for it.
+            UserError: the report has no picture ``name``, or the study has no data for it.
+
+        Example::
+
+            first.figure("error_per_epoch", dark=True).savefig("errors.svg")
         """
         from study.report.figures.style import DARK, LIGHT
         from study.report.pictures import drawings
@@ -206,10 +226,19 @@ class Study:
             return scatter(self.state, x, y)
 
     def run(self, overrides: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
-        """Run unfinished and failed trials, after changes such as ``seeds=[0, 1, 2]``.
+        """Change the study, for example with ``seeds=[0, 1, 2]``, and run the remaining trials.
+
+        Failed trials run again; :meth:`resume` skips them.
+
+        Args:
+            overrides, keys: changes, as for :func:`run`.
 
         Raises:
             UserError: a change is invalid, or the study cannot start; nothing was changed.
+
+        Example::
+
+            study.load("quickstart").run({"trial.epochs": 8}, seeds=[0, 1, 2])
         """
         began = time.monotonic()
         with refusals():
@@ -218,7 +247,11 @@ class Study:
         return _run(study, ALL, began)
 
     def resume(self) -> Study:
-        """Run unfinished trials, but not the failed ones."""
+        """Run unfinished trials except the failed ones; return the study.
+
+        Raises:
+            UserError: the study cannot start; nothing was changed.
+        """
         began = time.monotonic()
         with refusals():
             study = continued(self.config, self.folder)
@@ -232,6 +265,10 @@ class Study:
             run_checks: whether to run the check functions of the study's claims even if this
                 process has not run the study. The ledger names these functions, so read it first
                 if you do not trust its author.
+
+        Raises:
+            UserError: the report cannot be written, or the server at ``tracking_uri`` does not
+                answer; nothing was written.
         """
         run_checks = run_checks or self._own
         outcome = report_study(self.folder, _print, tracking_uri, run_checks=run_checks)
@@ -241,7 +278,8 @@ class Study:
     def ask(self) -> Suggestion | None:
         """Suggest the next trial for a loop of your own, see :func:`study.execution.ask_tell.ask`.
 
-        Returns None if no trial is left, or if the search needs results of open trials first.
+        Returns None if no trial is left, or if the search first needs the results of open trials.
+        :func:`create` has an example.
         """
         return ask(self.folder)
 
@@ -252,7 +290,13 @@ class Study:
         *,
         error: str | Exception = "",
     ) -> None:
-        """Record a trial's results or its error, see :func:`study.execution.ask_tell.tell`."""
+        """Record a trial's results or its error, see :func:`study.execution.ask_tell.tell`.
+
+        Args:
+            suggestion: the trial, from :meth:`ask` or :attr:`asked`.
+            values: metrics by name, or the value of the only objective.
+            error: why the trial failed; "" if it did not.
+        """
         tell(self.folder, suggestion, values, error=error)
 
     def __repr__(self) -> str:
@@ -262,7 +306,7 @@ class Study:
         return printable(f"<Study {state.config.name!r}: {now}; {counts or 'no trials'}>")
 
     def _repr_html_(self) -> str:
-        """Return the study's name, answer and table for a notebook; all text is escaped."""
+        """Return the study's name, answer and table as HTML for a notebook, with escaped text."""
         parts = [f"<p>{html.escape(text)}</p>" for text in (repr(self), self.answer)]
         return printable("".join([*parts, self.summary().to_html()]))
 
@@ -270,7 +314,7 @@ class Study:
 def run(
     config: str | Path | StudyConfig, overrides: Mapping[str, Any] | None = None, /, **keys: Any
 ) -> Study:
-    """Run a study and show its progress; resumes a study that was started before.
+    """Run a study and show its progress; resume it if it was started before.
 
     Ctrl-C (or a notebook's interrupt) stops the study cleanly, and the same call resumes it.
 
@@ -285,6 +329,12 @@ def run(
             changed.
         KeyboardInterrupt: the user interrupted the study; ledger, MLflow runs and report are
             complete.
+
+    Example::
+
+        first = study.run("quickstart", {"trial.epochs": 2}, name="first", seeds=[0, 1])
+        print(first.answer)
+        first.trials                            # a DataFrame, one row per trial
     """
     began = time.monotonic()
     return _run(_compose(config, overrides, keys), ALL, began)
@@ -334,6 +384,19 @@ def create(
     Raises:
         UserError: the config or a change is invalid, or the study cannot start; nothing was
             changed.
+
+    Example::
+
+        >>> import tempfile, study
+        >>> where = tempfile.mkdtemp()
+        >>> mine = study.create("quickstart", name="mine", data="digits", storage=where)
+        Data: scikit-learn's handwritten digits (1,797 images of 8 x 8)
+        >>> trial = mine.ask()
+        >>> trial.row, trial.seed
+        ('float32', 0)
+        >>> mine.tell(trial, {"validation/error": 0.1})  # your loop has trained trial.config
+        >>> mine
+        <Study 'mine': stopped; 1 finished, 19 planned>
     """
     return Study(create_study(_compose(config, overrides, keys), _print), own=True)
 
@@ -347,6 +410,11 @@ def load(name: str | Path, storage: str | Path = STORAGE) -> Study:
 
     Raises:
         UserError: ``storage`` has no such study; the message lists its studies.
+
+    Example::
+
+        first = study.load("first")
+        study.load("first", "s3://bucket/studies").best.params
     """
     with refusals():
         return Study(find(str(name), str(storage)))
@@ -378,7 +446,7 @@ def _print(line: str) -> None:
 
 
 def _say_on(console: Console) -> Any:
-    """Return a function that prints a line; on a terminal it appears above the live table."""
+    """Return a function that prints a line; on a terminal the line appears above the live table."""
     if console.is_jupyter:
         return _print
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

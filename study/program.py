@@ -1,10 +1,9 @@
-"""The command ``lns-study`` as the user's shell finds it, for messages that name a command to give
-next.
+"""The command ``lns-study`` as the user can type it, for messages that suggest a command.
 
-The scripts put the venv on the PATH of what they start, but not on that of the shell that called
-them, and they work in the checkout. So they say in ``$LNS_STUDY_COMMAND`` how that shell reaches
-the command. If it is not set, the bare name is enough if it is on the PATH; otherwise it is the
-program beside this interpreter.
+Our scripts change to the checkout and put the venv on PATH for the processes that they start, but
+not for the calling shell. So they set ``$LNS_STUDY_COMMAND`` to a command that works in that shell.
+If it is not set, the command is the bare name if that is on PATH, or else the program beside this
+interpreter.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _BEGAN = time.monotonic()
 
 NAME = "lns-study"
 VARIABLE = "LNS_STUDY_COMMAND"
-"""Environment variable with shell text to which words can be added.
+"""Environment variable with a shell command that takes arguments at its end.
 
-An example is ``cd /checkout && .venv/bin/lns-study``.
+For example ``cd /checkout && .venv/bin/lns-study``.
 """
 STORAGE = "studies"
-"""Folder in which commands look for studies unless they are told otherwise."""
+"""Default folder of studies."""
 
 
 def lns_study(*words: str, storage: str = STORAGE) -> str:
@@ -38,9 +37,8 @@ def lns_study(*words: str, storage: str = STORAGE) -> str:
     It can be pasted into the shell from which this process was started.
 
     Args:
-        words: arguments, not quoted yet.
-        storage: folder of the studies that the command is about; named in it unless it is the usual
-            one.
+        words: unquoted arguments.
+        storage: folder of the studies; added as ``--storage`` unless it is the default.
     """
     option = () if storage in (STORAGE, os.path.abspath(STORAGE)) else ("--storage", storage)
     return " ".join(
@@ -49,10 +47,10 @@ def lns_study(*words: str, storage: str = STORAGE) -> str:
 
 
 def process_began() -> float:
-    """Return when this program began, on the clock of :func:`time.monotonic`.
+    """Return the start time of this program on the :func:`time.monotonic` clock.
 
-    It is when this module was loaded, a tenth of a second after Python. The process may be older:
-    a script that installs a venv before ends in this program (``exec``).
+    This is the time when this module was imported, about 0.1 s after Python started. The process
+    may be older, because a script that installs a venv replaces itself by this program (``exec``).
     """
     return _BEGAN
 
@@ -69,18 +67,21 @@ def _program() -> str:
 
 
 def module_command(module: str) -> list[str]:
-    """Return the words that run a module, ours or a library's, in a process of its own.
+    """Return the command that runs a module in a new process, as a list of words.
 
-    No file of the current folder is imported in its place, unless that folder is our checkout,
-    which need not be installed.
+    Files in the working directory cannot shadow the module (``-P``), except in our checkout, which
+    need not be installed.
     """
     checkout = Path(__file__).resolve().parents[1] == Path.cwd().resolve()
     return [sys.executable, *([] if checkout else ["-P"]), "-m", module]
 
 
 def own_version() -> str:
-    """Return our version: the installed one, in a checkout that is not installed its own; "" where
-    neither is there, as for packages that somebody copied."""
+    """Return the version of lns-study.
+
+    It comes from the installed package, or from ``pyproject.toml`` in a checkout that is not
+    installed. "" if there is neither, for example if the packages were copied.
+    """
     try:
         return metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -89,7 +90,7 @@ def own_version() -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version of a package; ``not installed`` if there is none, as in a checkout."""
+    """Return the version of a package, or ``not installed``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

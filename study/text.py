@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Formatting of numbers and texts for people."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ _CONTROLS = re.compile(
     r"\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000110bd\U000110cd"
     r"\U00013430-\U0001345f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""Characters that steer terminals, turn the order of others or are not seen: Unicode's categories
-Cc and Cf, its line and paragraph separators, and its property Default_Ignorable_Code_Point, tabs
-and line breaks apart. And halves of surrogate pairs, which no file takes."""
+"""Characters that control terminals, change the direction of text or are invisible.
+
+These are Unicode's categories Cc and Cf except tabs and line breaks, the line and paragraph
+separators, and the property Default_Ignorable_Code_Point. Unpaired surrogates are included too,
+because they cannot be encoded as UTF-8.
+"""
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters, but for tabs and line breaks, as ``\\x1b``.
+    """Return a text with escaped control characters (``\\x1b``); tabs and line breaks stay.
 
-    Labels, questions and errors may be a stranger's: a ledger is read before it is trusted.
+    Labels, questions and errors in a ledger may come from an untrusted source.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """Return a text with its line breaks as spaces, for where a line is a record: a label cannot
-    look like another line."""
+    """Return a text with spaces for line breaks, so that a label cannot imitate another line."""
     return " ".join(text.splitlines())
 
 
 def printable_json(text: str) -> str:
-    """Return JSON of the same values whose texts have their control characters as ``\\u001b``."""
-    # in UTF-16, as JSON has it: two escapes for a character beyond U+FFFF
+    """Return JSON with the same values and escaped control characters (``\\u001b``)."""
+    # JSON escapes are UTF-16: two of them for a character beyond U+FFFF
     return _CONTROLS.sub(
         lambda found: re.sub(
             "....", r"\\u\g<0>", found[0].encode("utf-16-be", errors="surrogatepass").hex()
@@ -44,20 +46,22 @@ def printable_json(text: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that writes what is :func:`printable`; all else is the stream's own.
+    """A text stream that passes everything it writes through :func:`printable`.
+
+    Other attributes are those of the wrapped stream.
 
     Args:
-        stream: the stream.
+        stream: the stream to wrap.
 
     Attributes:
-        stream: the same, for who writes control characters of its own.
+        stream: the wrapped stream, for code that must write control characters.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text; return the number of its characters."""
+        """Write a text; return its number of characters."""
         self.stream.write(printable(text))
         return len(text)
 
@@ -66,7 +70,7 @@ class PrintableStream:
 
 
 def layout_of(config: Mapping[str, Any]) -> str:
-    """Describe how a trial is spread: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``dp 2 sharded``."""
+    """Describe a trial's parallelism: ``1 worker``, ``dp 2``, ``dp 2 x pp 2``, ``dp 2 sharded``."""
     layout = config.get("layout", {})
     workers, pp, tp = int(config["workers"]), int(layout.get("pp") or 1), int(layout.get("tp") or 1)
     if workers == 1:
@@ -87,7 +91,7 @@ def percent(fraction: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them: ``42 s``, ``3 min``, ``1 h 05 min``."""
+    """Return a duration in seconds as text: ``42 s``, ``3 min``, ``1 h 05 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -95,5 +99,5 @@ def duration(seconds: float) -> str:
 
 
 def when(seconds: float) -> str:
-    """Return a time in seconds since 1970 as date and UTC time."""
+    """Return a Unix time in seconds as date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

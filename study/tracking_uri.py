@@ -1,19 +1,19 @@
-"""Addresses of tracking stores: stored and shown without their password, which is put back at the
-moment of use.
+"""Passwords in addresses of tracking stores: addresses are stored and shown without the password,
+which is added back when connecting.
 
-A password is taken out of an address on entry (:func:`hide`): configs, ledgers and all that is made
-of them hold ``https://ada:***@host`` alone. Code that connects asks for the address with its
-password (:func:`reveal`): the one that this process was given, else one from the environment. Text
-that may quote an address, such as an error or a command for the user, goes through
+:func:`hide` removes the password when an address is read, so configs, ledgers and everything made
+from them only contain ``https://ada:***@host``. Code that connects calls :func:`reveal`, which
+returns the address that this process was given, or takes the password from the environment. Texts
+that may quote an address, such as an error or a command for the user, go through
 :func:`without_password`.
 
-Limits: in a query, a value is secret if its name says so (``password=``, ``token=``, ``auth=``). A
-user without password is a token for a web server, ``git`` excepted, and no secret elsewhere. How a
-password may look in an address, slashes and @ included, follows SQLAlchemy for databases and RFC
-3986 for servers.
+Limits: in a query string, a value counts as secret because of its name (``password=``, ``token=``,
+``auth=``). A user name without password counts as a token for web servers (except ``git``), and not
+elsewhere. The syntax of passwords, which may contain slashes and @, follows SQLAlchemy for
+databases and RFC 3986 for servers.
 
-No other value of a study may hold a password (:func:`refuse_passwords`): it would enter the ledger,
-checkpoints, reports and MLflow.
+Other values of a study must not contain a password (:func:`refuse_passwords`), because it would be
+stored in the ledger, checkpoints, reports and MLflow.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 MARK = "***"
 """Replacement of a password; SQLAlchemy shows the same."""
 WHOLE = "MLFLOW_TRACKING_URI"
-"""Environment variable that may hold an address with its password."""
+"""Environment variable that may contain an address with its password."""
 USER, PASSWORD, TOKEN = (
     "MLFLOW_TRACKING_USERNAME",
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )
-"""Environment variables with which MLflow's client logs in by itself."""
+"""Environment variables that MLflow's client uses to log in."""
 CREDENTIALS, PGPASS = "~/.mlflow/credentials", "~/.pgpass"
-"""Files in which MLflow's and PostgreSQL's clients look for passwords by themselves."""
+"""Password files of MLflow's and PostgreSQL's clients."""
 
 REMEDY = (
     "earlier versions wrote it there, into report.html and into MLflow's copies; change the"
     " password, give the new one in the environment (docs/tracking.md), and make report and copies"
     " again with `lns-study report STUDY`"
 )
-"""Remedy for a ledger that holds a password."""
+"""Remedy for a ledger that contains a password."""
 
 _LOGIN = re.compile(
     r"""(?<![\w+.-]) (?P<before> (?: https?://
@@ -68,7 +68,7 @@ _QUERY = re.compile(
             ) =) [^&\s]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-_WORD = re.compile(r"(?<!\S)[^\s@]*+@\S*")  # with an @, as a login has
+_WORD = re.compile(r"(?<!\S)[^\s@]*+@\S*")  # a word with @ may contain a login
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _MARKED = re.compile(r"(?:(?<=//)|:)\*\*\*(?=@)|(?<==)\*\*\*")
 _COMMAND = re.compile(
@@ -81,22 +81,29 @@ _COMMAND = re.compile(
         ) (?![$`]) [^\s"'&]+""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Passwords in commands of ``alerts``, beside those of addresses."""
+"""Matches passwords in commands of ``alerts``, other than passwords in addresses."""
 
 _given: dict[str, str] = {}
-"""Addresses with passwords that this process was given, by their shown form."""
+"""Addresses with passwords that this process was given, by their form without password."""
 _named: set[str] = set()
-"""Addresses of servers and databases that the user of this process has named."""
+"""Addresses of servers and databases that the user of this process has given explicitly."""
 
 
 def without_password(text: str) -> str:
-    """Return ``text`` with a mark for the password of every address in it."""
+    """Return ``text`` with ``***`` in place of the password of each address in it.
+
+    >>> without_password("https://ada:secret@mlflow.example.org/")
+    'https://ada:***@mlflow.example.org/'
+    """
     return _QUERY.sub(rf"\g<before>{MARK}", _WORD.sub(_without_login, text))
 
 
 def _without_login(word: re.Match[str]) -> str:
-    """Return a word with a mark for every login's password; the search ends at its last @, without
-    which each beginning of a login would search all that follows."""
+    """Return a word with ``***`` for the password of each login.
+
+    Only the part up to the last @ is searched; otherwise each possible start of a login would scan
+    the rest of the word.
+    """
     end = word[0].rfind("@") + 1
     logins, rest = word[0][:end], word[0][end:]
     for login in (_LOGIN, _USER):
@@ -105,14 +112,15 @@ def _without_login(word: re.Match[str]) -> str:
 
 
 def refuse_passwords(study: Mapping[str, Any]) -> None:
-    """Refuse a study of which a value other than ``tracking_uri`` is or holds an address with a
-    password; a variable in its place, ``$NAME``, is none.
+    """Check that no value except ``tracking_uri`` contains an address with a password.
+
+    A variable in place of a password, ``$NAME``, is allowed.
 
     Args:
         study: nested values of the study's keys.
 
     Raises:
-        ValueError: with the key, and a mark for the password.
+        ValueError: a value contains a password; the message has the key and masks the password.
     """
     for key, text in _texts({name: study[name] for name in study if name != "tracking_uri"}):
         known = _VARIABLE.sub(MARK, text)
@@ -134,7 +142,7 @@ def refuse_passwords(study: Mapping[str, Any]) -> None:
 
 
 def without_passwords(values: Any) -> Any:
-    """Return nested values with a mark for the password of every address in them."""
+    """Return nested values with ``***`` in place of the password of each address."""
     if isinstance(values, Mapping):
         return {without_password(str(k)): without_passwords(v) for k, v in values.items()}
     if isinstance(values, list | tuple):
@@ -143,7 +151,7 @@ def without_passwords(values: Any) -> Any:
 
 
 def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the texts in nested values, names of keys included, each with its dotted key."""
+    """Yield dotted key and text for each text in nested values, including the names of keys."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield key or "study", str(name)
@@ -156,15 +164,15 @@ def _texts(values: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def without_login(uri: str) -> str:
-    """Return a server's address as a link, without user and password."""
+    """Return a server's address without user and password, to be shown as a link."""
     shown = without_password(uri)
     return re.sub(r"(?<=://)[^/?#]*@", "", shown, count=1)
 
 
 def hide(uri: str) -> str:
-    """Return an address as it is stored and shown; keep its password for :func:`reveal`.
+    """Return an address without its password, and remember the password for :func:`reveal`.
 
-    The password stays in this process only.
+    The password stays in the memory of this process.
     """
     shown = without_password(uri)
     if shown != uri:
@@ -173,28 +181,28 @@ def hide(uri: str) -> str:
 
 
 def name_address(uri: str) -> None:
-    """Note that this process's user named an address: in a study that was run."""
+    """Record that the user of this process has given an address explicitly, in a study to run."""
     _named.add(_place(uri))
 
 
 def is_named(uri: str) -> bool:
-    """Tell whether this process's user named an address, here or in :data:`WHOLE`."""
+    """Return whether the user gave an address explicitly, in a study or in :data:`WHOLE`."""
     return _place(uri) in {*_named, _place(os.environ.get(WHOLE, ""))}
 
 
 def _place(uri: str) -> str:
-    """Return an address without what may be written in more than one way: login, last slash."""
+    """Return an address in a canonical form, without login and trailing slash."""
     return without_login(uri).rstrip("/")
 
 
 def reveal(uri: str) -> str:
-    """Return the address to connect to.
+    """Return the address to connect to, with its password.
 
     Args:
-        uri: the address as it is stored and shown, or complete.
+        uri: the address as stored and shown, or complete.
 
     Raises:
-        ValueError: its password is neither known nor in the environment.
+        ValueError: the password is neither known to this process nor in the environment.
     """
     if not _MARKED.search(uri):
         return uri
@@ -212,9 +220,9 @@ def reveal(uri: str) -> str:
 
 
 def stored(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the addresses, as shown, whose password a ledger's events hold.
+    """Return the masked addresses whose passwords a ledger contains.
 
-    Earlier versions wrote it there.
+    Earlier versions stored passwords in the ledger.
     """
     uris = [
         text
@@ -231,9 +239,10 @@ def _whole(uri: str) -> str:
 
 
 def _of_server(uri: str) -> str:
-    """Return the address with the login of MLflow's own variables.
+    """Return a server's address with the login from MLflow's environment variables.
 
-    It has none if MLflow's client finds a login by itself; "" if there is none at all.
+    The address has no login if MLflow's client gets it from a token or a credentials file. Returns
+    "" if no login is known.
     """
     parts = urllib.parse.urlsplit(uri)
     if password := os.environ.get(PASSWORD):
@@ -241,7 +250,7 @@ def _of_server(uri: str) -> str:
             os.environ.get(USER) or urllib.parse.unquote(parts.username or ""), safe=""
         )
         if not os.environ.get(USER) and parts.username == MARK:
-            return ""  # the token that was the user is not known
+            return ""  # the user name was a token, which is not known
         return uri.replace(
             f"//{MARK}@" if parts.username == MARK else f"//{parts.username or ''}:{MARK}@",
             f"//{user}:{urllib.parse.quote(password, safe='')}@",
@@ -255,7 +264,7 @@ def _of_server(uri: str) -> str:
 
 
 def _of_database(uri: str) -> str:
-    """Return the address without a password if PostgreSQL's client finds it by itself, else ""."""
+    """Return the address without password if PostgreSQL's client knows the password, else ""."""
     files = os.environ.get("PGPASSFILE") or Path(PGPASS).expanduser().exists()
     if uri.startswith("postgresql") and (os.environ.get("PGPASSWORD") or files):
         return re.sub(r"(?<=[?&])[^=&]*=\*\*\*&?", "", uri.replace(f":{MARK}@", "@", 1)).rstrip(

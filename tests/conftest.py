@@ -1,8 +1,8 @@
-"""The settings that all tests share.
+"""Settings of all tests.
 
-Tests compute with one thread, hypothesis has no deadlines (kernels compile at their first call),
-tests that take turns get their shares, and a test may only be skipped for a reason that is listed
-here.
+Tests compute with one thread. Hypothesis has no deadlines, because kernels compile at their first
+call. ``--share`` runs a part of the tests. A test may only be skipped for a reason in
+:data:`SKIPS`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# what messages call it, whichever way the tests were started
+# fixed, so that messages do not depend on how the tests were started
 os.environ["LNS_STUDY_COMMAND"] = "lns-study"
 
 import pytest
@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 
 try:
     import torch
-except ImportError:  # where the tests run that need none (test_newest_python.py)
+except ImportError:  # test_newest_python.py runs tests in an environment without torch
     torch = None  # type: ignore[assignment]
 
 settings.register_profile("lns", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,7 +33,7 @@ settings.load_profile("lns")
 if torch is not None:
     torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # a shell ignores Ctrl-C for what it runs in the background, and what tests start inherits that
+    # shells ignore SIGINT in background processes, and processes that tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -51,14 +51,14 @@ SKIPS = (
     "aws is not installed", "docker-compose is not installed", "Slurm is not installed",
     "kubectl is not installed", "no newer Python is installed",
     "no file system can be mounted here", "a network namespace of our own is not permitted here",
-    # combinations of parameters that there are not
+    # combinations of parameters that do not exist
     "scope matmul does not reach into an LSTM", "scope matmul has no transposed convolutions",
     "torch has no such mode", "torch takes one of them",
     "this process has a Ray with tokens already",
-    # what a supported version of a library does not have yet
+    # features that a supported version of a library lacks
     "new in torch 2\\.13",
 )  # fmt: skip
-"""The reasons for which a test may be left out; for any other reason it fails."""
+"""Regular expressions of the allowed reasons to skip a test; with another reason the test fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,8 +75,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def turn_of(folder: Path) -> int:
-    """Return the number of commits of a checkout; the day where they cannot be counted, as in a
-    shallow clone, which has the same few at every commit."""
+    """Return the number of commits of a checkout.
+
+    Where they cannot be counted, return the number of days since 1970. That includes shallow
+    clones, which have the same few commits every time.
+    """
 
     def ask(*words: str) -> str:
         git = ["git", "-C", str(folder), *words]
@@ -86,13 +89,13 @@ def turn_of(folder: Path) -> int:
         if ask("rev-parse", "--is-shallow-repository") == "false":
             return int(ask("rev-list", "--count", "HEAD"))
     except (OSError, subprocess.CalledProcessError):
-        pass  # no git, or no checkout of one
+        pass  # git is not installed, or this is not a git checkout
     return int(time.time() // 86400)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the share whose turn it is."""
+    """Deselect the tests that are not in the share of this turn."""
     if share := config.getoption("--share"):
         given, _, count = share.rpartition("/")
         turn, parts = int(given) if given else turn_of(config.rootpath), int(count)
@@ -103,18 +106,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Fail a test that is left out for a reason not in :data:`SKIPS`."""
+    """Fail a test that is skipped for a reason not in :data:`SKIPS`."""
     return _judged((yield))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, Any, Any]:
-    """Fail a file of tests that is left out for a reason not in :data:`SKIPS`."""
+    """Fail a test file that is skipped for a reason not in :data:`SKIPS`."""
     return _judged((yield))
 
 
 def _judged(report: Any) -> Any:
-    """Return the report, as failed if its reason for a skip is not in :data:`SKIPS`."""
+    """Return the report; it becomes a failure if the skip's reason is not in :data:`SKIPS`."""
     if (
         report.skipped
         and isinstance(report.longrepr, tuple)
@@ -131,7 +134,7 @@ def _judged(report: Any) -> Any:
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start one local Ray cluster for the session.
 
-    It has two CPUs, no dashboard and a temporary folder of its own.
+    It has two CPUs, its own temporary folder and no dashboard.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""File systems that a test mounts, in its own folders, and takes away while they are in use."""
+"""File systems for tests: mounted in a test's own folders, and unmounted while in use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ import pytest
 
 
 def mount(target: Path, source: Path | None = None, size: str = "64m") -> None:
-    """Mount a file system in memory, or another folder, at a folder; skip the test where that is
-    not permitted."""
+    """Mount a tmpfs, or another folder, at ``target``; skip the test if mounting is not permitted.
+
+    Args:
+        target: mount point.
+        source: folder to bind-mount; None for a tmpfs.
+        size: size of the tmpfs.
+    """
     memory = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
     words = memory if source is None else ["--bind", str(source)]
     made = subprocess.run(["mount", *words, str(target)], capture_output=True, text=True)
@@ -21,13 +26,13 @@ def mount(target: Path, source: Path | None = None, size: str = "64m") -> None:
 
 
 def unmount(target: Path) -> None:
-    """Take away what is mounted, although processes use it (``umount --lazy``)."""
+    """Unmount a file system that processes may still use (``umount --lazy``)."""
     subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Make a folder one that nobody can write, root neither, as another user's is for others."""
+    """Make a folder read-only for all users, including root."""
     with mounted(folder, folder):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
         yield
@@ -35,7 +40,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def mounted(target: Path, source: Path | None = None, size: str = "64m") -> Iterator[None]:
-    """The same, unmounted at the end if it is still there."""
+    """Mount as :func:`mount` does; unmount at the end if it is still mounted."""
     mount(target, source, size)
     try:
         yield

@@ -86,7 +86,7 @@ def free_port() -> int:
 
 
 def made_up(folder: Path, trials: int, reports: int, metrics: int) -> None:
-    """Write a ledger that nobody trained."""
+    """Write a ledger with made-up trials."""
     settings = StudyConfig(
         name=folder.name,
         trial=DIGITS,

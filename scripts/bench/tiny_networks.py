@@ -1,7 +1,7 @@
-"""Ten tiny networks in plain torch, in which a step is nearly all Python: for ``bench_tiny.py``.
+"""Ten tiny networks in plain torch for ``bench_tiny.py``, whose steps spend most time in Python.
 
-Each function returns a module and a function that computes a loss of it. Sizes are those of tests
-and tutorials: a few thousand weights, some ten examples.
+Each function returns a module and a function that computes its loss. Sizes are typical of tests and
+tutorials: a few thousand weights, about ten examples.
 """
 
 from __future__ import annotations

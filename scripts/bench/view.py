@@ -1,4 +1,4 @@
-"""A view of a study for benchmarks, which shows nothing."""
+"""A study's view for benchmarks: it records times and shows nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from study.ledger.state import StudyState
 
 
 class View:
-    """A view that sees events go by and shows nothing.
+    """A view that records when trials start and finish, and shows nothing.
 
     Attributes:
-        events: when trials started and finished, with the CPU seconds of this process till then.
+        events: ``started`` and ``finished`` events, with this process's CPU time so far as ``cpu``.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class View:
         """Do nothing: there is nothing to show."""
 
     def listen(self, event: Event) -> None:
-        """Keep those that tell times."""
+        """Record starts and ends of trials."""
         if event["event"] in ("started", "finished"):
             self.events.append({**event, "cpu": time.process_time()})
 

@@ -1,9 +1,9 @@
 """Claims about a whole search: how important a key is, and which value of a key ranks best.
 
-- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014), Optuna's evaluator
-  (:mod:`study.results.importance`). Its interval is Student's, with the standard deviation of the
-  share over configurations drawn with replacement. A forest finds too little of an effect that is
-  not monotone, which no interval knows.
+- Importance: fANOVA (Hutter, Hoos, Leyton-Brown 2014) with Optuna's evaluator
+  (:mod:`study.results.importance`). The interval is Student's; its standard deviation is that
+  between bootstrap samples of the configurations. The forest underestimates effects that are not
+  monotone; the interval does not include this bias.
 - Ranks: Friedman's test (Friedman 1937) over blocks such as data sets, and Nemenyi's critical
   difference of mean ranks (J. Demsar, "Statistical Comparisons of Classifiers over Multiple Data
   Sets", JMLR 7, 2006, section 3.2.2)::
@@ -11,18 +11,20 @@
       CD = q / sqrt(2) sqrt(k (k + 1) / (6 N)),  k values, N blocks
 
   q is the 95 % quantile of the studentized range of k groups with infinite degrees of freedom.
-  It decides where Friedman's test rejects at 5 %, as Demsar has it; of two values the exact sign
-  test does, since four blocks of four are within CD and have a probability of 12.5 %.
-  Blocks of one data set, such as formats, trained with the same seeds, are not independent, and by
-  this test alone a value was found to be worse in 10 (of three values in four blocks) to 43 (of
-  five in sixteen) of 100 cases in which all were alike (correlation 0.5, five seeds). There the
-  seeds must say the same: the ranks within each block and seed, averaged over the blocks, have a
-  lead beyond Tukey's difference of k values over S seeds (J. Tukey 1949; seeds as blocks)::
+  CD decides if Friedman's test rejects at 5 % (Demsar's procedure). For two values the exact sign
+  test replaces Friedman's, because a lead in four of four blocks exceeds CD although it has a
+  probability of 12.5 % by chance.
+
+  Blocks that share a data set and seeds (such as formats) are not independent. With equal values,
+  correlation 0.5 and five seeds, the test above alone calls a value worse in 10 % of cases (three
+  values, four blocks) to 43 % (five values, sixteen blocks). For such blocks the seeds must agree:
+  rank the values within each block and seed, and average over the blocks. The lead must exceed
+  Tukey's difference of k values over S seeds (J. Tukey 1949; seeds as blocks)::
 
       HSD = q sqrt(M / S),  M the mean square of the residuals, (k - 1) (S - 1) degrees of freedom
 
-  q is the 95 % quantile of the studentized range with these. Both together are wrong in at most 3
-  of these 100.
+  q is the 95 % quantile of the studentized range with these degrees of freedom. Both tests together
+  are wrong in at most 3 % of these cases.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ class Ranks:
         of: name of the key.
         means: mean rank by value, best first.
         blocks: names of the blocks.
-        p: p of Friedman's test, of two values that of the sign test; NaN with one block.
+        p: p-value of Friedman's test, or of the sign test for two values; NaN with one block.
         critical: Nemenyi's critical difference of two mean ranks.
-        by_seed: mean over seeds of the ranks that each seed gives, by value.
-        critical_by_seed: Tukey's difference of two of them; infinite with one seed.
-        tasks: number of data sets and losses of the blocks; fewer than blocks are not independent.
-        runs: number of trials behind the ranks.
+        by_seed: mean over seeds of each seed's ranks, by value.
+        critical_by_seed: Tukey's difference of two means in ``by_seed``; infinite with one seed.
+        tasks: number of distinct pairs of data set and loss; blocks that share one are dependent.
+        runs: number of trials that the ranks are computed from.
     """
 
     of: str
@@ -112,7 +114,7 @@ def judge_importance(claim: ClaimConfig, state: StudyState) -> Verdict:
 
 
 def judge_ranks(claim: ClaimConfig, state: StudyState) -> Verdict:
-    """Judge whether a value of a key ranks before all others."""
+    """Judge whether one value of a key ranks before all others."""
     arguments, best = claim.arguments, str(claim.arguments["best"])
     of, blocks = str(arguments["of"]), [str(key) for key in arguments["blocks"]]
     if missing := _without_figure(state, of, blocks):
@@ -151,7 +153,7 @@ def _side(lead: float, critical: float) -> str:
 
 
 def claimed_ranks(state: StudyState) -> list[Ranks]:
-    """Return the ranks of each claim about ranks, for which there are figures."""
+    """Return the ranks for each claim about ranks that has the metrics for it."""
     found = [
         rank(state, str(claim.ranks["of"]), [str(key) for key in claim.ranks["blocks"]])
         for claim in state.config.claims
@@ -161,14 +163,15 @@ def claimed_ranks(state: StudyState) -> list[Ranks]:
 
 
 def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
-    """Return the mean ranks of the values of a trial key over blocks, by the test figure's mean
-    over seeds; None below two values, without a block that has all of them, or without a seed that
-    has a figure of each.
+    """Return the mean ranks of a key's values over blocks, by the test metric's mean over seeds.
+
+    Returns None if there are fewer than two values, if no block has all values, or if no seed has
+    a test metric for every value in every block.
 
     Args:
         state: state of the study.
         of: dotted trial key, or ``row``.
-        blocks: dotted trial keys whose values together name a block.
+        blocks: dotted trial keys; trials with equal values of all keys form a block.
     """
     from scipy.stats import rankdata
 
@@ -200,8 +203,10 @@ def rank(state: StudyState, of: str, blocks: list[str]) -> Ranks | None:
 
 
 def critical_difference(k: int, n: int) -> float:
-    """Return Nemenyi's critical difference of the mean ranks of k values over n blocks; SciPy has
-    the quantile of the head of this file, and no library of ours the difference."""
+    """Return Nemenyi's critical difference of the mean ranks of k values over n blocks.
+
+    The module docstring has the formula; SciPy only provides the quantile.
+    """
     from scipy.stats import studentized_range
 
     q = float(studentized_range.isf(ALPHA, k, math.inf))
@@ -209,11 +214,15 @@ def critical_difference(k: int, n: int) -> float:
 
 
 def difference_of_seeds(ranks: np.ndarray) -> float:
-    """Return Tukey's honestly significant difference of the values' means, HSD at the head of this
-    file; infinite with one seed. SciPy's has no blocks.
+    """Return Tukey's honestly significant difference of the values' mean ranks.
+
+    The module docstring has the formula; SciPy's ``tukey_hsd`` does not support blocks.
 
     Args:
-        ranks: mean rank of each value by each seed, [S, k].
+        ranks: mean rank of each value for each seed, [S, k].
+
+    Returns:
+        The difference, infinite with one seed.
     """
     from scipy.stats import studentized_range
 
@@ -227,7 +236,7 @@ def difference_of_seeds(ranks: np.ndarray) -> float:
 
 
 def _p(figures: list[list[float]]) -> float:
-    """Return the p of Friedman's test over blocks, of two values that of the sign test."""
+    """Return the p-value of Friedman's test over blocks, or of the sign test for two values."""
     from scipy.stats import binomtest, friedmanchisquare
 
     if len(figures) < 2:
@@ -241,17 +250,21 @@ def _p(figures: list[list[float]]) -> float:
 def chosen(
     state: StudyState, of: str, blocks: list[str]
 ) -> dict[str, dict[str, tuple[TrialState, ...]]]:
-    """Return the trials of each value of a key in each block: those of the configuration that the
-    validation split chooses there, over all seeds.
+    """Return the trials of the best configuration for each value of a key in each block.
 
-    As in the table, configurations that break a constraint have no part in it, and those with the
-    most seeds come first: one that was not confirmed has the luck of the search in it. Where every
-    seed is a search of its own, it is the configuration of each seed, and no trials without all.
+    The best configuration is chosen on the validation split as in the report's table:
+    configurations that violate a constraint are excluded, and those with the most seeds come
+    first, because a configuration that was not confirmed may only have been lucky. If each seed is
+    a separate search, every seed has its own best configuration; a value that lacks a seed is left
+    out.
 
     Args:
         state: state of the study.
         of: dotted trial key, or ``row``.
-        blocks: dotted trial keys whose values together name a block.
+        blocks: dotted trial keys; trials with equal values of all keys form a block.
+
+    Returns:
+        The trials over all seeds, by block and value.
     """
     metric = state.config.primary_metric
     alone = state.config.search.per_seed
@@ -277,7 +290,8 @@ def chosen(
 
 
 def _without_figure(state: StudyState, of: str, blocks: list[str]) -> list[tuple[str, str]]:
-    """Return the blocks, each with a value of the key, whose trials gave no figure to rank."""
+    """Return the pairs of block and value that cannot be ranked, because a metric is missing or
+    not finite."""
     metric = state.config.primary_metric
     known = {
         (block, name)

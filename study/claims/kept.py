@@ -1,8 +1,9 @@
-"""Verdicts of a study's own functions as its last report has them, for commands that only read.
+"""Verdicts of check functions from the last report, for commands that only read a study.
 
-A function that a ledger names may be a stranger's, so reading a study does not run it. The report
-that the study's run wrote has the verdict, in ``figures.json``; it is taken as text, and only if
-the report has the claim as it is now and the figures that the ledger gives now.
+A ledger may name a check function that the user does not trust, so reading a study does not run it.
+The report that was written at the end of a run has the verdict in ``figures.json``. It is used only
+if the report has the same claim and the same metrics as the ledger, and is treated as untrusted
+text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from study.results.summary import Summary
 from study.tracking_uri import without_password
 
 OPTION = "--run-checks"
-"""Option of ``lns-study report`` that runs the functions of claims."""
+"""Option of ``lns-study report`` that runs the check functions of claims."""
 NOT_RUN = (
     f"its function is not run by reading the study, and no report has its verdict;"
     f" `report {OPTION}` runs it"
@@ -30,13 +31,12 @@ NOT_RUN = (
 
 
 def kept(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) -> Verdict:
-    """Return the verdict on a claim with a function without running it: the last report's, or
-    ``undecided``.
+    """Return the last report's verdict on a claim with a check function; ``undecided`` without one.
 
     Args:
         claim: a claim with ``check``.
         state: state of the study.
-        summary: its table.
+        summary: table of the study.
         folder: folder of the study.
     """
     figures: Any = {}
@@ -52,7 +52,7 @@ def kept(claim: ClaimConfig, state: StudyState, summary: Summary, folder: Path) 
 
 
 def _is_of(figures: Mapping[str, Any], state: StudyState, summary: Summary) -> bool:
-    """Tell whether the figures of a report are those that the ledger gives."""
+    """Return whether a report has the same study name and table rows as the ledger."""
     now = json.loads(json.dumps(rows_of(summary)))
     return figures.get("study") == state.config.name and repr(figures.get("rows")) == repr(now)
 
@@ -64,7 +64,7 @@ def _is_same(values: Mapping[str, Any], claim: ClaimConfig) -> bool:
 
 
 def _verdict(claim: ClaimConfig, values: Mapping[str, Any]) -> Verdict:
-    """Return what a report has of a verdict; what is not of a verdict's form is left out."""
+    """Return a verdict from a report's JSON values; values of a wrong type are ignored."""
     numbers: dict[str, float] = {}
     for key in ("figure", "low", "high"):
         with suppress(OverflowError):

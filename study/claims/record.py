@@ -1,8 +1,8 @@
-"""The figures of a report as data: ``figures.json`` beside the page, which other pages, MLflow and
-``lns-study report --verify`` read.
+"""The report's numbers as data: ``figures.json`` beside the page.
 
-It has the statement's digest, each row's mean, spread and interval as numbers and as printed, and
-each claim's verdict.
+Other pages, MLflow and ``lns-study report --verify`` read this file. It has the digest of the
+study's statement, the mean, standard deviation and interval of each row as numbers and as printed,
+and the verdict on each claim.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAME = "before the first trial"
 
 
 def record(state: StudyState, summary: Summary, verdicts: list[Verdict]) -> dict[str, Any]:
-    """Return the figures of a report as JSON values."""
+    """Return the contents of ``figures.json`` as JSON values."""
     said = stated(state)
     changed = said.claims if said else {}
     return {
@@ -41,21 +41,21 @@ def record(state: StudyState, summary: Summary, verdicts: list[Verdict]) -> dict
 
 
 def rows_of(summary: Summary) -> list[dict[str, Any]]:
-    """Return the figures of a study's rows as JSON values."""
+    """Return the numbers of a study's table rows as JSON values."""
     return [_row(row, summary.metric) for row in summary.rows]
 
 
 def write_record(values: dict[str, Any], folder: Path) -> None:
-    """Write the figures of a report into its folder."""
+    """Write ``figures.json`` into a report's folder."""
     text = json.dumps(values, indent=1, ensure_ascii=False)
     write_whole(folder / FILE, f"{printable_json(text)}\n".encode())
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the figures of the report in ``folder``; empty if it has none.
+    """Return the contents of ``figures.json`` in ``folder``; empty if the file does not exist.
 
     Raises:
-        ValueError: the file is no JSON.
+        ValueError: the file is not JSON.
     """
     try:
         found: dict[str, Any] = read_own_json(folder / FILE)
@@ -63,14 +63,17 @@ def read_record(folder: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(
-            f"{folder / FILE}: is no JSON ({error}); write it again with `lns-study report"
+            f"{folder / FILE}: is not JSON ({error}); write it again with `lns-study report"
             f" {folder.parent.name}`"
         ) from None
     return found
 
 
 def interval_of(row: Row, metric: Metric) -> tuple[float, float] | None:
-    """Return the 95 % interval of a whole row's mean, by Student's t over seeds."""
+    """Return the 95 % interval of a row's mean (Student's t over seeds).
+
+    None if seeds of the row have not finished, or if there is no interval.
+    """
     half = interval(test_figures(row.trials, metric))
     if half is None or row.mean is None or row.finished < row.seeds:
         return None

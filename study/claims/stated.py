@@ -1,10 +1,11 @@
-"""What a study stated before its first trial, and what was changed afterwards.
+"""The statement of a study (its design and claims before the first trial) and later changes to it.
 
-The plan that the ledger has from before the first trial is the statement that counts; every later
-plan is compared with it, key by key and claim by claim. So is the code of claims, since the
-function as it is now gives the verdict. Limits: a folder that is deleted takes its statement with
-it, while MLflow's parent run keeps the digest; of a function its own file counts, not what it
-imports.
+The last plan in the ledger before the first trial is the statement. Later plans are compared with
+it, key by key and claim by claim. The code of check functions is compared too, because the current
+code gives the verdict.
+
+Limits: deleting a study's folder deletes its statement, although MLflow's parent run keeps the
+digest. For a check function only its own file is compared, not the modules that it imports.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from trainers.config.data import DATA
 from trainers.user_code import find_source
 
 MOST_CODE = 64 * 2**20
-"""Largest file of a claim's code, in bytes."""
+"""Maximum size of the file of a check function, in bytes."""
 DESIGN = ("question", "rows", "seeds", "space", "search", "metric", "mode")
-"""Keys of a statement that a study's file says by itself, whatever the machine and its data."""
+"""Keys of a statement that depend only on the study's file, not on the machine or its data."""
 SETTINGS = (
     "name", "trial", "seeds", "search", "metric", "mode", "limits", "baseline", "cpus",
     "max_concurrent", "executor", "gang", "checkpoint_every", "max_failures",
     "heartbeat",
 )  # fmt: skip
-"""Keys of a study that a command can give, and by which its trials or their times are others."""
+"""Keys that a command can override and that change a study's trials or their duration."""
 OF_THE_FILE = ("question", "rows", "space", "digits", "comparable")
-"""Keys that no command can give as a whole: a study that has others than a file is not of it."""
+"""Keys that a command cannot override as a whole. If they differ, the study is of another file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """The statement of a study beside what it says now.
+    """The statement of a study and its later changes.
 
     Attributes:
-        digest: SHA-256 of what was stated before the first trial, 64 hex digits.
-        time: time of the plan that stated it, in seconds since 1970.
-        changed: keys of the statement that have changed since, the claims apart.
-        claims: what happened to a claim since, by its name; only those to which something did.
+        digest: SHA-256 of the statement, 64 hexadecimal digits.
+        time: Unix time of the plan that contains the statement, in seconds.
+        changed: keys other than ``claims`` that have changed since.
+        claims: description of each later change of a claim, by the claim's name.
     """
 
     digest: str
@@ -62,7 +63,7 @@ class Stated:
 
     @property
     def sentence(self) -> str:
-        """The statement in words, with its digest."""
+        """A sentence with time and digest of the statement, and later changes."""
         said = f"Stated before the first trial, {when(self.time)}: sha256 {self.digest}."
         if self.changed:
             said += f" CHANGED since: {', '.join(self.changed)}."
@@ -73,8 +74,10 @@ class Stated:
 
 
 def state_claims(study: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a ``planned`` event notes of a study's statement: its digest, the SHA-256 of the
-    code of claims by their name, and that each claim states its own statistic.
+    """Return the value of ``stated`` in a ``planned`` event.
+
+    It has the digest of the statement, the SHA-256 of the code of each check function by the
+    claim's name, and a flag that each claim states its own statistic.
 
     Args:
         study: ``StudyConfig.to_dict()``.
@@ -86,12 +89,12 @@ def state_claims(study: Mapping[str, Any]) -> dict[str, Any]:
 def statement_of(
     plan: Event, code: Mapping[str, str] = MappingProxyType({}), like: Event | None = None
 ) -> dict[str, Any]:
-    """Return what a ``planned`` event states, in the form of its version.
+    """Return the statement in a ``planned`` event, in the form of the version that wrote it.
 
     Args:
         plan: the event.
-        code: SHA-256 of the code of claims where it is another than the event notes.
-        like: event in whose form it is stated, so that the two can be compared; None for its own.
+        code: SHA-256 of check functions by claim, in place of those that the event has.
+        like: event whose form to use, so that the two can be compared; None for ``plan``'s own.
     """
     noted = plan.get("stated", {})
     own = bool((like or plan).get("stated", {}).get("statistics"))
@@ -105,7 +108,7 @@ def stated(state: StudyState) -> Stated | None:
         return None
     then, today = statement_of(first), statement_of(now, _code_now(now), first)
     code = _code_of_trials(first)
-    if code and code == _code_of_trials(now):  # the same, wherever its files lie
+    if code and code == _code_of_trials(now):  # same code, so ignore where its files are
         then, today = without_folders(then), without_folders(today)
     keys = (then.keys() | today.keys()) - {"claims"}
     return Stated(
@@ -117,25 +120,27 @@ def stated(state: StudyState) -> Stated | None:
 
 
 def _code_of_trials(plan: Event) -> set[str]:
-    """Return the digests of the user's code of all trials of a ``planned`` event."""
+    """Return the digests of the user's code in all trials of a ``planned`` event."""
     digests = code_digests(trial["config"] for trial in plan.get("trials", []))
     return set().union(*digests.values())
 
 
 def _code_now(plan: Event) -> dict[str, str]:
-    """Return the SHA-256 of the code of claims as it is, of the files that there are; a claim whose
-    file is gone is undecided and says so."""
+    """Return the current SHA-256 of each check function's file, by claim.
+
+    Missing files are left out; such a claim is undecided, with a note.
+    """
     claims = plan["study"]["claims"]
     found = {claim["name"]: _hash(claim["check"]) for claim in claims if claim["check"]}
     return {name: digest for name, digest in found.items() if digest}
 
 
 def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
-    """Return the keys and claims of which a study's file says otherwise than a plan.
+    """Return the keys and claims in which a study's file differs from a plan.
 
     Args:
         plan: ``planned`` event.
-        file: ``StudyConfig.to_dict()`` of the file as it is now.
+        file: ``StudyConfig.to_dict()`` of the current file.
     """
     code = plan.get("stated", {}).get("code", {})
     then, now = (without_folders(statement(study, code)) for study in (plan["study"], file))
@@ -144,18 +149,18 @@ def differences_of(plan: Event, file: Mapping[str, Any]) -> list[str]:
 
 
 def overrides_of(ran: StudyConfig, file: StudyConfig) -> list[str] | None:
-    """Return the ``key=value`` by which a study's file runs as a study ran; None if it is another
-    study's, or cannot.
+    """Return the ``key=value`` overrides that make a study's file equal to a study that ran.
 
-    Folders and digests of data and code are left out, and the validation split where it is that of
-    the data. Files of code are named as from the working folder.
+    Returns None if the file is of another study, or if overrides cannot express the difference.
+    Folders and digests of data and code are left out, and so is the data's default validation
+    split. Paths of code files are relative to the working directory.
     """
     then, now = (
         {key: study.to_dict()[key] for key in (*SETTINGS, *OF_THE_FILE)} for study in (ran, file)
     )
     if any(without_folders(then[key]) != without_folders(now[key]) for key in OF_THE_FILE):
         return None
-    if max(len(study.search.objectives) for study in (ran, file)) < 2:  # it follows from the metric
+    if max(len(study.search.objectives) for study in (ran, file)) < 2:  # derived from the metric
         then, now = (without(values, "search.objectives") for values in (then, now))
     name = ran.trial.data.name
     of_data = DATA[name].validation if name in DATA else None
@@ -175,14 +180,14 @@ def overrides_of(ran: StudyConfig, file: StudyConfig) -> list[str] | None:
 
 
 def _from_here(value: Any) -> Any:
-    """Return a value with a file of code named as from the working folder."""
+    """Return a value; the path of a code file becomes relative to the working directory."""
     if without_folders(value) == value or not isinstance(value, str):
         return value
     return os.path.relpath(value)
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether a value is a word that YAML reads as itself without quotation marks."""
+    """Return whether a value is a string that YAML reads unchanged without quotation marks."""
     word = isinstance(value, str) and re.fullmatch(r"[\w./+:-]+", value)
     return bool(word) and parse(value) == value
 
@@ -206,13 +211,15 @@ def _changed_claims(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> di
 
 
 def _short(value: Any) -> str:
-    """Return a value of a claim in words, of a SHA-256 the first twelve digits."""
+    """Return a claim's value as text, with a SHA-256 cut to twelve digits."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", str(value))
 
 
 def _hash(name: str) -> str:
-    """Return the SHA-256 of the file in which code is; "" where it is gone, or too large to be
-    code: a stranger's ledger may name any file."""
+    """Return the SHA-256 of the file that contains a check function; "" if it is missing.
+
+    Also "" for files above :data:`MOST_CODE`, because an untrusted ledger may name any file.
+    """
     with suppress(OSError, ValueError):
         path = find_source("check", name)
         if path.stat().st_size <= MOST_CODE:

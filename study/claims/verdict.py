@@ -1,4 +1,4 @@
-"""A verdict on one claim, and the rule by which an interval decides it."""
+"""The verdict on a claim, and the rule that derives it from an interval."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from study.results.ties import compared
 HOLDS, FAILS, UNDECIDED = "holds", "fails", "undecided"
 OUTCOMES = (HOLDS, FAILS, UNDECIDED)
 ENOUGH = 5
-"""Number of seeds from which figures without any spread count, and from which a row that no test
-shows to be better counts as none."""
+"""Minimum number of seeds for two conclusions: equal values at all seeds count as a result, and a
+row that is not significantly better counts as not better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A claim beside what its study found.
+    """A claim and the result of its study.
 
     Attributes:
         claim: the claim.
         outcome: ``holds``, ``fails`` or ``undecided``.
-        figure: our figure in ``unit``; None if there is none yet.
-        low, high: ends of its 95 % interval; None without one.
-        unit: unit of the figure: ``%``, ``points``, ``of the variance``; "" if it has none.
-        runs: number of finished trials behind the figure; of a function all that it was given.
-        note: reason for which the claim is undecided, or what else a reader must know.
-        printed: the figure as an earlier report printed it; "" to print it from the numbers.
+        figure: estimate, in ``unit``; None if there is none yet.
+        low, high: ends of the estimate's 95 % interval; None without one.
+        unit: unit of the estimate: ``%``, ``points``, ``of the variance``; "" if it has none.
+        runs: number of finished trials that the estimate uses; all trials for a check function.
+        note: why the claim is undecided, or another remark for readers.
+        printed: the estimate as an earlier report printed it; "" to format the numbers.
     """
 
     claim: ClaimConfig
@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def shown(self) -> str:
-        """Our figure with its interval and unit: ``1.33 (1.12 to 1.54) points``; ``-`` for none."""
+        """Estimate, interval and unit: ``1.33 (1.12 to 1.54) points``; ``-`` without one."""
         if self.printed:
             return self.printed
         if self.figure is None or math.isnan(self.figure):
@@ -57,7 +57,7 @@ class Verdict:
         return f"{show(self.figure, self.unit)}{around}{f' {self.unit}' if self.unit else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the verdict as JSON values; figures that are no finite numbers are None."""
+        """Return the verdict as JSON values; numbers that are not finite become None."""
         claim = self.claim
         numbers = {"figure": self.figure, "low": self.low, "high": self.high}
         return {
@@ -69,16 +69,24 @@ class Verdict:
 
 
 def show(figure: float, unit: str = "") -> str:
-    """Return a figure of a claim: two decimals in per cent and points and from 0.1 on, else four
-    significant digits."""
+    """Format a number of a claim.
+
+    It has two decimals if the unit is per cent or points or the number is at least 0.1 in size, and
+    else four significant digits.
+    """
     two = unit in ("%", "points") or abs(figure) >= 0.1 or figure == 0
     return f"{figure:z.2f}" if two else f"{figure:z.4g}"
 
 
 def decide(bound: tuple[float, float], low: float, high: float) -> str:
-    """Return the outcome that the interval ``low`` to ``high`` has beside a claim's bounds.
+    """Return the outcome of a claim by comparing an interval with the claim's bounds.
 
-    An end on a bound, rounding apart, is within it.
+    It is ``holds`` if the interval is within the bounds, ``fails`` if it is entirely outside, else
+    ``undecided``. An end that equals a bound, up to rounding, is within it.
+
+    Args:
+        bound: smallest and largest value for which the claim holds.
+        low, high: ends of the interval.
     """
     least, most, low, high = map(compared, (*bound, low, high))
     if least <= low and high <= most:
@@ -91,9 +99,9 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
 
     Args:
         claim: a claim with a bound.
-        figures: one figure per replicate.
-        unit: unit of the figures.
-        over: kind of the replicates, in the plural: ``seeds``.
+        figures: one value per replicate.
+        unit: unit of the values.
+        over: plural name of the replicates, such as ``seeds``.
     """
     found, runs = of_mean(figures, unit, over), len(figures)
     if "low" not in found:
@@ -108,12 +116,12 @@ def judge_mean(claim: ClaimConfig, figures: Sequence[float], unit: str, over: st
 
 
 def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[str, Any]:
-    """Return the mapping that a claim's function returns, made from the mean of ``figures``.
+    """Return the mean of ``figures`` and its interval, in the form that check functions return.
 
     Args:
-        figures: one figure per replicate, one or more.
-        unit: unit of the figures.
-        over: kind of the replicates, in the plural.
+        figures: one value per replicate, at least one.
+        unit: unit of the values.
+        over: plural name of the replicates.
     """
     mean = math.fsum(figures) / len(figures)
     if note := _no_interval(figures, over):
@@ -123,10 +131,10 @@ def of_mean(figures: Sequence[float], unit: str, over: str = "seeds") -> dict[st
 
 
 def _no_interval(figures: Sequence[float], over: str) -> str:
-    """Say why the mean of ``figures`` has no interval that decides; "" if it has one.
+    """Return why the mean of ``figures`` has no usable interval, or "" if it has one.
 
-    Figures that differ by rounding alone are equal: an error is a count over the size of a set, and
-    differences of counts are often the same at a few seeds.
+    Values that differ only by rounding count as equal. An error rate is a count divided by the size
+    of a data set, so differences are often the same at a few seeds.
     """
     mean, runs = math.fsum(figures) / len(figures), len(figures)
     if not math.isfinite(mean):
@@ -139,7 +147,7 @@ def _no_interval(figures: Sequence[float], over: str) -> str:
 
 
 def _resolution(figures: Sequence[float], unit: str, over: str) -> str:
-    """Say how far from the bound a mean must lie to be seen as beyond it."""
+    """Return a phrase with the smallest distance from the bound that the values can detect."""
     contrast = paired(figures, over)
     if contrast is None:
         return ""

@@ -1,26 +1,26 @@
-"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with figure and 95 %
-interval.
+"""Verdicts on a study's claims: ``holds``, ``fails`` or ``undecided``, each with an estimate and
+its 95 % interval.
 
-The interval decides: a claim holds if all of it lies within the claim's bounds, fails if none of it
-does, and is undecided otherwise. Figures are the final test figures that the table has (a searched
-row's are those of the configuration that the validation split chose), so the test set is looked at
-once, at the end, and chooses nothing.
+The interval decides: a claim holds if the whole interval is within the claim's bounds, fails if the
+interval is entirely outside, and is undecided otherwise. Estimates use the final test metrics in
+the report's table. For a searched row these are the metrics of the configuration that was chosen on
+the validation split. So the test set is used once, at the end, and selects nothing.
 
 - ``value``: mean over seeds, Student's t.
 - ``difference``: mean over paired seeds, Student's t (:mod:`study.results.contrasts`).
-- ``no_row_beats``: the paired difference of every other row, corrected for their number. With a
-  tolerance ``by`` the intervals decide. Without one it holds where the row is significantly better
-  than all others, or where :data:`ENOUGH` seeds or more show no better row; the smallest difference
-  that would have shown is noted.
+- ``no_row_beats``: paired differences to every other row, corrected for multiple comparisons. With
+  a tolerance ``by`` the intervals decide. Without one, the claim holds if the row is significantly
+  better than all others, or if at least :data:`ENOUGH` seeds show no better row; the note has the
+  smallest difference that could have been detected.
 - ``importance`` and ``ranks``: :mod:`study.claims.analyses`.
-- ``check``: the study's own function, which only commands that run the study call, or who asks for
-  it; else the verdict is that of the last report (:mod:`study.claims.kept`).
+- ``check``: a function of the study. It only runs in commands that run the study, or if the user
+  asks for it; otherwise the last report has the verdict (:mod:`study.claims.kept`).
 
-A row whose difference is the same at all of :data:`ENOUGH` seeds or more counts without a test.
+A row whose difference is the same at :data:`ENOUGH` or more seeds counts without a test.
 
-A claim is undecided while the trials behind it have not all finished, of a searched row those of
-all its configurations, and where a row that has a part in it has none; one with a published figure
-also where the study departs from the published recipe.
+A claim is undecided until all its trials have finished (for a searched row the trials of all
+configurations), and if one of its rows has no trials. A claim with a published value is also
+undecided if the study differs from the published recipe.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from trainers.user_code import find_source, load_code
 
 SEARCHING = "the search has not come to its end"
 LIKE = 1e-9
-"""Relative difference of two figures that is rounding: of two computations of one, or of one from
+"""Relative tolerance for rounding, between two computations of a number or between an estimate and
 an end of its interval."""
 
 
@@ -66,19 +66,19 @@ def judge(state: StudyState, folder: Path, *, run_checks: bool = False) -> list[
 
     Args:
         state: state of the study.
-        folder: folder of the study, for the functions of claims with ``check``.
-        run_checks: whether these functions are run. The ledger names them, so it must be the
-            user's own, or the user must have asked for it; otherwise their verdicts are those of
-            the last report.
+        folder: folder of the study, passed to check functions.
+        run_checks: whether to run the check functions. The ledger names them, so set this only if
+            the ledger is the user's own or the user asked for it. Otherwise their verdicts come
+            from the last report.
     """
     summary = summarise(state)
     return [_judge(claim, state, summary, folder, run_checks) for claim in state.config.claims]
 
 
 def by_row(state: StudyState, summary: Summary) -> dict[str, str]:
-    """Return the verdicts on the claims that name a row, by the row's label: ``loses holds``.
+    """Return the verdicts on claims about rows, by the row's label, for example ``loses holds``.
 
-    A claim that is not as it was stated before the first trial is marked.
+    Claims that were changed after the first trial are marked.
     """
     found = [_judge_rows(claim, state, summary) for claim in state.config.claims if claim.rows]
     said = stated(state)
@@ -120,7 +120,7 @@ def _judge(
 
 
 def _is_searching(state: StudyState) -> bool:
-    """Tell whether trials are missing that results will choose."""
+    """Return whether the search has yet to choose trials from results."""
     search = state.config.search
     return bool(search.adaptive or search.confirm_seeds) and state.outcome not in (FINISHED, FAILED)
 
@@ -166,13 +166,13 @@ def _judge_mean(claim: ClaimConfig, rows: list[Row], summary: Summary) -> Verdic
 
 
 def _luck(row: Row) -> str:
-    """Note that a searched row's mean is biased by its selection; "" for other rows.
+    """Return a note that a searched row's mean is biased by selection; "" for other rows.
 
-    The trials whose validation figures chose the configuration are those whose test figures count:
-    of six equal ones the best over five seeds has a mean 1.2 standard errors too good, and its
-    interval lies below the true one in 11 of 100 cases instead of 2.5. In the difference of two
-    rows that were searched alike it cancels. Where every seed is a search of its own, the mean is
-    that of what searches find, without such a bias.
+    The same trials select the configuration (validation split) and give its test metrics. With six
+    equal configurations and five seeds, the mean of the best one is 1.2 standard errors too good,
+    and its interval is below the true mean in 11 % of cases instead of 2.5 %. The bias cancels in
+    the difference of two rows with the same search. If each seed is a separate search, the mean is
+    an unbiased estimate of what the search finds.
     """
     if row.searched < 2:
         return ""
@@ -180,7 +180,7 @@ def _luck(row: Row) -> str:
 
 
 def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summary) -> Verdict:
-    """Judge whether no other row is better; the figure is the largest advantage of another."""
+    """Judge whether no other row is better; the estimate is another row's largest advantage."""
     metric, by = summary.metric, claim.arguments.get("by")
     if row.diverged or not math.isfinite(row.mean or 0.0):
         return _undecided(claim, f"the mean of {row.label} is {row.mean}: training diverged")
@@ -209,8 +209,10 @@ def _judge_best(claim: ClaimConfig, row: Row, others: list[Row], summary: Summar
 
 
 def _shown_differences(found: list[Comparison], rival: str, unit: str) -> str:
-    """Say which difference from the nearest rival the seeds could have shown, and which from the
-    row where it would have to be largest."""
+    """Return a note with the smallest difference that the seeds can detect.
+
+    It has the difference to the nearest rival, and the largest such difference over all rows.
+    """
     least = {each.row.label: each.contrast.least for each in found if each.contrast is not None}
     over = {each.row.label: each.contrast.over for each in found if each.contrast is not None}
     note = f"nearest rival: {rival}"
@@ -225,11 +227,11 @@ def _shown_differences(found: list[Comparison], rival: str, unit: str) -> str:
 def _advantages(
     row: Row, found: list[Comparison], metric: Metric
 ) -> tuple[dict[str, tuple[float, float, float]], list[str]]:
-    """Return the advantage of other rows over ``row``, and the rows that cannot be tested.
+    """Return the advantages of other rows over ``row``, and the rows that cannot be tested.
 
-    An advantage is a mean with the ends of its interval. The largest of the true ones lies between
-    the largest lower and the largest upper end, as the intervals are simultaneous. Rows that
-    diverged are in neither.
+    An advantage is a mean and the ends of its interval. The intervals are simultaneous, so the
+    largest true advantage is between the largest lower end and the largest upper end. Rows that
+    diverged are in neither result.
     """
     ahead, untested = {}, []
     for each in found:
@@ -251,13 +253,13 @@ def _shared(row: Row, other: Row, metric: Metric) -> list[float]:
 
 
 def _check(claim: ClaimConfig, state: StudyState, folder: Path) -> Verdict:
-    """Judge by the study's own function, which gets what ``study.load`` returns."""
+    """Judge with the study's check function, which gets a :class:`study.Study`."""
     key, name = f"claim {claim.name}: check", str(claim.check)
     try:
         function, path = load_code(key, name), find_source(key, name)
     except ValueError as error:
         return _undecided(claim, str(error))
-    handle = importlib.import_module("study").Study(folder)  # what users see, above this room
+    handle = importlib.import_module("study").Study(folder)  # imported late: a higher layer
     try:
         found = function(handle)
         return _verdict_of(claim, found, sum(t.status == FINISHED for t in state.trials))
@@ -268,14 +270,14 @@ def _check(claim: ClaimConfig, state: StudyState, folder: Path) -> Verdict:
 
 
 class _NonsenseError(ValueError):
-    """What a claim's function returned decides nothing; the message says why."""
+    """The return value of a check function is invalid; the message has the reason."""
 
 
 def _verdict_of(claim: ClaimConfig, found: Any, finished: int) -> Verdict:
-    """Return what a claim's function found as a verdict.
+    """Convert a check function's return value to a verdict.
 
     Raises:
-        _NonsenseError: it is not as it should be.
+        _NonsenseError: the value is invalid.
     """
     known = {"figure", "low", "high", "unit", "verdict", "note", "runs"}
     if not isinstance(found, Mapping) or "figure" not in found or found.keys() - known:
@@ -310,10 +312,10 @@ def _rounding(end: float) -> float:
 def _outcome(
     claim: ClaimConfig, said: Any, figure: float | None, low: float | None, high: float | None
 ) -> str:
-    """Return the outcome by the interval and the claim's bound, else as the function said.
+    """Return the outcome: the check function's verdict, or else the one by interval and bound.
 
     Raises:
-        _NonsenseError: there is none, or the two differ.
+        _NonsenseError: there is neither, or they contradict each other.
     """
     by_interval = None
     if low is not None and high is not None:
@@ -345,34 +347,34 @@ def _outcome(
 
 
 def _number(key: str, value: Any) -> float | None:
-    """Return a figure that a claim's function returned as a float; None for None.
+    """Convert a number that a check function returned to float; None for None.
 
     Raises:
-        _NonsenseError: it is no number.
+        _NonsenseError: it is not a number.
     """
     if value is None:
         return None
     try:
         if not isinstance(value, str | bytes | bool):
             return float(value)
-    except Exception:  # of any class of the user's
+    except Exception:  # objects of the user's classes may raise anything
         pass
     raise _NonsenseError(f"{key}={_shown(value)}: must be a number")
 
 
 def _shown(value: Any) -> str:
-    """Return what a claim's function returned, at most :data:`LENGTH` characters."""
+    """Return the ``repr`` of a check function's return value, cut to :data:`LENGTH` characters."""
     try:
         text = repr(value)
-    except Exception:  # of any class of the user's
+    except Exception:  # objects of the user's classes may raise anything
         return f"an {type(value).__name__}"
     return text if len(text) <= LENGTH else f"{text[:LENGTH]}..."
 
 
 def _comparable(verdict: Verdict, summary: Summary) -> Verdict:
-    """Leave a claim with a published figure undecided in a study of another recipe.
+    """Make a verdict undecided if the claim has a published value and the recipe differs.
 
-    What departs is said once, in the remarks of the study.
+    The study's remarks list the differences.
     """
     if verdict.claim.published is None or summary.comparable:
         return verdict

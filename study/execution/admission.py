@@ -1,9 +1,9 @@
 """Admission: which trial starts next, and which trials may overtake it.
 
 Trials start in the order of the agenda. While the next trial waits for resources, later trials may
-start if they need none of its resources, or are expected to end before it could start. So a gang
-never waits forever behind small trials (EASY backfilling, D. Lifka 1995). Both engines use this
-policy.
+start if they use other resources than it needs, or are expected to end before it could start. So a
+gang never waits forever behind small trials (EASY backfilling, D. Lifka 1995). Both engines use
+this policy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from study.text import counted
 from trainers.workers.resources import WorkerResources, cpus_of, gpus_of
 
 LONELY_SECONDS = 10.0
-"""Seconds after which the user is told that no machine has room for the next trial."""
+"""Print a notice if no machine has had room for the next trial for this long (seconds)."""
 Start = Callable[[PlannedTrial], bool]
 """Function that starts a trial if its resources are free, and returns whether it did."""
 
@@ -116,7 +116,7 @@ class Admission:
             f"Waiting: row {trial.row!r} {problem}; add nodes, or lower trial.workers or"
             " trial.threads"
             if problem
-            else "Waiting: no node can be used now; those that join are checked first"
+            else "Waiting: no node can be used now; new nodes are checked first"
         )
 
     def _backfill(self, head: PlannedTrial, start: Start) -> None:

@@ -100,9 +100,9 @@ def _refuse_changed(plan: Plan, state: StudyState) -> None:
     last = {trial.id for trial in state.trials}
     if new := [trial for trial in plan.trials if trial.id not in last]:
         raise ValueError(
-            f"{plan.study.name}: {len(new)} of its {len(plan.trials)} trials are not those that"
-            " were planned: code or data of yours changed, or this machine has other GPUs or data;"
-            " call create() again, which plans them as they are now"
+            f"{plan.study.name}: {len(new)} of its {len(plan.trials)} trials are not in its plan:"
+            " code or data of yours changed, or this machine has other GPUs or data; call create()"
+            " again, which makes a new plan"
         )
 
 
@@ -143,8 +143,8 @@ def tell(
         if trial is None or trial.status != RUNNING or trial.id not in _askers(ledger.history):
             status = "not in its plan" if trial is None else trial.status
             raise UserError(
-                f"trial {suggestion.trial!r}: is {status}, and only a trial that was asked for can"
-                " be told, once; ask for another"
+                f"trial {suggestion.trial!r}: is {status}, and tell() takes each trial from ask()"
+                " once; ask for another"
             )
         if (values is None) != bool(error):
             raise UserError(

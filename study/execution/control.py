@@ -252,7 +252,7 @@ def reached(limits: LimitsConfig, state: StudyState, seconds: float) -> str:
     Args:
         limits: limits in force.
         state: state of the study.
-        seconds: duration of this run of the study and of the runs that it continues.
+        seconds: duration of this run, including earlier runs that it continues.
     """
     ended = sum(trial.status in ENDED for trial in state.trials)
     failed = sum(trial.status == FAILED for trial in state.trials)
@@ -281,7 +281,7 @@ def ask(folder: Path, *, wish: Wish | None = None, limits: dict[str, Any] | None
     """
     path, store = folder / FILE, open_store(place_of(folder), ANSWER_SECONDS)
     with refusals():
-        check_writable(folder, "study", "only a user who may write there can steer the study")
+        check_writable(folder, "study", "only users with write access can steer the study")
 
     def before() -> dict[str, Any]:
         try:

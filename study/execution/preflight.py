@@ -42,7 +42,7 @@ CONNECT_SECONDS = 5.0
 CHANGES_SHOWN = 5
 """Maximum number of names in the note on global changes by the user's code."""
 SLOW_SECONDS = 10.0
-"""Seconds after which the user is told that the check is running."""
+"""Print a notice if the check takes longer than this (seconds)."""
 
 
 def preflight(
@@ -221,7 +221,7 @@ def _beside(work: Callable[[], _T], meanwhile: Callable[[], None]) -> _T:
         except BaseException as error:
             future.set_exception(error)
 
-    # a daemon: where `meanwhile` raises, nobody waits for it
+    # a daemon, because the thread is not joined if `meanwhile` raises
     threading.Thread(target=run, daemon=True, name="check").start()
     meanwhile()
     return future.result()
@@ -341,7 +341,7 @@ def check_same_name(study: StudyConfig, before: StudyState) -> None:
     known = before.plan["study"]["name"] if before.plan else study.name
     if known != study.name:
         raise ValueError(
-            f"name={study.name!r}: its folder {study.folder} is that of the study {known!r}; two"
+            f"name={study.name!r}: its folder {study.folder} belongs to the study {known!r}; two"
             " studies must not share one; choose another name, or continue that study with"
             f" name={shlex.quote(known)}"
         )
@@ -371,6 +371,6 @@ def say_changed_code(plan: Plan, before: StudyState, say: Callable[[str], None])
         if gone and new:
             say(
                 f"The code of {name} has changed since the last run ({', '.join(sorted(gone))} to"
-                f" {', '.join(sorted(new))}): its trials are trained anew, those of the code before"
-                " stay in the ledger."
+                f" {', '.join(sorted(new))}): its trials are trained again; trials with the earlier"
+                " code stay in the ledger."
             )

@@ -114,7 +114,7 @@ class Session:
         return _use()
 
     def ask(self, bundles: list[dict[str, float]]) -> None:
-        """Request resources for these workers from an autoscaler; here there is no autoscaler."""
+        """Request resources for these workers from an autoscaler; this session has none."""
 
     def close(self) -> None:
         """Leave the session."""
@@ -223,7 +223,7 @@ class Joined(Session):
             if now - answered > SILENT_SECONDS:
                 raise UserError(
                     f"Ray: {self.silent} for {SILENT_SECONDS:g} s; finished epochs are kept; "
-                    "the same command goes on once the cluster is back"
+                    "the same command continues once the cluster is back"
                 )
             return
         self.silent = ""

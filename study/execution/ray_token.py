@@ -76,17 +76,17 @@ def check_token(address: str, insecure: bool) -> None:
     if asks_nobody(place):
         if not insecure:
             raise UserError(
-                f"address={address!r}: this Ray cluster asks nobody for a token, so whoever reaches"
-                " it runs code as its user and reads the study's files; start it with"
+                f"address={address!r}: this Ray cluster asks nobody for a token, so everybody with"
+                " network access can run code as its user and read the study's files; start it with"
                 " RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes the token), or use"
-                " insecure=true where only you reach it"
+                " insecure=true if only you can reach it"
             )
     # as in ray.init: to a cluster by address, which may be another's, no token goes unasked
     elif not asks_nobody(place, _login(address == "auto" and mode is None)):
         raise UserError(
-            f"address={address!r}: this Ray cluster asks for a token, and this process has none"
-            f" that it takes (RAY_AUTH_MODE={mode or ''}); set RAY_AUTH_MODE=token, and put the"
-            " cluster's token into ~/.ray/auth_token, or its file's name into RAY_AUTH_TOKEN_PATH"
+            f"address={address!r}: this Ray cluster asks for a token, and this process has no valid"
+            f" one (RAY_AUTH_MODE={mode or ''}); set RAY_AUTH_MODE=token, and put the cluster's"
+            " token into ~/.ray/auth_token, or its file's name into RAY_AUTH_TOKEN_PATH"
         )
 
 

@@ -6,8 +6,8 @@ at least :data:`LEAST_SECONDS`. Before the first epoch of its process, during wh
 and data are read, it counts as silent after :data:`FIRST_SECONDS`.
 
 Silent trials are shown, and not killed: a slow disk, a busy machine or a long evaluation is silent
-too, and each restart counts towards ``max_failures``. Users who know the longest duration of an
-epoch set ``heartbeat``. A frozen process that continues gives the same bits.
+too, and each restart counts towards ``max_failures``. Set ``heartbeat`` if you know how long an
+epoch can take. A frozen process that continues gives the same bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def describe_silence(trial: TrialState, quiet: float, heartbeat: float | None) -
         else "and no epoch since its start"
     )
     if heartbeat is not None:
-        remedy = f"after heartbeat={heartbeat:g} s it is begun again from its last checkpoint"
+        remedy = f"after heartbeat={heartbeat:g} s it is restarted from its last checkpoint"
     else:
         usually = 60 * math.ceil(patience(trial) / 60)
         last = trial.reports[trial.epoch] if _has_reported(trial) else {}

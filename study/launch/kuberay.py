@@ -1,10 +1,11 @@
 """Launch on Kubernetes: a ConfigMap with the package and a RayJob of KubeRay that runs it.
 
-Both are written into one file, from ``conf/cluster/rayjob.yaml`` or the user's own copy of it, and
-given to ``kubectl apply --server-side``: a client-side apply copies the object into an annotation,
-which may have 256 KiB. The package must fit a ConfigMap (1 MiB before base64); each pod unpacks it
-into an empty folder of its own before Ray starts. The study's storage must lie in a volume of
-the head that outlives the cluster. Secrets are named in the template, never contained.
+Both objects are written to one file, which ``kubectl apply --server-side`` creates on the cluster.
+(A client-side apply would copy the object into an annotation, which is limited to 256 KiB.) The
+template is ``conf/cluster/rayjob.yaml`` or the user's own copy; it refers to secrets by name and
+contains none. The package must fit into a ConfigMap (1 MiB before base64). Each pod unpacks it into
+an empty folder before Ray starts. The study's storage must be in a volume of the head pod that
+outlives the cluster.
 
 Docs: https://docs.ray.io/en/latest/cluster/kubernetes/getting-started/rayjob-quick-start.html,
 https://kubernetes.io/docs/concepts/configuration/configmap/,
@@ -36,38 +37,38 @@ from trainers.object_store import is_url, local_folder
 
 ARCHIVE = "package.tar.xz"
 TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
-"""Compression of text, which is 1 % smaller than by the preset alone."""
+"""LZMA settings for text; archives are 1 % smaller than with the preset alone."""
 LEFT_OUT = ("site/*.dist-info/RECORD", "site/study/conf/cluster/*")
-"""Files of the wheel that no job needs, a thirtieth of its archive: the list of hashes by which pip
-removes it, and the templates of clusters, which are copied where a study is launched."""
+"""Files of the wheel that jobs do not need (3 % of its archive): the hashes that pip uses to
+uninstall it, and the cluster templates, which are only used on the launching machine."""
 VOLUME = "package"
-"""Name of the template's volumes that hold the package."""
+"""Name of the volumes in the template that contain the package."""
 CODE = "lns-study/code"
-"""Annotation of a ConfigMap with the digest of its package."""
+"""ConfigMap annotation with the digest of the package."""
 MANAGER = "lns-study"
-"""Name under which the server notes what a launch has set."""
+"""Field manager: the Kubernetes server records under this name which fields a launch has set."""
 MOST_BYTES = 2**20
-"""Largest size of a ConfigMap's data, in bytes: those that its base64 stands for (MaxSecretSize of
-Kubernetes' core/validation, which sums what it has decoded)."""
+"""Maximum size of a ConfigMap's data in bytes, before base64 encoding (MaxSecretSize in Kubernetes'
+core/validation, which sums the decoded sizes)."""
 LONGEST_NAME = 47
-"""Most characters of a RayJob's name that KubeRay takes."""
+"""Maximum length of a RayJob's name in KubeRay, in characters."""
 DIGITS = 8
+"""Number of hexadecimal digits of the package digest in object names."""
 ENDED = ("Complete", "Failed", "ValidationFailed")
-"""What KubeRay calls a RayJob that it does not touch again."""
+"""Final states of a RayJob in KubeRay."""
 LOOK_SECONDS = 2.0
-"""Seconds between looks at a RayJob."""
+"""Seconds between two polls of a RayJob."""
 WAIT_SECONDS = 3600.0
-"""Seconds for which a RayJob may stay in a state without a line of its log, and its pod may take
-to start."""
+"""Maximum time without a state change or a log line, and for a pod to start, in seconds."""
 OPEN_SECONDS = 10.0
-"""Seconds after which a log without a line was not refused, but is silent."""
+"""A log stream that stays open this long (seconds) works, even if it has printed nothing."""
 LOG_ATTEMPTS = 5
-"""Times in a row that a log may fail without a line before it is left."""
+"""Number of consecutive attempts to read a log before giving up."""
 AWAY = re.compile(
     r"connect|refused|timeout|timed out|deadline|EOF|reset|no route|unavailable|currently unable",
     re.IGNORECASE,
 )
-"""What ``kubectl`` says of a cluster that does not answer for a while."""
+"""Matches error messages of ``kubectl`` when the cluster is temporarily unreachable."""
 ENTRYPOINT = "bash /package/start.sh"
 
 
@@ -75,8 +76,9 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
     """Return the Kubernetes objects of a launch.
 
     Raises:
-        UserError: the template is no RayJob with a volume ``package``, the storage is in no volume
-            that outlives the cluster, or the package is too large.
+        UserError: the template does not have exactly one RayJob with a volume ``package`` in each
+            pod, the storage is not in a volume that outlives the cluster, or the package is too
+            large.
     """
     name = object_name(loaded.slug, package.digest)
     try:
@@ -87,7 +89,7 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
         _fill(jobs[0], name, loaded, template)
     except (yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise UserError(
-            f"{template}: is no RayJob as KubeRay takes it ({type(error).__name__}: {error});"
+            f"{template}: must be a RayJob that KubeRay accepts ({type(error).__name__}: {error});"
             " compare it with conf/cluster/rayjob.yaml"
         ) from None
     archive = _archive(package)
@@ -109,14 +111,20 @@ def manifest(package: Package, loaded: StudyConfig, template: Path) -> list[dict
 
 
 def namespace_words(objects: list[dict[str, Any]]) -> list[str]:
-    """Return kubectl's words for the namespace of a launch; none for that of its context."""
+    """Return kubectl's options for the namespace of a launch; none for the context's namespace."""
     named = objects[0]["metadata"].get("namespace")
     return ["--namespace", named] if named else []
 
 
 @dataclass(frozen=True)
 class RayJobState:
-    """What Kubernetes says of a RayJob: KubeRay's states of it and of its study, and why."""
+    """State of a RayJob as Kubernetes reports it.
+
+    Attributes:
+        state: KubeRay's state of the RayJob (``jobDeploymentStatus``).
+        study: Ray's status of the job that runs the study (``jobStatus``).
+        why: reason and message.
+    """
 
     state: str
     study: str
@@ -124,7 +132,7 @@ class RayJobState:
 
 
 def look(name: str, namespace: list[str]) -> RayJobState | None:
-    """Ask for a RayJob; return None if it is not there.
+    """Return the state of a RayJob; None if it does not exist.
 
     Raises:
         UserError: ``kubectl`` fails.
@@ -140,8 +148,10 @@ def look(name: str, namespace: list[str]) -> RayJobState | None:
 
 
 def remove_ended(name: str, namespace: list[str]) -> str:
-    """Delete a RayJob that has ended: as long as it is there, the same manifest starts nothing.
-    Return the entrypoint of one that has not; "" if there is none.
+    """Delete a RayJob if it has ended, because otherwise applying the same manifest starts nothing.
+
+    Returns:
+        The entrypoint of a RayJob that has not ended, or "" if the RayJob is gone.
 
     Raises:
         UserError: ``kubectl`` fails.
@@ -157,14 +167,19 @@ def remove_ended(name: str, namespace: list[str]) -> str:
 
 
 def set_entrypoint(objects: list[dict[str, Any]], running: str, launched: str) -> None:
-    """Give the RayJob the times of its launch (:mod:`study.execution.launched`), or the entrypoint
-    of the one that runs, which stays as it is."""
+    """Set the RayJob's entrypoint.
+
+    Args:
+        objects: Kubernetes objects of the launch.
+        running: entrypoint of the RayJob that is running, which stays unchanged; "" for none.
+        launched: times of the launch (:mod:`study.execution.launched`), passed in the environment.
+    """
     (job,) = (each for each in objects if each["kind"] == "RayJob")
     job["spec"]["entrypoint"] = running or f"env {VARIABLE}={launched} {ENTRYPOINT}"
 
 
 def has_package(data: dict[str, Any], namespace: list[str]) -> bool:
-    """Tell whether the ConfigMap of a launch is there with the same code; it is immutable.
+    """Return whether the ConfigMap of a launch exists with the same code; it is immutable.
 
     Raises:
         UserError: ``kubectl`` fails.
@@ -176,9 +191,9 @@ def has_package(data: dict[str, Any], namespace: list[str]) -> bool:
 
 
 def apply(path: Path) -> str:
-    """Create the objects of a file, or change them to what it says; return what ``kubectl`` says.
+    """Create or update the objects of a file; return the output of ``kubectl``.
 
-    The file wins over what others have changed (``kubectl edit``), as in a client-side apply.
+    The file overrides changes by others (``kubectl edit``), as in a client-side apply.
 
     Raises:
         UserError: ``kubectl`` fails.
@@ -188,17 +203,17 @@ def apply(path: Path) -> str:
 
 
 def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
-    """Print the log of each Job that the operator makes for a RayJob, of its name, until the RayJob
-    has ended; tell whether it succeeded.
+    """Print the logs of a RayJob until it ends; return whether it succeeded.
 
-    A cluster that dies is made anew, with another Job (``backoffLimit``). A log whose connection
-    broke is followed on from its last line, of which about a second may be printed twice; one that
-    cannot be read is left after :data:`LOG_ATTEMPTS`.
+    KubeRay starts a Job with the RayJob's name, and another one if the Ray cluster is lost
+    (``backoffLimit``); the logs of all of them are printed. After a lost connection the log
+    continues at its last line, so about one second may be printed twice. A log that fails
+    :data:`LOG_ATTEMPTS` times in a row is not read any more.
 
     Raises:
-        UserError: ``kubectl`` fails, but not because the cluster does not answer for a while.
-        OutOfSightError: the RayJob was deleted, has no Job that runs for a long time, or the
-            cluster does not answer for as long.
+        UserError: ``kubectl`` fails for another reason than a cluster that is temporarily
+            unreachable.
+        OutOfSightError: the RayJob was deleted, or made no progress for :data:`WAIT_SECONDS`.
     """
     log, before, changed, away = _Log(name, namespace), "", time.monotonic(), False
     while True:
@@ -208,7 +223,7 @@ def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
             if not AWAY.search(str(error)) or time.monotonic() > changed + WAIT_SECONDS:
                 raise
             if not away:
-                say(f"Kubernetes does not answer ({error}); RayJob {name} goes on")
+                say(f"Kubernetes does not answer ({error}); RayJob {name} keeps running")
             away = True
             time.sleep(LOOK_SECONDS)
             continue
@@ -227,13 +242,14 @@ def follow(name: str, namespace: list[str], say: Callable[[str], None]) -> bool:
         elif time.monotonic() > changed + WAIT_SECONDS:
             raise OutOfSightError(
                 f"RayJob {name} has been {seen.state or 'new'} for {WAIT_SECONDS / 60:.0f} minutes:"
-                f" look why with kubectl describe rayjob,raycluster,pods {' '.join(namespace)}"
+                f" find the reason with kubectl describe rayjob,raycluster,pods"
+                f" {' '.join(namespace)}"
             )
         time.sleep(LOOK_SECONDS)
 
 
 def _job(name: str, namespace: list[str]) -> tuple[str, bool]:
-    """Return the id of a RayJob's present Job, "" if there is none, and whether its pod runs."""
+    """Return the id of a RayJob's current Job ("" without one) and whether its pod runs."""
     form = "--output=jsonpath={.metadata.uid}|{.status.active}"
     found = run_tool(("kubectl", "get", "job", name, *namespace, "--ignore-not-found", form))
     uid, _, active = found.partition("|")
@@ -241,14 +257,17 @@ def _job(name: str, namespace: list[str]) -> tuple[str, bool]:
 
 
 class _Log:
-    """The log of a RayJob's Jobs, of which each line is printed once."""
+    """Log of a RayJob's Jobs; each line is printed once."""
 
     def __init__(self, name: str, namespace: list[str]) -> None:
         self._words = ("kubectl", "logs", "--follow", f"job/{name}", *namespace)
         self._uid, self._heard, self._failures = "", 0.0, 0
 
     def follow(self, uid: str, runs: bool, say: Callable[[str], None]) -> bool:
-        """Print a Job's log until it ends; tell whether there was any, or it was open for long."""
+        """Print a Job's log until it ends.
+
+        Returns whether it had lines or stayed open for longer than :data:`OPEN_SECONDS`.
+        """
         is_new = uid != self._uid
         if not uid or not (is_new or (runs and self._failures < LOG_ATTEMPTS)):
             return False
@@ -268,21 +287,25 @@ class _Log:
 
 
 def object_name(slug: str, digest: str) -> str:
-    """Return a name that Kubernetes takes: lower-case letters, digits and dashes (RFC 1123)."""
+    """Return a valid Kubernetes name: lower-case letters, digits and dashes (RFC 1123)."""
     plain = re.sub(r"[^a-z0-9]+", "-", slug.lower()).strip("-") or "study"
     return f"{plain[: LONGEST_NAME - DIGITS - 1].strip('-')}-{digest[:DIGITS]}"
 
 
 def _fill(job: dict[str, Any], name: str, loaded: StudyConfig, template: Path) -> None:
-    """Fill in name, entrypoint and package; refuse a pod without the volumes for package, study,
-    and a cluster that the study would refuse."""
+    """Fill name, entrypoint and package into a RayJob.
+
+    Raises:
+        UserError: the cluster does not ask for a token, or a pod has no volume for the package or
+            for the storage.
+    """
     job["metadata"]["name"] = name
     job["spec"]["entrypoint"] = ENTRYPOINT
     cluster = job["spec"]["rayClusterSpec"]
     if cluster.get("authOptions", {}).get("mode") != "token" and not loaded.insecure:
         raise UserError(
-            f"{template}: its Ray cluster asks nobody for a token; copy `authOptions: {{mode:"
-            " token}` of conf/cluster/rayjob.yaml, or say insecure=true where only you reach it"
+            f"{template}: its Ray cluster must ask for a token; copy `authOptions: {{mode:"
+            " token}` from conf/cluster/rayjob.yaml, or set insecure=true if only you can reach it"
         )
     groups = [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]
     for pod in (group["template"]["spec"] for group in groups):
@@ -290,15 +313,19 @@ def _fill(job: dict[str, Any], name: str, loaded: StudyConfig, template: Path) -
         found = [each for each in pod.get("volumes", []) if each["name"] == VOLUME]
         if not found:
             raise UserError(
-                f"{template}: a pod has no volume {VOLUME!r}, in which the code travels; copy"
-                " volumes and init container of conf/cluster/rayjob.yaml"
+                f"{template}: every pod must have a volume {VOLUME!r}, which contains the code;"
+                " copy volumes and init container from conf/cluster/rayjob.yaml"
             )
         for volume in found:
             volume["configMap"] = {"name": name}
 
 
 def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
-    """Refuse a storage that no lasting volume of the pod's first container holds, nor a store."""
+    """Check that the storage is an object store or in a mounted volume that outlives the pod.
+
+    Raises:
+        UserError: it is neither; the message lists such volumes.
+    """
     if is_url(storage):
         return
     lasting = {
@@ -313,16 +340,16 @@ def _check_storage(pod: dict[str, Any], storage: str, template: Path) -> None:
     ]
     if not any(PurePosixPath(local_folder(storage)).is_relative_to(mount) for mount in mounts):
         raise UserError(
-            f"storage={storage!r}: must lie in a volume that outlives the cluster; {template.name}"
+            f"storage={storage!r}: must be in a volume that outlives the cluster; {template.name}"
             f" mounts {', '.join(mounts) or 'none'}: use for example"
             f" storage={mounts[0] if mounts else '/studies'}, or s3:// or gs://bucket/prefix"
         )
 
 
 def _archive(package: Package) -> bytes:
-    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive, the same every time.
+    """Return ``folder``, ``site`` and ``start.sh`` as a compressed archive.
 
-    It lacks the bytecode of a job that ran there, and what :data:`LEFT_OUT` names.
+    Equal packages give equal archives. Bytecode and files that match :data:`LEFT_OUT` are left out.
     """
 
     def plain(info: tarfile.TarInfo) -> tarfile.TarInfo | None:
@@ -331,7 +358,7 @@ def _archive(package: Package) -> bytes:
             return None
         info.uid = info.gid = info.mtime = 0
         info.uname = info.gname = ""
-        info.mode = 0o755 if info.mode & 0o100 else 0o644  # whatever the umask
+        info.mode = 0o755 if info.mode & 0o100 else 0o644  # independent of the umask
         return info
 
     buffer = io.BytesIO()

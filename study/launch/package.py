@@ -1,20 +1,20 @@
-"""What travels to a cluster: the study's files, this very version of the package as a wheel, and
-one digest of both.
+"""The package that is sent to a cluster: the study's files, the running lns-study code as a wheel,
+and a digest of both.
 
-The wheel is written from the code that is running, be it a checkout or an installation, with the
-first digits of its digest in its version (PEP 440's local label) so that no cache of pip confuses
-two of them. It names no dependencies: the nodes' image has them, and a node that lacks one fails at
-import instead of fetching a torch of its own.
+The wheel is built from the running code, whether that is a checkout or an installation. The first
+digits of its digest are part of its version (PEP 440's local label), so that pip's cache does not
+confuse two builds. It declares no dependencies, because they are part of the nodes' image; a node
+that lacks one fails at import instead of downloading another torch.
 
-Left out are names that begin with a dot (``.git``, ``.env``), caches, virtual environments, folders
-of studies, MLflow's database and artifacts beside them, linked folders, this package's own, and the
-data (``trial.data.root``, ``$LNS_STUDY_DATA``). Refused are what
-:func:`study.execution.user_files.check_sent` refuses, what would be imported in place of this
-package, code of the study that would stay here, and a folder of more than :data:`MOST_BYTES`.
+The package leaves out names that begin with a dot (``.git``, ``.env``), caches, virtual
+environments, folders of studies, MLflow's database and its artifacts, linked folders, lns-study's
+own packages, and the data (``trial.data.root``, ``$LNS_STUDY_DATA``). :func:`pack` raises for files
+that :func:`study.execution.user_files.check_sent` rejects, for files that shadow a module of
+lns-study, for code of the study outside the folder, and for more than :data:`MOST_BYTES`.
 
-The package's folder is named by all that it holds, the command included: a job that waits or runs
-keeps its own, and the same launch again finds it, unless something in it has changed: then it makes
-another one beside it.
+The folder name contains the digest of the files and the command. So the same launch finds its
+package again, and a waiting or running job keeps its own. If files in that folder have changed, the
+launch writes another folder beside it.
 
 Format of wheels: https://packaging.python.org/en/latest/specifications/binary-distribution-format/
 """
@@ -46,21 +46,22 @@ from study.tracking_uri import MARK, without_password
 from trainers.object_store import local_folder
 
 STAGE = ".lns-study"
-"""Folder, in the current one, in which what is launched is put together."""
+"""Name of the folder, in the working directory, that contains the packages."""
 MOST_BYTES = 32 * 2**20
-"""Largest size of the study's files, in bytes."""
+"""Maximum total size of the study's files, in bytes."""
 DIGITS = 12
-"""Number of digits of a digest in names."""
+"""Number of hexadecimal digits of a digest in names."""
 DATABASE = "mlflow.db"
-"""MLflow's database of a storage, beside its artifacts; files that it keeps begin likewise."""
+"""File name of MLflow's database in a storage; its side files have names that begin with it."""
 CACHES = {"__pycache__", "mlruns", "node_modules"}
 EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Time of every file in the wheel, the earliest that zip has: equal code makes an equal wheel."""
+"""Timestamp of every file in the wheel (the earliest in zip), so equal code gives equal wheels."""
 SCRIPTS = "lns_study"
 """Module that scripts import."""
 OURS = ("study", "trainers", "lns_ops", SCRIPTS)
 LONGEST_SLUG = 100
-"""Most characters of a study's name in that of its package, of which a file system takes 255."""
+"""Maximum length of the study's name within a folder name, in characters (file systems allow 255
+for the whole name)."""
 WHEEL = "Wheel-Version: 1.0\nGenerator: lns-study\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 START = """\
 #!/usr/bin/env bash
@@ -72,16 +73,16 @@ exec {command}
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What travels, in a folder of its own.
+    """A package to send to a cluster, in its own folder.
 
     Attributes:
-        stage: the folder; it holds ``folder/`` (the study's files), the wheel, ``site/`` (the wheel
-            unpacked), ``start.sh`` (runs the study there) and ``package.json``.
+        stage: the folder; it contains ``folder/`` (the study's files), the wheel, ``site/`` (the
+            unpacked wheel), ``start.sh`` (runs the study) and ``package.json``.
         wheel: path of the wheel.
         digest: sha256 over the study's files, the wheel and the command, in hexadecimal digits.
         files: number of the study's files.
-        links: linked folders, which do not travel.
-        size: bytes of the study's files and the wheel.
+        links: linked folders, which are left out.
+        size: size of the study's files and the wheel, in bytes.
         command: words that run the study on the cluster.
     """
 
@@ -100,16 +101,17 @@ class Package:
 
 
 def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
-    """Put together what travels, in ``.lns-study/NAME-DIGEST`` of the current folder.
+    """Write a package into ``.lns-study/NAME-DIGEST`` of the working directory.
 
     Args:
         config: path or name of the study, as the user gave it.
         words: options and overrides of ``lns-study run`` on the cluster.
-        loaded: the config that they make.
+        loaded: the resulting config.
 
     Raises:
-        ValueError: a relative storage; a secret in the words or a file; a config or code outside
-            the current folder; a file in the place of our own; too large a folder.
+        ValueError: the storage is a relative path, the words or a file contain a secret, the config
+            or code is outside the working directory, a file shadows a module of lns-study, or the
+            files are too large.
     """
     _check(config, words, loaded)
     travelling, top = _config_there(config)
@@ -117,7 +119,7 @@ def pack(config: str, words: Sequence[str], loaded: StudyConfig) -> Package:
     modules = _modules()
     here = f"{Path.cwd().resolve()}/"
     told = [re.sub(rf"={re.escape(here)}(?=[^=]*\.py:\w+$)", "=", word) for word in words]
-    # -P: no file of the folder is imported in our place
+    # -P: files of the folder cannot shadow our modules
     command = ("python", "-P", "-m", "study", "run", travelling, "--job", *told, "address=auto")
     digest = _digest([*files, *modules], *command, loaded.storage)
     place = Path(STAGE).resolve() / f"{loaded.slug[:LONGEST_SLUG]}-{digest[:DIGITS]}"
@@ -143,8 +145,12 @@ def _write(
     modules: list[tuple[str, Path]],
     command: Sequence[str],
 ) -> Path:
-    """Write a package beside its place, then move it there: what is there is always whole. Return
-    where it is: in a place of its own if what is there was changed, as by a job that runs there."""
+    """Write a package to a temporary folder, then rename it, so that it is never incomplete.
+
+    Returns:
+        Its folder: ``place``, or a numbered one beside it if ``place`` exists with other contents
+        (a job that ran there may have changed it).
+    """
     place.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as scratch:
         new = Path(scratch) / "package"
@@ -164,20 +170,20 @@ def _write(
 
 
 def _moved(new: Path, stage: Path) -> bool:
-    """Move a package to its place; tell whether it, or an equal one, is there."""
+    """Rename a package's folder to ``stage``; return whether ``stage`` now has this package."""
     try:
         new.rename(stage)
     except OSError:
         if not stage.is_dir():
             raise
-        with contextlib.suppress(OSError):  # a job changes it meanwhile
+        with contextlib.suppress(OSError):  # a job may be changing it
             return _contents(stage) == _contents(new)
         return False
     return True
 
 
 def _contents(stage: Path) -> str:
-    """Return the digest of what travels of a package, names of folders and links included, without
+    """Return the digest of a package's files, including the names of folders and links but without
     bytecode."""
     patterns = ("*.whl", "start.sh", "site/**/*", "folder/**/*")
     found = sorted(
@@ -190,29 +196,34 @@ def _contents(stage: Path) -> str:
 
 
 def _check(config: str, words: Sequence[str], loaded: StudyConfig) -> None:
-    """Refuse what would not work on the cluster, or would tell it a password."""
+    """Check that the command reveals no password and that the storage can be reached from nodes.
+
+    Raises:
+        ValueError: a word contains a password, or the storage is a relative path.
+    """
     for word in (config, *words):
         shown = without_password(word)
         for secret in own_secrets().values():
             shown = shown.replace(secret, MARK)
         if shown != word:
             raise ValueError(
-                f"{shown}: holds a password, which every user of the cluster could read in the"
+                f"{shown}: must contain no password, because every user of the cluster can read the"
                 " job's command; leave it out, and set the variable of its user and password in the"
                 " environment of the nodes (docs/howto/cluster.md)"
             )
     if not os.path.isabs(loaded.storage) and "://" not in loaded.storage:
         raise ValueError(
-            f"storage={loaded.storage!r}: a relative path ends with the job's folder; use an"
-            " absolute path that every node sees, for example storage=/shared/studies, or"
-            " s3:// or gs://bucket/prefix"
+            f"storage={loaded.storage!r}: must not be a relative path, which would be deleted with"
+            " the job's folder; use an absolute path that every node sees, for example"
+            " storage=/shared/studies, or s3:// or gs://bucket/prefix"
         )
 
 
 def _config_there(config: str) -> tuple[str, Path]:
-    """Return the study's name on the cluster, relative to the folder that travels, and that folder.
+    """Return the config's path or name on the cluster, and the folder whose files are sent.
 
-    It is the current one, or its ``conf`` if ``config`` is a name in ``conf/study``.
+    This folder is the working directory, or its ``conf`` if ``config`` is a name in ``conf/study``.
+    The path is relative to it.
     """
     here = Path.cwd().resolve()
     place, colon, attribute = config.partition(".py:")
@@ -225,7 +236,7 @@ def _config_there(config: str) -> tuple[str, Path]:
     path = path if path.is_relative_to(here) else path.resolve()
     if not path.is_relative_to(here):
         raise ValueError(
-            f"config {config!r}: lies outside the current folder {here}, which is what travels;"
+            f"config {config!r}: must be in the current folder {here}, whose files are sent;"
             " change to its folder first"
         )
     return path.relative_to(here).as_posix() + (f":{attribute}" if colon else ""), here
@@ -255,18 +266,26 @@ def _study_files(top: Path, loaded: StudyConfig) -> tuple[list[tuple[str, Path]]
 
 
 def _check_code(loaded: StudyConfig, found: set[Path], top: Path) -> None:
-    """Refuse a file of code that the study names and that would stay here."""
+    """Check that every code file of the study is among the files that are sent.
+
+    Raises:
+        ValueError: one is not.
+    """
     for path in user_files(loaded):
         if Path(os.path.normpath(path)) not in found and path.resolve() not in found:
             raise ValueError(
-                f"{path}: the study names its code, and it does not travel, which the files of"
-                f" {top} do (docs/howto/cluster.md); move it there, hidden folders excepted, and"
-                " launch the study's file from its folder"
+                f"{path}: the study uses this code, and only files in {top} are sent"
+                " (docs/howto/cluster.md); move it there, but not into a hidden folder, and launch"
+                " the study's file from its folder"
             )
 
 
 def _check_name(name: str) -> None:
-    """Refuse a file that the job would import in our place, or of a name that is no text."""
+    """Check the name of a file that is sent.
+
+    Raises:
+        ValueError: the file would shadow a module of lns-study, or its name is not UTF-8.
+    """
     if re.fullmatch(
         rf"({'|'.join(OURS)})(\.(py|so|pyc|abi3\.so)|\.cpython-.*|/__init__\..*)", name
     ):
@@ -278,25 +297,26 @@ def _check_name(name: str) -> None:
         name.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{os.fsencode(name)!r}: this name of a file is not UTF-8, which every node would read"
-            " in its own way; rename it"
+            f"{os.fsencode(name)!r}: this file name is not UTF-8, so each node could decode it"
+            " differently; rename it"
         ) from None
 
 
 def _elsewhere(loaded: StudyConfig) -> set[Path]:
-    """Return the folders that do not travel: the storage, the data, and our own, as the wheel."""
+    """Return the folders that are not copied: storage, data, and our packages (the wheel has
+    them)."""
     named = (loaded.storage, loaded.trial.data.root, os.environ.get("LNS_STUDY_DATA"))
     return {local_folder(name) for name in named if name} | set(_packages())
 
 
 def _packages() -> list[Path]:
-    """Return the folders of the three packages that are running."""
+    """Return the folders of our three packages, as imported by this process."""
     others = [Path(str(module.__file__)).resolve().parent for module in (trainers, lns_ops)]
     return [Path(__file__).resolve().parents[1], *others]
 
 
 def _walk(top: Path, left_out: set[Path], links: list[Path] | None = None) -> Iterator[Path]:
-    """Yield the files that travel; add to ``links`` the linked folders that do not."""
+    """Yield the files to send; append the linked folders, which are left out, to ``links``."""
     for folder, folders, names in os.walk(top):
         kept = [path for name in folders if _travels(path := Path(folder) / name, left_out)]
         if links is not None:
@@ -310,8 +330,11 @@ def _walk(top: Path, left_out: set[Path], links: list[Path] | None = None) -> It
 
 
 def _travels(folder: Path, left_out: set[Path]) -> bool:
-    """Tell whether a folder travels: neither hidden, cache, environment, study, MLflow's artifacts
-    nor left out."""
+    """Return whether a folder is sent.
+
+    Hidden folders, caches, virtual environments, folders of studies, MLflow's artifacts and the
+    folders in ``left_out`` are not.
+    """
     return not (
         folder.name.startswith(".")
         or folder.name in CACHES
@@ -323,10 +346,10 @@ def _travels(folder: Path, left_out: set[Path]) -> bool:
 
 
 def _modules() -> list[tuple[str, Path]]:
-    """Return name and path of every file of the three packages, ``conf`` as the wheel has it, and
-    of the module for scripts.
+    """Return name and path of each file in the wheel.
 
-    Pages for readers are left out, as in the wheel that is installed.
+    These are the files of our three packages, ``conf`` as ``study/conf``, and the module
+    :data:`SCRIPTS`. Markdown pages are left out, as in the published wheel.
     """
     name = f"{SCRIPTS}.py"
     found = {name: Path(__file__).resolve().parents[2] / name}
@@ -349,8 +372,8 @@ def _modules() -> list[tuple[str, Path]]:
 
 
 def _digest(files: Iterable[tuple[str, Path]], *words: str) -> str:
-    """Return the sha256 of the files' names, whether they are programs, and contents, and of words,
-    in order."""
+    """Return the sha256, in hexadecimal digits, of ``words`` and of each file's name, executable
+    bit and contents, in order."""
     total = hashlib.sha256("\0".join(words).encode())
     for name, path in files:
         runs = "x" if os.access(path, os.X_OK) else ""
@@ -359,7 +382,7 @@ def _digest(files: Iterable[tuple[str, Path]], *words: str) -> str:
 
 
 def _write_wheel(folder: Path, modules: list[tuple[str, Path]]) -> Path:
-    """Write the wheel of the running code; return its path."""
+    """Build a wheel of the running code; return its path."""
     public = own_version().partition("+")[0]
     version = f"{public}+code.{_digest(modules)[:DIGITS]}"
     info = f"lns_study-{version}.dist-info"

@@ -1,14 +1,15 @@
 """Launch through the job server of a Ray cluster (Ray's ``JobSubmissionClient``).
 
-The study's files travel as the job's ``working_dir``, this version's wheel as a ``py_modules``
-entry that Ray installs on every node. The job's environment names no variable but, in its command,
-the times of the launch: what the nodes' own environment holds (an MLflow password, say) stays
-there. The token of a cluster that asks for one is Ray's own matter (``~/.ray/auth_token``,
-``RAY_AUTH_TOKEN``) and travels in HTTP's headers only; its file is made its user's alone.
+The study's files are the job's ``working_dir``; the wheel of this version is a ``py_modules``
+entry, which Ray installs on every node. The job sets one environment variable, in its command: the
+times of the launch. Variables in the nodes' own environment, such as an MLflow password, stay
+there. Ray itself handles the token of a cluster that asks for one (``~/.ray/auth_token``,
+``RAY_AUTH_TOKEN``) and sends it in HTTP headers only; the token's file is made readable by its
+owner only.
 
-Ray runs a job's command in a shell with the PATH of whoever started the head, which need not lead
-to the head's Python. So the command takes the interpreter that the head's Ray starts its workers
-with: the raylet, the parent of the job's supervisor, has it in its command line
+Ray runs a job's command in a shell with the PATH of the user that started the head, where
+``python`` may be another interpreter. So the command uses the interpreter with which the head's Ray
+starts its workers. It is in the command line of the raylet, the parent of the job's supervisor
 (``--python_worker_command``; seen with Ray 2.60).
 
 Docs: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/sdk.html
@@ -31,7 +32,7 @@ from study.launch.package import Package
 
 DASHBOARD = "http://127.0.0.1:8265"
 TOLD = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
-"""Variables without which a printed command may not reach the cluster."""
+"""Environment variables that a printed command may need in order to reach the cluster."""
 
 FIND_PYTHON = r"""
 raylet=$(sed -n 's/^PPid:[^0-9]*//p' /proc/$PPID/status)
@@ -41,15 +42,16 @@ python=$(tr '\0' '\n' </proc/$raylet/cmdline | sed -n \
 [ -x "$python" ] || python=python
 echo "Python: $python"
 """
-"""Shell commands that set and print the Python of the head's Ray, or the first one of the PATH."""
+"""Shell commands that set ``$python`` to the interpreter of the head's Ray, or else to the first
+one in PATH, and print it."""
 
 
 def entrypoint(words: Sequence[str], **variables: str) -> str:
-    """Return the command of a job that runs the Python of the head's Ray.
+    """Return a job's command, which runs the Python interpreter of the head's Ray.
 
     Args:
-        words: arguments of Python.
-        variables: variables of its own.
+        words: arguments of the interpreter.
+        variables: environment variables to set.
     """
     told = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items())])
     return f'{FIND_PYTHON.strip()}\nexec {told} "$python" {shlex.join(words)}'
@@ -59,9 +61,9 @@ def job_request(package: Package, slug: str, launched: str = "") -> dict[str, An
     """Return the arguments of ``JobSubmissionClient.submit_job``.
 
     Args:
-        package: what travels.
-        slug: the study's name, with which that of the job begins.
-        launched: times of the launch (:mod:`study.execution.launched`), if it is submitted.
+        package: the package to send.
+        slug: the study's slug, the prefix of the job's id.
+        launched: times of the launch (:mod:`study.execution.launched`); "" if it is not submitted.
     """
     told = {VARIABLE: launched} if launched else {}
     return {
@@ -76,7 +78,7 @@ def submit(address: str, request: dict[str, Any]) -> Any:
     """Submit a job; return the client.
 
     Raises:
-        UserError: nothing answers at ``address``, or it refuses the job.
+        UserError: ``address`` does not answer, or rejects the job.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -95,11 +97,11 @@ def submit(address: str, request: dict[str, Any]) -> Any:
 
 
 def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
-    """Print a job's log until it ends; tell whether it succeeded.
+    """Print a job's log until it ends; return whether the job succeeded.
 
     Raises:
-        OutOfSightError: the cluster, or the way to it, is away; the job may go on.
-        KeyboardInterrupt: the user detached; the job goes on.
+        OutOfSightError: the cluster cannot be reached; the job may still be running.
+        KeyboardInterrupt: the user detached; the job keeps running.
     """
 
     async def tail() -> None:
@@ -120,12 +122,14 @@ def follow(client: Any, job: str, say: Callable[[str], None]) -> bool:
 
 
 def _first(error: Exception) -> str:
-    """Return the first line of what Ray says, whose others explain at length."""
+    """Return the first line of an error message; Ray's further lines are long explanations."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def command(address: str, job: str, *words: str) -> str:
-    """Return a command of Ray's on a job: ``stop``, or ``logs --follow``; with the variables of
-    this process that lead to the cluster and to its token, which is in none of them."""
+    """Return a ``ray job`` command for a job, such as ``stop`` or ``logs --follow``.
+
+    The variables :data:`TOLD` of this process are included; the token itself is in none of them.
+    """
     told = [f"{name}={shlex.quote(os.environ[name])}" for name in TOLD if name in os.environ]
     return " ".join([*told, shlex.join(["ray", "job", *words, "--address", address, job])])

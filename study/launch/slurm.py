@@ -1,9 +1,9 @@
 """Launch on Slurm: ``sbatch`` with the script of ``conf/cluster/slurm.sh`` or the user's own.
 
-The script is submitted as it is; what it needs comes as its arguments. So options of the site
-(partition, account, nodes) go into a copy of it (``--template``) or into Slurm's own variables
-(``SBATCH_PARTITION`` and the like). The current folder must be on a file system that every node
-sees, which Slurm's jobs expect anyway.
+The script is submitted unchanged and gets its values as arguments. So site options (partition,
+account, nodes) go into a copy of the script (``--template``) or into Slurm's own variables
+(``SBATCH_PARTITION`` and others). As usual with Slurm, the working directory must be on a file
+system that every node mounts.
 
 Docs: https://slurm.schedmd.com/sbatch.html, https://docs.ray.io/en/latest/cluster/vms/user-guides/
 community/slurm.html
@@ -32,25 +32,29 @@ ENDED = {
     "REVOKED",
     "TIMEOUT",
 }
-"""States of a job that runs no more, of those on the page "Job State Codes"
-(https://slurm.schedmd.com/job_state_codes.html)."""
+"""Final job states, from https://slurm.schedmd.com/job_state_codes.html."""
 LOG = "slurm-{job}.log"
-"""Output of a job, in the folder of the package; a requeued job appends to it."""
+"""Name of a job's log file in the package's folder; a requeued job appends to it."""
 
 
 def batch_command(
     package: Package, loaded: StudyConfig, template: Path, launched: str = ""
 ) -> tuple[str, ...]:
-    """Return the words that submit the study; ``launched`` are the times of the launch
-    (:mod:`study.execution.launched`).
+    """Return the ``sbatch`` command that submits the study, as a list of words.
+
+    Args:
+        package: the package to run.
+        loaded: the study's config.
+        template: the batch script.
+        launched: times of the launch (:mod:`study.execution.launched`); "" if it is not submitted.
 
     Raises:
-        UserError: the package lies where Python cannot be told to look for it.
+        UserError: the package's path contains a colon, so it cannot be in PYTHONPATH.
     """
     if ":" in str(package.stage):
         raise UserError(
-            f"{package.stage}: must hold no colon, at which PYTHONPATH is cut on the nodes; rename"
-            " the folder, or launch from another one"
+            f"{package.stage}: must contain no colon, which separates the entries of PYTHONPATH on"
+            " the nodes; rename the folder, or launch from another one"
         )
     log = f"{str(package.stage).replace('%', '%%')}/{LOG.format(job='%j')}"
     return (
@@ -68,13 +72,13 @@ def submit(command: tuple[str, ...]) -> str:
     """Submit the job; return its id.
 
     Raises:
-        UserError: there is no ``sbatch``, or it refuses.
+        UserError: ``sbatch`` is not installed, or rejects the job.
     """
     return run_tool(command).split(";")[0]
 
 
 def run_tool(command: tuple[str, ...]) -> str:
-    """Run a program of the cluster; return its output.
+    """Run a cluster tool, such as ``sbatch`` or ``kubectl``; return its output.
 
     Raises:
         UserError: it is not installed, or fails.
@@ -84,7 +88,7 @@ def run_tool(command: tuple[str, ...]) -> str:
     except FileNotFoundError:
         raise UserError(
             f"{command[0]}: not found; launch from a machine that has it, or add --dry-run, which"
-            " only writes what would be submitted"
+            " writes the files without submitting them"
         ) from None
     if done.returncode:
         raise UserError(f"{command[0]} refuses: {(done.stderr or done.stdout).strip()}")
@@ -92,7 +96,7 @@ def run_tool(command: tuple[str, ...]) -> str:
 
 
 class Seen(Enum):
-    """What Slurm says of a job."""
+    """State of a job according to Slurm."""
 
     RUNNING = "waits or runs"
     AWAY = "Slurm does not answer"
@@ -102,7 +106,7 @@ class Seen(Enum):
 
 
 def look(job: str) -> Seen:
-    """Ask Slurm about a job; a controller that is away says nothing about it."""
+    """Query the state of a job; AWAY if Slurm's controller does not answer."""
     queue = ("squeue", "--noheader", f"--jobs={job}")
     for command in (queue, ("scontrol", "show", "job", job)):
         done = subprocess.run(command, capture_output=True, text=True)
@@ -114,6 +118,6 @@ def look(job: str) -> Seen:
     if not known:
         return Seen.FORGOTTEN
     state = re.search(r"JobState=(\w+)", done.stdout)
-    if state and state[1] not in ENDED:  # queued again since the first question
+    if state and state[1] not in ENDED:  # requeued since the first query
         return Seen.RUNNING
     return Seen.COMPLETED if state and state[1] == "COMPLETED" else Seen.FAILED

@@ -9,11 +9,11 @@ a header of its own that names the same id and continues the numbers.
 
 Version 1 had neither. Its lines are numbered by their place in the file, up to the first line with
 a checksum; its id is the one in the first plan. A crash then left torn lines in the middle, each
-followed by the next run's plan: those are no damage.
+followed by the next run's plan; they do not count as damage.
 
-Limits: the CRC finds accidents, not forgery. A file cut between two lines looks complete; the
-writer's note of how many lines there are (:mod:`study.ledger.log`) reveals the cut. In version 1
-only a line that is no JSON is found.
+Limits: the CRC detects accidents, not forgery. A file that was cut between two lines looks
+complete; the number of lines that the writer recorded (:mod:`study.ledger.log`) reveals the cut. In
+version 1 only lines that are not JSON are detected.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Lines:
             entry = Damage(
                 line=line,
                 number=lost,
-                text="is damaged" if lost else "is no line of this ledger",
+                text="is damaged" if lost else "does not belong to this ledger",
                 hints=hints(text),
             )
             self.damage.append(entry)

@@ -129,7 +129,7 @@ def last_copy(path: Path, descriptor: int) -> str:
         if os.path.samestat(os.stat(moved := os.readlink(opened)), os.stat(opened)):
             return (
                 f"the ledger is {moved} now, complete; move its folder back to {path.parent},"
-                " then the same command goes on"
+                " then the same command continues"
             )
     lost = f"checkpoints, report and all else in {path.parent} are gone with it"
     try:
@@ -139,8 +139,8 @@ def last_copy(path: Path, descriptor: int) -> str:
         return f"{lost}, and no copy of the ledger could be made ({error})"
     return (
         f"{lost}, unless they can be mounted or restored; the last complete copy of the ledger"
-        f" is {copy}: put it into {path.parent}, and the same command goes on without what has"
-        " finished"
+        f" is {copy}: put it into {path.parent}, and the same command continues with the"
+        " unfinished trials"
     )
 
 

@@ -3,44 +3,44 @@
 It is the source of truth. MLflow and the report are made from it and can be made again. Events,
 each with ``event`` and ``time`` (seconds since 1970)::
 
-    planned     a run of the study begins: config, trials, data, code; stated, the digest of what
-                the study states; prepared, the seconds from the command to here; launch, of a
-                launched one: seconds of packing, and when it was submitted, and its process
-                started and had loaded its code
+    planned     a run of the study starts                       config, trials, data, code; stated
+                                                                (digest of the statement); prepared
+                                                                (seconds since the command); launch
+                                                                (times of a launched study)
     capacity    CPUs, GPUs and machines that the run has now    cpus, gpus, nodes
-    started     a trial was given to processes, or again        trial, slots (one a rank), hosts,
+    started     processes start or restart a trial              trial, slots (one per rank), hosts,
                                                                 cpus, gpus; Ray's actor of a trial;
-                                                                pid and host of a loop of a user's
+                                                                pid and host of a user's own loop
     report      a trial finished an epoch                       trial, epoch, metrics, pid, host,
-                                                                seconds (by its process's clock);
-                                                repeated: those of earlier epochs that
-                                                it trained again
+                                                                seconds (by its process's clock),
+                                                                repeated (seconds of earlier epochs
+                                                                that it trained again)
     checkpoint  a trial's state is on disk                      trial, epoch, path
-    restarted   a trial's process died, or its node drains:     trial, error
-                it begins again from its last checkpoint
-    relieved    a trial ran out of memory; once more with other keys   trial, error, relief
+    restarted   a trial continues from its last checkpoint,     trial, error
+                because its process died or its node drains
+    relieved    a trial ran out of memory; it is tried again    trial, error, relief
+                with other keys
     damaged     a trial's checkpoint could not be read          trial, error
     finished    a trial is done                                 trial, metrics (test/...)
     stopped     the scheduler ended a trial early               trial, by
-    failed      a trial is given up                             trial, error
+    failed      a trial failed for good                         trial, error
     added       an adaptive search proposed a trial             planned
     edited      limits were changed while the study ran         limits
     ended       the run is over                                 outcome: finished, failed, stopped
                                                                 or interrupted
-    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (in
-                                                                words), marks (of its MLflow runs)
-    lost        a plan was here that nobody knows any more      what
+    repaired    `doctor --repair` wrote the ledger again        damaged (the file kept), lost (as
+                                                                text), marks (of its MLflow runs)
+    lost        a plan here could not be recovered              what
 
 An event that was taken over from another study or a shorter trial names it under ``source``, keeps
-the time at which it happened there, and has the ``commits`` of the code and the ``machines``. An
-event that a repair restored names where it was found under ``recovered``. The differences between
-the times of one writer are those of a monotonic clock, whatever the machine's clock is set to.
+its original time, and has the ``commits`` of the code and the ``machines``. An event that a repair
+restored has its origin under ``recovered``. Time differences within one writer come from a
+monotonic clock, so changes of the machine's clock do not affect them.
 
 A restarted trial repeats the epochs since its checkpoint, bit for bit; the ledger keeps the first
-report of each. A machine that dies while a line is written leaves a torn last line: readers skip
-it, the next writer drops it. Any other line that is not as it was written is damage
-(:mod:`study.ledger.lines`): readers leave it out and say so, and nobody writes on before it is
-repaired.
+report of each. A machine that crashes while a line is written leaves a torn last line: readers skip
+it, the next writer removes it. Any other altered line is damage (:mod:`study.ledger.lines`):
+readers skip it and report it, and writers refuse to continue until the ledger is repaired.
 
 Limits: there is one writer at a time. A lock file names the writer's process and host or, once it
 has closed, the number of lines that it left. The storage is local or NFS, with working fsync and
@@ -112,8 +112,8 @@ def open_ledger(folder: Path) -> Contents:
         content = b""
     except OSError as error:
         raise ValueError(
-            f"{folder / FILE}: cannot be read ({error.strerror}); a ledger is a file that you may"
-            " read: move what is in its place, or mend its permissions"
+            f"{folder / FILE}: cannot be read ({error.strerror}); a ledger must be a readable file:"
+            " move whatever is in its place, or correct its permissions"
         ) from None
     return _contents(content, closed, folder)
 
@@ -260,7 +260,7 @@ class Ledger:
         return bool(self.append_all([{"event": event, **values}]))
 
     def append_all(self, events: list[Event]) -> list[Event]:
-        """Write several events at once, stamped with the time; return those that were new.
+        """Write several events at once, stamped with the time; return the new ones.
 
         Listeners are called once all events are on disk.
 
@@ -327,8 +327,8 @@ class Ledger:
         if now[0] == self._here[0]:
             raise LedgerGoneError(
                 f"{self.folder / LOCK}: was removed or replaced while the study ran, so another"
-                " process could write the same ledger; nothing is lost, and the same command goes"
-                " on"
+                " process could write the same ledger; nothing is lost, and the same command"
+                " continues"
             )
         raise LedgerGoneError(
             f"{path}: was removed, moved, unmounted or replaced while the study ran;"
@@ -336,11 +336,14 @@ class Ledger:
         )
 
     def _last_copy(self) -> str:
-        """Say where the last complete copy of the ledger is; make one if no name leads to it."""
+        """Return a phrase with the place of the last complete copy of the ledger.
+
+        If the file has no name any more, it is copied first.
+        """
         if self._remote is not None:
             return (
-                f"{place_of(self.folder)} has every line; the same command goes on from there, with"
-                " a new cache"
+                f"{place_of(self.folder)} has every line; the same command continues from there,"
+                " with a new cache"
             )
         return last_copy(self.folder / FILE, self._file.fileno())
 

@@ -78,7 +78,7 @@ def began(trial: str, beginning: Beginning) -> list[Event]:
 
 
 def _past(trial: str, history: list[dict[str, Any]]) -> list[Event]:
-    """Return report events of earlier epochs; the ledger ignores those that it has already.
+    """Return report events of earlier epochs; the ledger ignores duplicates.
 
     Their seconds are None, because they were not recorded.
     """

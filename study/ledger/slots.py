@@ -42,8 +42,8 @@ class Interval:
             says itself; None where it does not.
         epochs: number of reported epochs.
         alone, alone_seconds: number of epochs during which surely no other trial ran, and their
-            total seconds by the clock of the trial's process; without the first, which also
-            compiles, and the last, which also tests, and none of a loop of the user's own.
+            total seconds by the clock of the trial's process. The first epoch (compiles), the last
+            epoch (tests) and epochs of a user's own loop are left out.
         last_alone: seconds of the last epoch so far, if no other trial ran; else 0.
         own_loop: whether a loop of the user's own trains it, whose epochs need not be alike.
     """

@@ -244,8 +244,8 @@ class RemoteLedger:
         if not (folder / FILE).exists() and answered(self._store.names, "checkpoints"):
             self.close({})
             raise ValueError(
-                f"{self._store.url}: has checkpoints, and their ledger is gone; remove what is"
-                " there, or choose another name with name=..."
+                f"{self._store.url}: has checkpoints, and their ledger is gone; remove them, or"
+                " choose another name with name=..."
             )
         self._thread.start()
         with suppress(OSError):  # lines are there without packs too

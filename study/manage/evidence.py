@@ -138,8 +138,8 @@ def add_known_to_mlflow(
         id_: id of the ledger.
         uri: tracking URI of the store.
         names: names of the study's metrics.
-        may_be_own: returns whether a run with a mark may have been sent from this ledger, and not
-            from a copy of it.
+        may_be_own: returns whether a run with a mark may have been sent from this ledger rather
+            than from a copy.
 
     Raises:
         ValueError: the store does not answer.

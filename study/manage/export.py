@@ -23,7 +23,8 @@ from trainers.files import write_whole
 
 EXPORTS = ("csv", "json", "jsonl", "parquet")
 OWN = ("id", "row", "number", "seed", "status", "epoch", "bits", "seconds", "restarts", "error")
-"""Columns of what a trial is, beside those of its config."""
+"""Columns for a trial's identity, status and last epoch; config columns have the prefix
+:data:`CONFIG`."""
 CONFIG = "config."
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 """First characters of cells that spreadsheets compute, and may so run (OWASP, "CSV injection")."""

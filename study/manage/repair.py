@@ -197,7 +197,7 @@ class _Restoration:
                 if self._is_lost(number)
             ]
         else:
-            self.lost.append(f"all {len(self._damage)} lines; the next run plans anew")
+            self.lost.append(f"all {len(self._damage)} lines; the next run makes a new plan")
         numbered = [(number, 1, event) for number, event in self._whole]
         numbered += [
             (number, 0, event)
@@ -276,7 +276,7 @@ class _Restoration:
         finished = [
             number for number, event in self._events_of[trial] if event["event"] == FINISHED
         ]
-        if not epoch_count and finished:  # nobody knows how many epochs it needs
+        if not epoch_count and finished:  # the number of epochs that it needs is unknown
             report = {"event": "report", "trial": trial}
             missing = [
                 gap for gap in self._gaps if gap < finished[0] and self._may_hold(gap, report)
@@ -286,7 +286,7 @@ class _Restoration:
             epochs_ = (
                 f"epochs {', '.join(map(str, missing))}" if epoch_count else "some epochs, perhaps,"
             )
-            self.lost.append(f"trial {trial}: {epochs_} that nobody knows; it is trained again")
+            self.lost.append(f"trial {trial}: {epochs_} are lost; it is trained again")
 
     def _was_told(self, trial: str) -> bool:
         """Return whether the trial was last started by ``ask``; such a trial only has its last
@@ -427,7 +427,7 @@ def _code(known: Known) -> dict[str, str]:
 def _meaning(damage: Damage) -> str:
     """Describe the effect of a lost line for the user."""
     meanings = {
-        "planned": "; what a run planned: which code it was is unknown, the next run plans anew",
+        "planned": "; a run's plan: its code version is unknown, the next run makes a new plan",
         "edited": "; limits that were edited: edit them again",
         "failed": "; the trial is tried again",
         "stopped": "; the scheduler decides again",

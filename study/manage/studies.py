@@ -60,9 +60,9 @@ def continued(study: StudyConfig, folder: Path) -> StudyConfig:
     """
     if folder.name != study.slug:
         raise ValueError(
-            f"{folder}: is a renamed folder, or a copy, of the study {study.name!r}, which goes on"
-            f" in a folder of its own name; name it {study.slug}, or run a study of the name"
-            f" {folder.name!r} after `lns-study import` has taken this one's trials"
+            f"{folder}: is a renamed folder, or a copy, of the study {study.name!r}, which only"
+            f" continues in a folder of its own name; name it {study.slug}, or run a study of the"
+            f" name {folder.name!r} after `lns-study import` has taken this one's trials"
         )
     return placed(study, folder)
 

@@ -53,7 +53,7 @@ def bind_space(study: StudyConfig) -> Space:
         if not one.when and not other.when and (key := common_keys(one.sets, other.sets)):
             raise ValueError(
                 f"space.{one.key} and space.{other.key}: both set {key[0]}, and only one can; take"
-                " it out of one of them, or tie one to a value of another key with when"
+                " it out of one, or tie one to a value of another key with when"
             )
     base = study.trial.to_dict()
     domains = []

@@ -2,11 +2,11 @@
 
 The time is estimated by packing the trials into the CPUs and GPUs of this machine
 (:mod:`study.plan.packing`), with seconds per epoch from earlier studies in the storage
-(:mod:`study.plan.durations`). Without a similar earlier trial there is no estimate, and the plan
-says so. The proposals of an adaptive search are replaced by as many random configurations of its
-space (:func:`study.plan.plan.likely_trials`). Every trial counts with all epochs and all data. The
-estimate is therefore an upper bound, and says so, where a scheduler ends trials early, rounds train
-on part of the data, or a race drops configurations.
+(:mod:`study.plan.durations`). The estimate needs a similar earlier trial; the plan reports if it
+has none. The proposals of an adaptive search are replaced by as many random configurations of its
+space (:func:`study.plan.plan.likely_trials`). Every trial counts with all epochs and all data. So
+the estimate is an upper bound, and is labelled as one, if a scheduler ends trials early, rounds
+train on part of the data, or a race drops configurations.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _whole_trials(plan: Plan) -> float:
 
 
 def _less(plan: Plan) -> str:
-    """Say why a study may take less than estimated; "" if it will not."""
+    """Return why a study may take less time than estimated; "" if it will not."""
     search = plan.study.search
     causes = {
         "rounds on part of the data": search.scheduler == "halving",

@@ -165,7 +165,7 @@ class _Packing:
         self._packed = Schedule()
 
     def wait(self, trials: Sequence[tuple[PlannedTrial, Need]]) -> None:
-        """Have trials wait; the last ones longest first."""
+        """Queue trials; the last ones are ordered by duration, longest first."""
         tail = TAIL * self._slots([need for _, need in trials])
         head = max(0, len(trials) - tail)
         last = sorted(trials[head:], key=lambda entry: -self._whole(entry[0]))

@@ -355,8 +355,8 @@ def _refuse_lone_seed(row: RowConfig, seed: int, left_out: Sequence[Excluded]) -
     """
     why = f", such as {left_out[0].reason}" if left_out else ""
     raise ValueError(
-        f"row {row.label!r}: the search of seed {seed} finds no valid trial among those that it"
-        f" draws{why}; use another seed or search.seed, a narrower space, or search.per_seed=false"
+        f"row {row.label!r}: the search of seed {seed} has drawn no valid trial{why}; use another"
+        " seed or search.seed, a narrower space, or search.per_seed=false"
     )
 
 

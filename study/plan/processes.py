@@ -81,7 +81,7 @@ def _part(share: float) -> str:
 
 
 def _why_alone(config: TrialConfig, share: float) -> str:
-    """Say why a trial of one worker shares no process."""
+    """Return why a trial with one worker does not share a process."""
     if config.user_code:
         return "they run code of yours, which may change its whole process"
     if config.device != "cuda":

@@ -262,9 +262,9 @@ def _refuse_shared_rounds(budgets: Mapping[str, set[str]], scheduler: str) -> No
     for (one, ours), (other, theirs) in combinations(budgets.items(), 2):
         if ours & theirs:
             raise ValueError(
-                f"rows {one!r} and {other!r} with search.scheduler={scheduler}: they differ in"
-                " nothing but what its rounds change, so that trials of a round of one are trials"
-                " of the other; search them in studies of their own"
+                f"rows {one!r} and {other!r} with search.scheduler={scheduler}: they only differ in"
+                " keys that its rounds change, so the rows would share trials; search them in"
+                " separate studies"
             )
 
 

@@ -2,8 +2,8 @@
 the best with other hyperparameters.
 
 Every ``search.perturbation_interval`` epochs the members of a row are ranked by the first objective
-(the mean over the study's seeds). The worst ``quantile_fraction`` of them, and every member that
-diverged or failed, continues from the weights of a random member of the equally large best fraction
+(the mean over the study's seeds). The worst ``quantile_fraction``, and every member that diverged
+or failed, continues from the weights of a random member of the equally large best fraction
 (*exploit*), with hyperparameters moved away from that member's by :mod:`study.search.pb2`
 (*explore*): at random (``pbt``) or by a bandit (``pb2``). The others continue unchanged.
 

@@ -22,8 +22,8 @@ comparisons among means", JASA 56, 1961, and, over rounds as over candidates, Ma
 with the ``k`` candidates that begin the race, each of which may be tested against each other one,
 and the ``L`` planned looks: one after each round but the last, with three pairs or more. Of
 candidates that are equal, one or more is eliminated with a probability of at most :data:`ALPHA`,
-however the looks depend on each other. There is no look after the last round, because it could not
-save any seeds.
+however the looks depend on each other. The last round has no look, because it could not save any
+seeds.
 """
 
 from __future__ import annotations

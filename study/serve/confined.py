@@ -1,9 +1,9 @@
-"""Artifacts of our MLflow servers are read and written in the servers' own folders only.
+"""Restricts our MLflow servers to artifacts in their own folders.
 
-MLflow's server opens whatever address its database has for a run's artifacts: a file of the
-server's user, which only they may read, or a web address. The database of a stranger's storage can
-have any. So every repository of artifacts that this process makes is of an address in the place
-where the server keeps artifacts, or beside its database, and follows no link out of it.
+MLflow's server opens any artifact address that its database has for a run, also a private file of
+the server's user or a web address. The database of a storage from somebody else may contain any
+address. So this process only creates artifact repositories for addresses below the server's
+artifact location or beside its database, and these do not follow links to other places.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from study.tracking.artifacts import local_place, roots_of
 
 
 def confine(uri: str, destination: str) -> None:
-    """Have MLflow, in this process, open no artifacts elsewhere.
+    """Restrict MLflow, in this process, to artifacts of the server.
+
+    Replaces MLflow's registered artifact repositories.
 
     Args:
         uri: address of the database.
-        destination: folder or address in which the server keeps artifacts.
+        destination: folder or address where the server stores artifacts.
     """
     from mlflow.store.artifact.artifact_repository_registry import (
         get_registered_artifact_repositories,
@@ -53,7 +55,10 @@ def _refusal(location: str) -> Exception:
 
 
 def _within(kind: Callable[..., Any], destination: str) -> Callable[..., Any]:
-    """Return what makes a repository of an address below ``destination``."""
+    """Return a factory of repositories of type ``kind`` for addresses below ``destination``.
+
+    The factory raises an MlflowException for other addresses.
+    """
 
     def make(location: str, *args: Any, **options: Any) -> Any:
         inside = location == destination or location.startswith(f"{destination}/")
@@ -65,11 +70,11 @@ def _within(kind: Callable[..., Any], destination: str) -> Callable[..., Any]:
 
 
 def _confined(roots: list[Path]) -> type:
-    """Return the class of repositories in folders below ``roots``."""
+    """Return a class of repositories in folders below ``roots``."""
     from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
     class Confined(LocalArtifactRepository):  # type: ignore[misc]
-        """A repository that follows no link out of ``roots``."""
+        """Repository that does not follow links out of ``roots``."""
 
         def __init__(self, location: str, *args: Any, **options: Any) -> None:
             if local_place(location, roots) is None:

@@ -1,9 +1,9 @@
-"""A live page: the study's report served by uvicorn (which MLflow brings along), written again
-every few seconds while the ledger grows.
+"""A live page (``lns-study dashboard``): the study's report, served by uvicorn (a dependency of
+MLflow) and written again every few seconds while the ledger grows.
 
-The page reloads itself while the study runs (a refresh in its head, no script). It listens on
-127.0.0.1 behind the guard of MLflow's pages (:mod:`study.serve.guard`), and shows nothing that the
-report does not.
+The page reloads itself while the study runs, with a refresh tag and no script. The server listens
+on 127.0.0.1 behind the same guard as MLflow's pages (:mod:`study.serve.guard`). The page shows the
+report and the current progress.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ RELOAD = """<meta http-equiv="refresh" content="{seconds:g}">"""
 
 
 class Page:
-    """The newest report of the study in ``folder``.
+    """Latest report of the study in ``folder``.
 
-    It is written into a temporary folder when the ledger has grown, or when the study has begun or
-    ended: the last event is written while the study still holds the lock.
+    The report is written to a temporary folder when the ledger has grown or the study's lock has
+    changed. The lock counts because the last event is written while the study still holds it.
+
+    Args:
+        folder: folder of the study.
+        every: seconds between two reloads of the page; reports are written at most twice in it.
     """
 
     def __init__(self, folder: Path, every: float) -> None:
@@ -49,7 +53,7 @@ class Page:
         self._text, self._state = "", StudyState()
 
     def text(self) -> str:
-        """Return the page: what is so at this moment above the newest report."""
+        """Return the page as HTML: the current progress above the latest report."""
         with self._lock:
             now = (self._folder / FILE).stat().st_size, is_locked(self._folder)
             if now != self._made[0] and time.monotonic() - self._made[1] >= self._every / 2:
@@ -61,7 +65,7 @@ class Page:
     def _render(self, state: StudyState) -> str:
         shown = dataclasses.replace(state, outcome=state.outcome or condition(self._folder, state))
         with tempfile.TemporaryDirectory() as scratch:
-            with contextlib.suppress(OSError):  # the links to MLflow are made from it
+            with contextlib.suppress(OSError):  # needed for the links to MLflow
                 note = read_own(self._folder / WHERE, MOST_JSON)
                 (Path(scratch) / WHERE).write_bytes(note)
             written = write_report(shown, Path(scratch) / "report", self._folder)
@@ -88,7 +92,7 @@ class Page:
 
 
 def make_app(page: Page, port: int, token: str) -> Guard:
-    """Return the ASGI application: the page at ``/``, behind the guard of MLflow's pages."""
+    """Return the ASGI application: the page at ``/``, behind the guard."""
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         text = await asyncio.to_thread(page.text)

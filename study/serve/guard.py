@@ -1,26 +1,26 @@
-"""The guard before our web servers: MLflow's (one user's and a team's) and the dashboard.
+"""ASGI middleware that guards our web servers: MLflow's (single-user and team) and the dashboard.
 
-Every user of the machine reaches 127.0.0.1, so a server for one user asks for a token. A cookie
-would be no place for it: browsers send cookies to every port of a host, so to the server of any
-other user of the machine whose page is visited. The token is the first part of the path instead,
-``/TOKEN/``: the browser shows it to this server alone. The printed link ``/TOKEN`` leaves it in the
-browser's local storage, which belongs to host *and* port, and from there ``/`` finds it for links
-that do not have it, such as a report's. MLflow's clients send it as ``MLFLOW_TRACKING_TOKEN``.
+**Token.** Every local user can connect to 127.0.0.1, so a single-user server asks for a token. A
+cookie would leak it: browsers send cookies to every port of a host, so also to servers of other
+users on the same machine. The token is the first part of the path instead, ``/TOKEN/``, which the
+browser sends to this server only. The page behind the printed link ``/TOKEN`` saves it in the
+browser's local storage, which is separate for each host *and* port. From there the page at ``/``
+reads it, for links without the token such as those in a report. MLflow's clients send it as
+``MLFLOW_TRACKING_TOKEN``.
 
-Browsers log in to a team's server by themselves, whatever page asks. So requests that another page
-makes are refused, also where that page comes from another port: MLflow 3.17 would answer those of
-every port of 127.0.0.1. Such a page is one whose origin is not the scheme, name and port that the
-request itself is for; a proxy keeps ``Host`` and says by ``X-Forwarded-Proto`` that it speaks
-https. Names under which the server may be called are checked because a stranger's name can be made
-to lead here.
+**Origin.** Browsers send a saved login of a team's server with every request, no matter which page
+makes it. So the guard rejects requests from pages of another origin (scheme, host and port),
+including other ports of 127.0.0.1, which MLflow 3.17 would accept. A proxy must keep ``Host`` and
+set ``X-Forwarded-Proto`` if it speaks https. The guard checks the host name because of DNS
+rebinding: anybody can make a name of their own resolve to this server.
 
-A page may be a stranger's though it comes from here: MLflow shows artifacts of HTML, in a frame
-without our origin. So no address with the token is told to anybody (``Referrer-Policy``), and pages
-send nothing to, and load nothing from, other servers (:data:`POLICY`).
+**Untrusted pages.** MLflow shows HTML artifacts, which may be malicious, in a frame without our
+origin. So addresses with the token are not sent in referrers (``Referrer-Policy``), and pages
+cannot contact other servers (:data:`POLICY`).
 
-Where MLflow asks for logins, it reads a request's body first, and answers some routes (its version,
-the files of its page) without one. Here the login is checked before anything else is answered or
-the body is read, and a call that is no upload of an artifact has at most :data:`MOST_BYTES`.
+**Login.** MLflow itself reads a request's body before it checks the login, and serves some routes
+(its version, static files) without a login. The guard checks the login first. A request other than
+an artifact upload may have a body of at most :data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from typing import Any
 from urllib.parse import quote
 
 HEALTH = "/health"
-"""Path that is open to all and tells whether the server answers."""
+"""Path of the health check, which needs no token or login."""
 MOST_BYTES = 32 * 2**20
-"""Largest body of a request, but for artifacts, which MLflow writes to disk as they come."""
+"""Maximum size of a request body in bytes, except for artifacts, which MLflow streams to disk."""
 UPLOAD = re.compile(r"/(?:ajax-)?api/2\.0/mlflow-artifacts/artifacts/.+")
 POLICY = (
     "default-src 'self' blob: data: 'unsafe-inline' 'unsafe-eval'; object-src 'none';"
     " form-action 'self'; base-uri 'self'; frame-ancestors 'self'"
 )
-"""Content security policy: MLflow's page runs scripts in it and makes code, of its own server's
-texts only; a page that is shown in it has the same policy."""
+"""Content security policy. MLflow's page needs inline scripts and ``eval``; both are limited to
+content from this server. Pages in its frames have the same policy."""
 HEADERS = {
     "Referrer-Policy": "same-origin",
     "Content-Security-Policy": POLICY,
@@ -54,7 +54,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "SAMEORIGIN",
 }
-"""Headers of every answer: other pages neither embed nor see it, nor learn its address."""
+"""Headers of every response. Other sites can neither embed nor read it, nor learn its address."""
 GATE = """<!doctype html><title>lns-study</title><p>{text}</p><script>
 const here = location.pathname.slice(1);
 if (here) localStorage.setItem("lns-study", here);
@@ -62,34 +62,34 @@ const token = localStorage.getItem("lns-study");
 if (token) location.replace("/" + token + "/" + location.hash);
 </script>
 """
-"""Page at ``/`` and, where the token is right, at ``/TOKEN``."""
+"""Page at ``/`` and, with the correct token, at ``/TOKEN``; it saves or reads the token."""
 
 PORTS = {"http": ":80", "https": ":443"}
-"""Ports that browsers leave out."""
+"""Default ports, which browsers leave out of an origin."""
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[Scope], Awaitable[None]]
 
 
 def with_port(names: Iterable[str], port: int) -> list[str]:
-    """Return the names by which a server at a port may be called."""
+    """Return the values of ``Host`` for a server: each name with and without the port."""
     return [form for name in names for form in (name, f"{name}:{port}")]
 
 
 def link(host: str, port: int, token: str) -> str:
-    """Return the address that lets a browser in."""
+    """Return the address that gives a browser access."""
     return f"http://{host}:{port}/{quote(token, safe='')}"
 
 
 class Guard:
-    """An ASGI application before another.
+    """ASGI middleware that checks every request before it reaches the application.
 
     Args:
-        application: application to guard.
-        is_allowed: tells of a method and a decoded path whether they are answered.
-        hosts: names, with and without port, by which the server may be called.
-        token: the secret; "" if the application asks for logins itself, or is open to all.
-        is_login: tells whether a user has a password; None if the application asks for none.
+        application: ASGI application to guard.
+        is_allowed: returns whether a method and a decoded path are served.
+        hosts: allowed values of ``Host``, with and without port.
+        token: the secret; "" if the application uses logins, or is open to everybody.
+        is_login: returns whether a user name and password are valid; None without logins.
         command: command that prints the link with the token.
     """
 
@@ -152,13 +152,13 @@ class Guard:
                 await _say(send, 413, text)
                 return
             receive = _replay(body, receive)
-        # it has been judged; MLflow would judge it by a list, and answer to pages of that
+        # the origin has been checked; MLflow's own check would also allow a list of other origins
         headers = [pair for pair in scope["headers"] if pair[0] != b"origin"]
         scope = {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
         await self._application(scope, receive, send)
 
     async def _logs_in(self, scope: Scope) -> bool:
-        """Tell whether a request has the name and the password of a user."""
+        """Return whether a request has the name and password of a user."""
         assert self._is_login is not None
         for name, value in scope["headers"]:
             kind, _, secret = value.decode("latin-1").partition(" ")
@@ -168,7 +168,7 @@ class Guard:
         return False
 
     def _refuse_strangers(self, headers: list[tuple[bytes, bytes]]) -> str:
-        """Return why a request's host or the page that made it is refused, or ""."""
+        """Return why a request's host or origin is rejected, or "" if both are allowed."""
         hosts, origins, schemes = (
             {value.decode("latin-1").lower() for name, value in headers if name == wanted}
             for wanted in (b"host", b"origin", b"x-forwarded-proto")
@@ -185,10 +185,10 @@ class Guard:
         )
 
     def _inside(self, path: str) -> str | None:
-        """Return what follows the token in a path; None without it.
+        """Return the rest of a path after the token; None if the token is missing.
 
-        MLflow's pages use ``/ajax-api``. ``/api`` is for its clients, whose address would be kept
-        with the token in it.
+        Also None for ``/TOKEN/api``: MLflow's pages use ``/ajax-api``, and its clients would store
+        an address with the token in it.
         """
         end = 1 + len(self._token)
         if not self._is_token(path[1:end]) or path[end : end + 1] != "/":
@@ -199,7 +199,7 @@ class Guard:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     async def _ask(self, method: str, path: str, send: Send) -> None:
-        """Answer a request without the token; a browser at ``/`` may have it."""
+        """Respond to a request without the token; at ``/`` the browser may have it saved."""
         if path == "/" and method == "GET":
             await _say(send, 401, GATE.format(text=self._text), "text/html")
         else:
@@ -215,13 +215,13 @@ def _secrets(scope: Scope) -> Iterator[str]:
 
 
 def _has_body(scope: Scope) -> bool:
-    """Tell whether a request may have a body."""
+    """Return whether a request may have a body."""
     fields = dict(scope["headers"])
     return fields.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in fields
 
 
 async def _read_body(scope: Scope, receive: Any) -> bytes | None:
-    """Return a request's body; None if it is too large, or breaks off."""
+    """Return a request's body; None if it is too large or incomplete."""
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if not length.isdigit() or int(length) > MOST_BYTES:
         return None
@@ -238,7 +238,7 @@ async def _read_body(scope: Scope, receive: Any) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Any) -> Any:
-    """Return what gives an application a body that has been read, then what comes after it."""
+    """Return a ``receive`` function that replays a body that was read, then continues as usual."""
     left = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receives() -> Any:
@@ -248,7 +248,7 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 
 def _decoded(secret: str) -> str:
-    """Return user and password of HTTP's basic authentication; "" if it is malformed."""
+    """Return ``user:password`` from HTTP basic authentication; "" if it is malformed."""
     try:
         return base64.b64decode(secret).decode()
     except (binascii.Error, UnicodeDecodeError):
@@ -256,7 +256,7 @@ def _decoded(secret: str) -> str:
 
 
 def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Return what sends a response with our headers, and without those that let other pages in."""
+    """Return a ``send`` function that adds our headers and removes CORS headers."""
 
     async def sends(message: Scope) -> None:
         if message["type"] == "http.response.start":
@@ -276,7 +276,7 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
 async def _say(
     send: Send, status: int, text: str, kind: str = "text/plain", ask: str = "Bearer"
 ) -> None:
-    """Send a whole response; ``ask`` is how one may log in."""
+    """Send a complete response; ``ask`` is the authentication scheme for status 401."""
     fields = {"Content-Type": f"{kind}; charset=utf-8", "Cache-Control": "no-store"}
     if status == HTTPStatus.UNAUTHORIZED:
         fields["WWW-Authenticate"] = ask if ask == "Bearer" else f'{ask} realm="mlflow"'

@@ -1,19 +1,19 @@
-"""The server process of ``lns-study ui``, with and without ``--team``: MLflow behind our guard,
-``python -m study.serve.mlflow_server``.
+"""Server process of ``lns-study ui``, with and without ``--team``: MLflow behind our guard
+(``python -m study.serve.mlflow_server``).
 
-``mlflow server`` imports MLflow, makes or migrates the database, and starts uvicorn in a second
-process, which imports MLflow again: seconds and memory twice. Here one process does both; with
-several workers it makes the database, then starts them. And nothing stands before MLflow's
-application there: part of its routes are Flask's, part FastAPI's, and only what is called before
-both sees every request (:class:`study.serve.guard.Guard`).
+It replaces ``mlflow server`` for two reasons. That command imports MLflow, creates or migrates the
+database, and starts uvicorn in a second process, which imports MLflow again; here one process does
+both, which saves seconds and memory. (With several workers this process creates the database, then
+starts them.) And MLflow's routes are partly Flask's and partly FastAPI's, so only a middleware in
+front of both sees every request (:class:`study.serve.guard.Guard`).
 
-MLflow's command configures the application by environment variables with private names; they are
-set here and compared with MLflow's before anything is served. If they, or the functions called
-here, have changed, nothing is served.
+MLflow's command configures the application through environment variables with private names. This
+process sets them and first compares the names with MLflow's. It does not start if they or the
+functions called here have changed.
 
-Standard input and output are not used. The socket to listen on is inherited (``--fd``): it is
-there before the server, so that nobody else can take its port. The database's address comes in
-``MLFLOW_BACKEND_STORE_URI``, the token in :data:`TOKEN`.
+Standard input and output are not used. The listening socket is inherited (``--fd``): it exists
+before the server starts, so no other process can take the port. The database's address comes from
+``MLFLOW_BACKEND_STORE_URI``, the token from :data:`TOKEN`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ STORE = "MLFLOW_BACKEND_STORE_URI"
 """Environment variable with the database's address."""
 HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
 LOGINS = "MLFLOW_AUTH_CONFIG_PATH"
-"""Environment variable with the file of MLflow's settings of logins; a team's server has it."""
+"""Environment variable with the path of MLflow's login settings; set for a team's server."""
 DESTINATION = MLFLOW_SERVER_VARIABLES["ARTIFACTS_DESTINATION_ENV_VAR"]
-"""Environment variable with the folder or address in which the server keeps artifacts."""
+"""Environment variable with the folder or address where the server stores artifacts."""
 ROOT = "mlflow-artifacts:/"
 """Artifact root of new experiments: the server serves their artifacts."""
 
 
 def application() -> Guard:
-    """Return MLflow's application behind the guard, as the environment says.
+    """Return MLflow's application behind the guard, configured by environment variables.
 
-    It refuses artifacts at places that clients name, and at those that a database names.
+    It rejects artifact locations outside the server's own, whether they come from a client or from
+    the database.
 
     Raises:
-        ImportError, AttributeError: this version of MLflow has other parts.
+        ImportError, AttributeError: this version of MLflow lacks a name that is used here.
     """
     from mlflow.server import app as pages
     from mlflow.server import handlers
@@ -62,7 +63,7 @@ def application() -> Guard:
     if LOGINS in os.environ:
         from mlflow.server.auth import create_app
 
-        served = create_app(pages)  # its logins call team_guard
+        served = create_app(pages)  # calls team_guard.authenticate for every request
     else:
         from mlflow.server import fastapi_app
 
@@ -79,10 +80,10 @@ def application() -> Guard:
 
 
 def _make_database(uri: str) -> None:
-    """Make or migrate the database's tables, those of a team's users too.
+    """Create or migrate the database's tables, including the user tables of a team.
 
     Raises:
-        ImportError, AttributeError: this version of MLflow has other parts.
+        ImportError, AttributeError: this version of MLflow lacks a name that is used here.
     """
     from mlflow.server import constants, handlers
 
@@ -118,11 +119,11 @@ def _options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the process; see the head of this file."""
+    """Run the server; see the module docstring."""
     options = _options()
     uri = os.environ[STORE]
     if LOGINS in os.environ:
-        os.umask(0o077)  # a database in a file has the hashes of passwords
+        os.umask(0o077)  # a database file contains password hashes
     os.environ |= {HOSTS: options.allowed_hosts, MLFLOW_SERVED_BY: "uvicorn"}
     os.environ |= dict(
         zip(
@@ -131,7 +132,7 @@ def main() -> None:
             strict=True,
         )
     )
-    import uvicorn  # by its presence MLflow knows that it serves, and protects itself
+    import uvicorn  # MLflow enables its protection of servers if this module is loaded
     from uvicorn.supervisors import Multiprocess
 
     try:
@@ -139,8 +140,8 @@ def main() -> None:
         served = application()
     except (ImportError, AttributeError) as error:
         sys.exit(
-            f"lns-study: error: {error}: this MLflow is none that lns-study knows; pip install"
-            " 'mlflow>=3.17,<3.18'"
+            f"lns-study: error: {error}: lns-study does not support this version of MLflow; pip"
+            " install 'mlflow>=3.17,<3.18'"
         )
     listening = [socket.socket(fileno=options.fd)]
     if options.workers == 1:

@@ -1,10 +1,10 @@
-"""The routes of MLflow that our servers answer: those that browsing and logging need.
+"""Allowlist of MLflow's routes on our servers: those for browsing and logging.
 
-MLflow brings routes that do more than a study needs: 3.17's assistant runs shell commands for
-everybody who comes from 127.0.0.1, others start jobs, call addresses that clients name, or read
-files of the server's. A list of what is refused would miss the next one, so this is the list of
-what is allowed. ``tests/study/serve/test_routes.py`` holds the installed MLflow against it, and
-fails for a route about which nobody has decided.
+MLflow has routes that are dangerous on a shared machine: the assistant of 3.17 runs shell commands
+for every client from 127.0.0.1, others start jobs, request addresses chosen by the client, or read
+files of the server. A blocklist would miss routes that a new version adds.
+``tests/study/serve/test_routes.py`` compares the installed MLflow with this list, and fails for
+routes that are neither allowed here nor listed there as forbidden.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ POST    /{api}/3.0/mlflow/roles/assign
 DELETE  /{api}/3.0/mlflow/roles/unassign
 GET     /{api}/3.0/mlflow/roles/users/list
 """
-"""A method and a path a line; ``{api}`` is ``api`` or ``ajax-api``, ``<path:path>`` may hold
-slashes, other names in ``<>`` may not."""
+"""Method and path, one per line. ``{api}`` matches ``api`` and ``ajax-api``; ``<path:path>``
+matches slashes too, other names in ``<>`` do not."""
 
 _PARTS = {"{api}": "(?:ajax-)?api", "<path:": ".+", "<": "[^/]+"}
 
@@ -120,10 +120,10 @@ _ALLOWED = re.compile("|".join(_expression(line) for line in ALLOWED.splitlines(
 
 
 def is_allowed(method: str, path: str) -> bool:
-    """Tell whether our servers answer a request.
+    """Return whether our servers serve a request.
 
     Args:
-        method: HTTP method; HEAD counts as GET.
-        path: decoded path, as MLflow's application gets it.
+        method: HTTP method; HEAD is treated as GET.
+        path: decoded path, as passed to MLflow's application.
     """
     return bool(_ALLOWED.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}"))

@@ -1,17 +1,20 @@
-"""MLflow for several people (``lns-study ui --team``): with logins, over PostgreSQL, in several
-worker processes.
+"""MLflow for several people (``lns-study ui --team``): with logins, PostgreSQL and several worker
+processes.
 
-What it adds to :mod:`study.serve.ui`: MLflow's basic-auth app keeps users and their permissions in
-the same database (tables of its own), everybody who has logged in reads everything, and whoever
-makes an experiment manages it. A checked password is cached for a minute, since checking it costs
-some 0.1 s. uvicorn is told to use uvloop and httptools; without them it answers 44 ms later as soon
-as it has two workers. Artifacts go through the server into a folder (or bucket) that holds nothing
-else, and clients may not name another place for them (:mod:`study.serve.team_guard`). The server's
-working folder is empty but for MLflow's settings, readable by its user only, and removed at the
-end; neither passwords nor the database's address stand in a command line.
+It differs from :mod:`study.serve.ui` as follows:
 
-Limits: it speaks HTTP, so for other machines put a proxy with TLS before it, or use an ssh tunnel.
-Other workers accept a password that was changed for up to :data:`AUTH_CACHE_SECONDS` more.
+- MLflow's basic-auth app stores users and permissions in the same database, in its own tables.
+  Every user can read everything; the creator of an experiment manages it.
+- A valid password is cached for :data:`AUTH_CACHE_SECONDS`, because checking it takes about 0.1 s.
+- uvloop and httptools are required: without them uvicorn with two or more workers adds 44 ms to
+  each response.
+- Artifacts go through the server into a separate folder or bucket, and clients cannot choose
+  another location (:mod:`study.serve.team_guard`).
+- The server runs in a temporary working directory that only contains MLflow's settings and is
+  readable by its user only. Passwords and the database's address are not on a command line.
+
+Limits: the server speaks HTTP, so for other machines use a proxy with TLS or an ssh tunnel. After a
+change of password, workers may accept the old one for up to :data:`AUTH_CACHE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
 USER = "MLFLOW_AUTH_ADMIN_USERNAME"
 SECRET = "MLFLOW_FLASK_SERVER_SECRET_KEY"
 SHORTEST_PASSWORD = 12
-"""Least length of a password that MLflow accepts."""
+"""Minimum length of a password in MLflow, in characters."""
 AUTH_CACHE_SECONDS = 60
+"""Seconds for which a valid password is cached."""
 WORKERS = 4
 PACKAGES = {
     "psycopg": "psycopg[binary]",
@@ -47,7 +51,7 @@ PACKAGES = {
     "httptools": "httptools",
     "flask_wtf": "flask-wtf",
 }
-"""Modules that a team's server needs, and the packages that have them."""
+"""Packages that a team's server needs, by the name of the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +60,13 @@ class Team:
 
     Attributes:
         uri: database of the tracking store and of the users.
-        storage: folder of the studies; must not be within reach of the server's artifact pages.
+        storage: folder of the studies; must not be inside ``artifacts``, which the server serves.
         artifacts: folder, or address such as ``s3://bucket/folder``, for artifacts.
         host: host to listen on.
         port: port to listen on.
-        workers: number of processes that answer requests.
-        names: host names, beside 127.0.0.1 and localhost, by which browsers and clients may call
-            the server.
+        workers: number of worker processes.
+        names: host names of the server in addresses of browsers and clients, besides 127.0.0.1 and
+            localhost.
     """
 
     uri: str
@@ -75,7 +79,7 @@ class Team:
 
     @property
     def local(self) -> bool:
-        """Whether the server listens to this machine alone."""
+        """Whether only this machine can connect to the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -83,7 +87,7 @@ class Team:
 
 
 def check(team: Team) -> None:
-    """Check everything that can be known to fail, before anything starts.
+    """Check packages, database, names, artifacts, port and password before the server starts.
 
     Raises:
         ValueError: a check fails; the message has the value, the rule and the remedy.
@@ -109,8 +113,8 @@ def serve(team: Team, say: Callable[[str], None]) -> int:
     """
     if not team.local:
         say(
-            f"Listening on {team.host}: passwords travel as they are unless a proxy with TLS is"
-            " before it."
+            f"Listening on {team.host}: passwords are sent unencrypted unless a proxy with TLS is"
+            " in front of it."
         )
     with tempfile.TemporaryDirectory(prefix="lns-study-team-") as folder:
         settings = Path(folder) / "basic_auth.ini"
@@ -128,7 +132,7 @@ def serve(team: Team, say: Callable[[str], None]) -> int:
 def environment(uri: str, settings: Path) -> dict[str, str]:
     """Return the server's additional environment variables.
 
-    The key of its forms is new at every start unless the user set one.
+    The secret key of its web forms is generated at every start unless the user has set one.
     """
     return {
         **ENVIRONMENT,
@@ -140,14 +144,14 @@ def environment(uri: str, settings: Path) -> dict[str, str]:
 
 
 def auth_settings(uri: str) -> configparser.ConfigParser:
-    """Return MLflow's settings of logins.
+    """Return MLflow's login settings.
 
-    The first admin's password is not among them: it comes from the environment.
+    They do not contain the first admin's password, which MLflow reads from the environment.
     """
     settings = configparser.ConfigParser()
     settings["mlflow"] = {
         "default_permission": "READ",
-        # configparser's own escape: MLflow reads the file with interpolation
+        # MLflow reads the file with interpolation, so escape % as configparser does
         "database_uri": uri.replace("%", "%%"),
         "admin_username": os.environ.get(USER) or "admin",
         "authorization_function": "study.serve.team_guard:authenticate",
@@ -177,11 +181,12 @@ def _check_store(team: Team) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Let the server's user alone read a database in a file, which has the hashes of passwords; the
-    server makes a new one so.
+    """Make a database file, which contains password hashes, readable by its owner only.
+
+    A file that does not exist is left to the server, which creates it with these permissions.
 
     Raises:
-        ValueError: it is another user's.
+        ValueError: the permissions cannot be changed, because another user owns the file.
     """
     check_files(path)
     for side in SIDES:
@@ -208,9 +213,9 @@ def _check_names(team: Team) -> None:
         )
     if not team.local and not team.names:
         raise ValueError(
-            f"--host {team.host}: others call the server by a name that it must know, or web pages"
-            " of strangers could reach it by names of theirs; add --allow-host NAME, as in the"
-            " address that browsers show"
+            f"--host {team.host}: the server must know the host name that others use, because it"
+            " rejects other names (DNS rebinding); add --allow-host NAME, as in the address that"
+            " browsers show"
         )
 
 
@@ -226,8 +231,8 @@ def _check_artifacts(team: Team) -> None:
     folder = Path(place)
     if team.storage.is_relative_to(folder):
         raise ValueError(
-            f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, since what"
-            " lies there can be fetched from the server; use a folder of its own"
+            f"--artifacts {team.artifacts}: must not hold the storage {team.storage}, because its"
+            " files could be fetched from the server; use a folder of its own"
         )
     database = Path(team.uri.removeprefix("sqlite:///"))
     if team.uri.startswith("sqlite:///") and database.resolve().is_relative_to(folder.resolve()):
@@ -239,21 +244,25 @@ def _check_artifacts(team: Team) -> None:
 
 
 def _check_password(team: Team) -> None:
-    """Refuse to start without the first admin's password while the database has no users."""
+    """Check that the first admin has a password if the database has no users yet.
+
+    Raises:
+        ValueError: the password is missing or too short.
+    """
     if _has_users(team.uri):
         return
     password = os.environ.get(PASSWORD, "")
     if len(password) < SHORTEST_PASSWORD:
         state = f"has {len(password)} characters" if password else "is not set"
         raise ValueError(
-            f"{PASSWORD}: {state}, and the first start makes the user"
+            f"{PASSWORD}: {state}, and the first start creates the user"
             f" {os.environ.get(USER) or 'admin'} with that password, of at least"
-            f" {SHORTEST_PASSWORD} characters; there is no default: set it in the environment"
+            f" {SHORTEST_PASSWORD} characters; set it in the environment"
         )
 
 
 def _has_users(uri: str) -> bool:
-    """Tell whether somebody can log in already.
+    """Return whether the database already has users.
 
     Raises:
         ValueError: the database does not answer.

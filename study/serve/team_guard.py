@@ -1,13 +1,13 @@
-"""Guards of our MLflow servers: a team's requires basic authentication, and none takes artifacts at
-places that clients name.
+"""Request checks that run inside MLflow: basic authentication on a team's server, and no artifact
+locations chosen by clients on any server.
 
-MLflow lets whoever may make an experiment give it ``artifact_location=file:///any/folder`` and then
-read and write there through the server, with the rights of the server's user. On our servers every
-experiment's artifacts lie in the server's own root.
+In MLflow, a user who may create an experiment can set ``artifact_location=file:///any/folder`` and
+then read and write there through the server, with the permissions of the server's user. On our
+servers all artifacts are in the server's own root.
 
 MLflow's server loads this module. A team's server calls :func:`authenticate` for every request
-(``authorization_function``), a single user's :func:`refuse_places`. The request is read by MLflow's
-own parser, so that the request that is checked is the one that MLflow executes.
+(``authorization_function``), a single-user server calls :func:`refuse_places`. Requests are parsed
+by MLflow's own parser, so the checked request is the one that MLflow executes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def authenticate() -> Any:
     """Return the authorization of flask's current request, or a response that asks for a login.
 
     Raises:
-        MlflowException: the request makes an experiment with its own place for artifacts.
+        MlflowException: the request creates an experiment with its own artifact location.
     """
     from flask import Response
     from mlflow.server.auth import authenticate_request_basic_auth
@@ -35,10 +35,10 @@ def authenticate() -> Any:
 
 
 def refuse_places() -> None:
-    """Refuse flask's current request if it makes an experiment with its own place for artifacts.
+    """Check that flask's current request does not choose an artifact location.
 
     Raises:
-        MlflowException: it does.
+        MlflowException: the request creates an experiment with its own artifact location.
     """
     from flask import request
     from mlflow.exceptions import MlflowException

@@ -1,15 +1,15 @@
-"""MLflow's web interface over a storage folder, on this machine only (``lns-study ui``);
-:mod:`study.serve.team` serves others.
+"""MLflow's web interface for a storage folder, for one user on this machine (``lns-study ui``).
 
-One worker and no job execution: one process (:mod:`study.serve.mlflow_server`) instead of fifteen
-and 2 GB. It listens on 127.0.0.1, answers only to that name and localhost, and admits only those
-with the token in the printed link, since every user of the machine reaches 127.0.0.1
-(:mod:`study.serve.guard`). To watch a remote machine, forward the port with ssh. The database's
-address, which may hold a password, and the token go through the environment: everybody can read
-command lines.
+:mod:`study.serve.team` is the server for several users.
 
-The server runs in its own process group, so that Ctrl-C ends it and all of its children, and
-nothing else.
+With one worker and no job execution it is one process (:mod:`study.serve.mlflow_server`) instead of
+fifteen processes with 2 GB. It listens on 127.0.0.1, and accepts only requests for that name or
+localhost that have the token of the printed link, because every local user can connect to 127.0.0.1
+(:mod:`study.serve.guard`). For a remote machine, forward the port with ssh. The token and the
+database's address, which may contain a password, are passed in environment variables, because all
+users can read command lines.
+
+The server runs in its own process group, so that Ctrl-C ends it and its children only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trainers.descendants import end_with_parent
 EVERYWHERE = "0.0.0.0"
 MOST_LINKS = 10
 BACKLOG = 2048
-"""Connections that wait while the server starts, as uvicorn has it."""
+"""Maximum number of connections that wait while the server starts; uvicorn's default."""
 STOP_SECONDS = 5.0
 ENVIRONMENT = {
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -60,11 +60,12 @@ def serve(
         uri: database of the tracking store.
         artifacts: folder for artifacts of new experiments.
         port: port to listen on.
-        say: prints one line.
-        pages: pages of studies within MLflow's interface, to each of which a link is printed.
+        say: prints one line for the user.
+        pages: address of each study's page within MLflow's interface, by name; links to the first
+            :data:`MOST_LINKS` are printed.
 
     Raises:
-        ValueError: the port is taken.
+        ValueError: the port is in use.
     """
     token = os.environ.get(TOKEN) or secrets.token_urlsafe(24)
     with listen(port) as listening:
@@ -92,12 +93,12 @@ def run(
 
     Args:
         words: the command line.
-        variables: environment variables to add to this process's.
-        listening: socket on which the server listens; this process closes it.
-        say: prints one line.
-        address: address to open.
-        folder: working folder of the server; None for this process's.
-        pages: what goes behind the address for the page of each study, by name.
+        variables: environment variables to add to this process's environment.
+        listening: socket on which the server listens; this process closes its copy.
+        say: prints one line for the user.
+        address: address to open in a browser.
+        folder: working directory of the server; None for this process's.
+        pages: suffix of the address for each study's page, by the study's name.
     """
     say("Starting MLflow, some seconds ...")
     host, port = listening.getsockname()[:2]
@@ -122,7 +123,7 @@ def start(
     *,
     folder: str | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a server's command line; it takes over the socket."""
+    """Start a server process, which inherits the socket; this process closes its copy."""
     with listening:
         return subprocess.Popen(
             words,
@@ -136,10 +137,10 @@ def start(
 
 
 def check_servable(uri: str) -> None:
-    """Refuse what ``lns-study ui`` cannot serve: anything but a database.
+    """Check that a tracking URI is a database, which ``lns-study ui`` can serve.
 
     Raises:
-        ValueError: it is no tracking URI, or that of a server.
+        ValueError: it is not a tracking URI, or is the address of a server.
     """
     check_tracking_uri(uri)
     if is_server(uri):
@@ -162,8 +163,8 @@ def command(
     Args:
         artifacts: folder or address for artifacts of new experiments.
         listening: socket to listen on.
-        workers: number of processes that answer requests; several need uvloop and httptools.
-        names: hosts, beside 127.0.0.1 and localhost, by which the server may be called.
+        workers: number of worker processes; two or more need uvloop and httptools.
+        names: allowed host names, besides 127.0.0.1 and localhost.
     """
     port = listening.getsockname()[1]
     return [
@@ -178,11 +179,12 @@ def command(
 def listen(port: int, host: str = HOST) -> socket.socket:
     """Return a socket that listens on a port.
 
-    From then on nobody else can have the port, and who connects waits for the server: on a port
-    without listener a connection that is tried again and again may, rarely, meet itself.
+    From then on no other process can take the port, and clients wait until the server accepts their
+    connection. Without a listener, a client on the same machine that retries could connect to
+    itself (TCP simultaneous open; rare).
 
     Raises:
-        ValueError: something listens there, or there is no such port or address.
+        ValueError: the port is in use, or port or address do not exist.
     """
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
@@ -194,7 +196,7 @@ def listen(port: int, host: str = HOST) -> socket.socket:
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
-    """End the server's process group, children included: politely, then by force."""
+    """End the server's process group: SIGTERM first, SIGKILL after :data:`STOP_SECONDS`."""
     for wish, patience in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 1.0)):
         try:
             os.killpg(server.pid, wish)
@@ -205,7 +207,7 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def _group_ends(server: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for the server and every process of its group to end; tell whether they have."""
+    """Wait until all processes of the server's group have ended; return whether they have."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

@@ -1,4 +1,4 @@
-"""The console of commands: texts are printable, and colours are the console's own."""
+"""The console of commands: it escapes control characters in texts but keeps its own colours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from study.text import printable
 
 
 class PrintableConsole(Console):
-    """A console of rich that prints the control characters of texts as ``\\x1b``."""
+    """A rich console that prints control characters in texts in escaped form, such as ``\\x1b``."""
 
     def __init__(self, **options: Any) -> None:
-        # what is printed past it goes through a stream that would escape its colours
+        # sys.stdout may be a PrintableStream, which would escape this console's colours
         super().__init__(**{"file": getattr(sys.stdout, "stream", None), **options})
 
     def render(

@@ -1,4 +1,4 @@
-"""A study in a notebook: one output that is renewed in place, and figures that show as pictures."""
+"""Notebook views: one output cell that is updated in place, and figures shown as pictures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from study.views.console import PrintableConsole
 from study.views.progress import Clock, render
 
 SECONDS = 1.0
-"""Least time between two pictures of the state."""
+"""Minimum time between two updates, in seconds."""
 WIDTH = 110
 
 
 class NotebookView:
-    """The table of trials as one output of a cell, renewed at most once a second.
+    """The table of trials in one output cell, updated at most once a second.
 
-    It is renewed by events, in the thread that runs the cell, and needs no event loop.
+    Events trigger the updates, in the thread that runs the cell; no event loop is needed.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class NotebookView:
         self._output = display(self._bundle(), raw=True, display_id=True)
 
     def listen(self, event: Event) -> None:
-        """Note an event's time, and show the state if the last picture is old."""
+        """Record an event's time, and update the output if the last update is old enough."""
         self._clock.hear(event, self._state.known.get(event.get("trial", "")))
         if time.monotonic() - self._shown > SECONDS:
             self._renew()
@@ -49,7 +49,7 @@ class NotebookView:
             self._output.update(self._bundle(), raw=True)
 
     def _bundle(self) -> dict[str, str]:
-        """Return the state as Jupyter takes it, a text by MIME type."""
+        """Return the state as a MIME bundle for Jupyter."""
         self._shown = time.monotonic()
         text = io.StringIO()
         PrintableConsole(file=text, width=WIDTH, force_jupyter=False).print(
@@ -59,7 +59,7 @@ class NotebookView:
 
 
 def show_figures() -> None:
-    """Have Jupyter show figures as PNG, unless it does already, as once pyplot is imported."""
+    """Register a PNG formatter for figures in Jupyter, unless it has one (pyplot adds one)."""
     try:
         from IPython import get_ipython
     except ImportError:

@@ -1,8 +1,9 @@
 """Progress of a study: a live table on a terminal, one line per epoch in a log.
 
-The time left is each row's remaining epochs times the row's median seconds per epoch, divided by
-the number of trials that have run at a time. Rows differ tenfold; the median ignores a trial's
-first epoch, which includes its start. Before the first epoch there is no estimate.
+The estimated time left is the sum over rows of remaining epochs times the row's median seconds per
+epoch, divided by the largest number of trials that have run at the same time. Medians are per row
+because rows can differ tenfold, and exclude each trial's first epoch, which includes its start. The
+estimate is available after the first epoch.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ STYLES = {
 }
 MAX_ROWS = 24
 INTERRUPTED = "interrupted"
-"""What a trial is that was running when its study was killed."""
+"""Status shown for trials that were running when their study was killed."""
 
 
 class Clock:
-    """Estimates what time is left, by each row's seconds per epoch in this run's events."""
+    """Estimates the time left from each row's seconds per epoch in this run."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -71,7 +72,7 @@ class Clock:
         self._at_once = 1
 
     def hear(self, event: Event, trial: TrialState | None) -> None:
-        """Note the time of an event of ``trial``."""
+        """Record the time of an event of ``trial``."""
         if trial is None or event["event"] not in ("started", "report"):
             return
         if event["event"] == "report" and trial.id in self._last:
@@ -96,9 +97,11 @@ class Clock:
 
 
 class _Sparing(Generic[T]):
-    """What ``make`` returns: made anew at each call, but in at most a twentieth of the time where
-    that takes a millisecond or more, as what looks at each of thousands of trials does, and every
-    ten seconds in any case."""
+    """Caches the result of ``make`` if it is slow, so that it takes at most 5 % of the time.
+
+    A call that took less than 1 ms is repeated every time. After a slower one (with thousands of
+    trials) the result is reused for 20 times its duration, at most 10 s.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -125,7 +128,7 @@ class LiveView:
         self._live: Live | None = None
 
     def start(self, state: StudyState) -> None:
-        """Begin to draw ``state``."""
+        """Start to draw ``state``."""
         self._state = state
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=2, transient=True
@@ -133,12 +136,12 @@ class LiveView:
         self._live.start()
 
     def listen(self, event: Event) -> None:
-        """Note an event's time."""
+        """Record an event's time."""
         with self._lock:
             self._clock.hear(event, self._state.known.get(event.get("trial", "")))
 
     def stop(self) -> None:
-        """Remove the table; the report's takes its place."""
+        """Remove the table; the report's table replaces it."""
         if self._live is not None:
             self._live.stop()
 
@@ -154,10 +157,10 @@ class PlainView:
         self._console = console
         self._state, self._clock = StudyState(), Clock()
         self._left = _Sparing(lambda: self._clock.left(self._state))
-        self._metric: Metric  # known once there is a state
+        self._metric: Metric  # set by start()
 
     def start(self, state: StudyState) -> None:
-        """Print how much there is to do."""
+        """Print the number of trials and epochs."""
         self._state, self._metric = state, state.config.primary_metric
         epochs = sum(trial.epochs for trial in state.trials)
         more = "so far; the search proposes more" if state.config.search.adaptive else "in all"
@@ -174,7 +177,7 @@ class PlainView:
             self._line(text + (f" | {duration(left)} left" if left else ""))
 
     def stop(self) -> None:
-        """Do nothing: there is nothing to remove."""
+        """Do nothing; printed lines stay."""
 
     def _line(self, text: str) -> None:
         self._console.print(
@@ -183,8 +186,8 @@ class PlainView:
 
 
 def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
-    """Describe an event as a phrase; "" for events that nobody needs to read."""
-    if trial is None or "source" in event:  # what another trial did is no news
+    """Describe an event as a phrase; "" for events that are not printed."""
+    if trial is None or "source" in event:  # taken over from another trial
         return ""
     name = name_of(trial)
     if event["event"] == "report":
@@ -201,8 +204,8 @@ def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
     phrases = {
         "restarted": "starts again from its last checkpoint",
         "damaged": (
-            "a checkpoint is damaged, going on from an earlier one or from the start; the result is"
-            " the same"
+            "a checkpoint is damaged, continuing from an earlier one or from the start; the result"
+            " is the same"
         ),
         "failed": "FAILED",
         "stopped": f"ended early by {event.get('by')} after epoch {trial.epoch}",
@@ -214,7 +217,7 @@ def describe(event: Event, trial: TrialState | None, metric: Metric) -> str:
 
 
 def _shown(reported: Mapping[str, float], name: str, words: str, metric: Metric) -> str:
-    """Return a figure with its value, or say that it was not reported."""
+    """Return a metric with its value, or ``no NAME`` if it was not reported."""
     return f"{words} {metric.said(reported[name])}" if name in reported else f"no {name}"
 
 
@@ -225,15 +228,16 @@ def render(
 
     Args:
         state: state of the study.
-        clock: seconds per epoch so far, for a bar with the time left of a study that runs here.
-        now: the time while the study runs, else None: a trial that was running is interrupted.
+        clock: seconds per epoch so far; adds a bar with the time left for a study that runs in
+            this process.
+        now: current Unix time while the study runs; None shows running trials as interrupted.
     """
     table, metric = Table(box=None, pad_edge=False), state.config.primary_metric
     for heading in ("trial", "seed", "state", "epoch", metric.words, metric.final_words, "id"):
         table.add_column(
             Text(heading),
             justify="left" if heading in ("trial", "state", "id") else "right",
-            no_wrap=heading == "id",  # `lns-study show` takes no id that is cut off
+            no_wrap=heading == "id",  # `lns-study show` needs complete ids
             overflow="fold",
         )
     shown = _most_interesting(list(state.trials))
@@ -241,7 +245,7 @@ def render(
         constraints = state.config.search.constraints if state.plan else {}
         quiet = silence(trial, now, state.config.checkpoint_every) if now else 0.0
         cells = _cells(trial, metric, constraints, now, quiet)
-        # not as str, in which rich reads tags such as [bold]
+        # Text, because rich would interpret tags such as [bold] in a str
         table.add_row(*map(Text, cells), style=STYLES[trial.status])
     hidden, drawn = len(state.trials) - len(shown), "" if clock else bars(state, now)
     lines: list[RenderableType] = [
@@ -249,7 +253,7 @@ def render(
         *([Text(f"and {hidden} more", style="dim")] if hidden else []),
         Text(summary(state, running=now is not None)),
         *(Text(sentence, style="yellow") for sentence in lacking(state)),
-        # a view of a study that runs here has said so above, once
+        # a study in this process has printed these sentences above, once
         *(
             Text(sentence, style="yellow")
             for sentence in (describe_silent(state, now) if now and not clock else [])
@@ -295,7 +299,10 @@ def summary(state: StudyState, *, running: bool) -> str:
 
 
 def _most_interesting(trials: list[TrialState]) -> list[TrialState]:
-    """Return all trials in order; if a screen cannot hold them, running, failed and next ones."""
+    """Return the trials to show, in order: all, or up to :data:`MAX_ROWS` that matter most.
+
+    Running trials come first, then failed, planned, stopped and finished ones.
+    """
     if len(trials) <= MAX_ROWS:
         return trials
     rank = {RUNNING: 0, FAILED: 1, PLANNED: 2, STOPPED: 3, FINISHED: 4}

@@ -1,12 +1,13 @@
-"""A study on Slurm and S3, of which something dies every few seconds.
+"""Fault injection for a study on Slurm and S3: one fault every few seconds.
 
     hosts.sh FOLDER slurm.sh python -m tests.faults.slurm SECONDS SEED
 
-The program runs on the Slurm's only host (:mod:`tests.study.launch.machines.hosts`), beside an S3
-server of its own. It launches ``faults.yaml`` of the current folder by ``lns-study launch --to
-slurm``, again whenever the job has ended with trials left, at times with an empty cache, as on a
-new machine. Whenever the study has run for SECONDS since it began or since the last fault, one of
-:data:`FAULTS` is made. What the store holds in the end is written to ``result.json``.
+The program runs on the only host of a test Slurm (:mod:`tests.study.launch.machines.hosts`), with
+its own S3 server. It launches ``faults.yaml`` in the working directory with ``lns-study launch --to
+slurm``, and launches it again each time the job has ended with trials left. At random it empties
+the cache first, as on a new machine. A random one of :data:`FAULTS` is injected each time the study
+has run for SECONDS since its start or the last fault. The final contents of the store are written
+to ``result.json``.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ STORAGE = f"s3://{BUCKET}/studies"
 FAULTS = ("driver", "worker", "ray's control store", "raylet", "bucket", "requeue")
 MOST_JOBS = 100
 AWAY_SECONDS = 15.0
-"""The longest time that the bucket is away."""
+"""Maximum time for which the bucket is unreachable, in seconds."""
 
 
 def main(seconds: float, chance: random.Random) -> None:
-    """Launch until every trial has finished, and write down what came of it."""
+    """Launch until every trial has finished, then write the result."""
     made: Counter[str] = Counter()
     began, jobs = time.monotonic(), 0
     with object_store.serve() as server, tempfile.TemporaryDirectory() as cache:
@@ -63,7 +64,7 @@ def main(seconds: float, chance: random.Random) -> None:
 
 
 def _launch(seconds: float, chance: random.Random, line: Line) -> Counter[str]:
-    """Launch once, make faults until the job has ended, and return how many of each."""
+    """Launch once, inject faults until the job has ended, and return the count of each fault."""
     made, logs = Counter[str](), set[Path]()
     command = [sys.executable, "-m", "study", "launch", "faults.yaml", "--to", "slurm"]
     launch = subprocess.Popen([*command, f"storage={STORAGE}", "tracking_uri=none"])
@@ -86,7 +87,7 @@ def _launch(seconds: float, chance: random.Random, line: Line) -> Counter[str]:
 
 
 def _make(fault: str, chance: random.Random, line: Line) -> bool:
-    """Make a fault; return False if what it wants to kill is not there now."""
+    """Inject a fault; return False if the process to kill does not exist now."""
     if fault == "bucket":
         line.cut()
         time.sleep(chance.uniform(1, AWAY_SECONDS))
@@ -116,7 +117,7 @@ def _is_trial(words: list[str]) -> bool:
 
 
 def _find(wanted: Callable[[list[str]], bool]) -> list[psutil.Process]:
-    """Return the processes of these namespaces whose command line is wanted."""
+    """Return the processes in these namespaces for whose command line ``wanted`` is true."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -132,7 +133,7 @@ def _job() -> str:
 
 
 def _start_now() -> None:
-    """Start a requeued job at once; Slurm lets it wait for two minutes."""
+    """Start a requeued job at once; Slurm would wait for two minutes."""
     states = subprocess.run(["squeue", "--noheader", "--format=%T"], capture_output=True, text=True)
     if states.stdout.strip() == "PENDING":
         subprocess.run(
@@ -150,7 +151,7 @@ def _is_complete() -> bool:
 
 
 def _result() -> dict[str, Any]:
-    """Return the ledger's lines, and the digest of each trial's last checkpoint."""
+    """Return the ledger's lines, and epoch and digest of each trial's last checkpoint."""
     store, digests = Store(f"{STORAGE}/faults"), dict[str, tuple[int, str]]()
     for name in store.names("checkpoints"):
         if name.endswith(f"/{STATE}"):

@@ -1,24 +1,27 @@
-"""A campaign of faults: processes of a running study die at random moments, and the study loses
-nothing and repeats nothing.
+"""Fault injection at random moments of a running study; the study must lose and repeat nothing.
 
-Every run is a real command line with eight slots, all of them in use. One process is killed
-(SIGKILL) at a moment that the seed chooses: the study's main process, a trial's process, a rank of
-a gang, the process that packed trials share, the one that forks workers, that one's guard, or, on a
-Ray cluster of three nodes, the raylet or the agents of one of them; or the storage, a file system
-of its own, is full from then on until the command has ended; or the main process is killed and a
-line of the ledger, a checkpoint or MLflow's database damaged. Where that ends the command, the same
-command is given again, until it ends by itself; a damaged ledger is repaired first, as the command
-asks. Then every trial must have finished once, with every epoch reported once and every figure as
-in a run that nobody disturbed, and MLflow must have all of it.
+Every run is a real command line that uses all of its eight slots. The seed chooses the moment of
+one of these faults:
 
-A study by Ray Tune has faults of its own: the actor that supervises a trial, and the one that has
-the processes of a node.
+- one process is killed (SIGKILL): the study's main process, a trial's process, a rank of a gang,
+  the process that packed trials share, the process that forks workers, its guard, or, on a Ray
+  cluster of three nodes, a node's raylet or agents;
+- the storage, a separate file system, is full until the command has ended;
+- the main process is killed, and a line of the ledger, a checkpoint or MLflow's database is
+  damaged.
 
-The first seeds, one a fault, are in the slow tier; ``python -m pytest
-tests/faults/test_campaign.py -m slow --seeds 20-39`` runs those, so that slices add up.
+If the command ends because of the fault, the same command is run again until it finishes; a damaged
+ledger is repaired first, as the command asks. Then every trial must have finished once, with each
+epoch reported once and the same metrics as in a run without faults, and MLflow must be complete.
 
-A command hangs if nothing of it goes on for :data:`STILL_SECONDS`: no event enters the ledger. How
-long it takes in all depends on the machine and on what else runs there, and says nothing.
+A study with Ray Tune has two more faults: killing the actor that supervises a trial, and killing
+the actor that has the processes of a node.
+
+The slow tests run the first seeds, one per fault; ``python -m pytest
+tests/faults/test_campaign.py -m slow --seeds 20-39`` runs other seeds.
+
+A command counts as hanging if the ledger gets no event for :data:`STILL_SECONDS`. The total
+duration is not limited, because it depends on the machine and its load.
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ from tests.study.raylets import cluster_of
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAST = 10
-"""Epochs at the end of a study in which no fault is made, so that it is in time."""
+"""Number of epochs at the end of a study without faults, so that a fault occurs before the end."""
 STILL_SECONDS = 60.0
-"""Longest time without an event in the ledger: starts and the report's drawing included."""
+"""Maximum time between two events in the ledger, including starts and drawing of the report."""
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
 FAULTS = (
     "driver",
@@ -77,7 +80,7 @@ cpus: 8
 BY_RAY = (
     "trial", "supervisor", "process host", "rank", "driver", "forkserver", "guard", "driver twice",
 )  # fmt: skip
-"""Faults of a study that Ray Tune runs on a Ray of its own."""
+"""Faults of a study with Ray Tune on its own Ray cluster."""
 ACTORS = {"supervisor": "ray::TrialSupervisor", "process host": "ray::ProcessHost"}
 EPOCHS = {False: 72, True: 36}
 """Epochs of the study in all, and of the one of gangs."""
@@ -87,12 +90,12 @@ PACKED = ["executor=packed"]
 
 
 def command(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """The study, run."""
+    """Start the study."""
     return python(folder, "-m", "study", "run", "faults.yaml", "--plain", *overrides)
 
 
 def python(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """A process of Python; what it prints is added to ``said``."""
+    """Start a Python process; its output is appended to the file ``said``."""
     with (folder / "said").open("ab") as said:
         return subprocess.Popen(
             [sys.executable, *words],
@@ -105,7 +108,7 @@ def python(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Wanted]:
-    """What comes out where nothing fails, in one process and in gangs."""
+    """Return the results of runs without faults, with one process per trial and with gangs."""
     states: dict[bool, Wanted] = {}
     for gang in (False, True):
         folder = tmp_path_factory.mktemp("undisturbed")
@@ -117,8 +120,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Wanted]:
 
 
 def family(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
-    """A command's descendants that live; Ray's processes are among them, whatever group they are
-    in."""
+    """Yield a command's living descendants, including Ray's processes in other process groups."""
     try:
         yield from psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -127,7 +129,7 @@ def family(process: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
 
 @contextmanager
 def small_storage(folder: Path) -> Iterator[None]:
-    """A file system of 4 MB for the studies in ``folder``."""
+    """Mount a file system of 4 MB for the studies in ``folder``."""
     storage = folder / "studies"
     storage.mkdir()
     with mounted(storage, size="4m"):
@@ -135,15 +137,18 @@ def small_storage(folder: Path) -> Iterator[None]:
 
 
 def fill(storage: Path) -> None:
-    """Leave no byte free."""
+    """Fill a file system completely."""
     with (storage / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
 
 
 def damage(fault: str, chance: random.Random, storage: Path) -> None:
-    """What a disk does to a file: other bytes in a line of the ledger, in a checkpoint or all over
-    MLflow's database; or that is gone."""
+    """Damage a file as a faulty disk would.
+
+    Changes bytes in a line of the ledger, in a checkpoint or in many places of MLflow's database,
+    or removes the database.
+    """
     if fault == "database":
         if chance.random() < 0.5:
             remove_database(storage.parent)
@@ -177,7 +182,7 @@ def rename_database(folder: Path) -> None:
 
 
 def study(folder: Path, *words: str) -> int:
-    """Another command about the study; its exit code."""
+    """Run another ``lns-study`` command; return its exit code."""
     done = subprocess.run(
         [sys.executable, "-m", "study", *words],
         cwd=folder,
@@ -191,7 +196,7 @@ def study(folder: Path, *words: str) -> int:
 def make(
     process: subprocess.Popen[bytes], fault: str, chance: random.Random, storage: Path, cluster: Any
 ) -> bool:
-    """Make the fault; False if what it wants to kill is not there now."""
+    """Inject the fault; return False if the process to kill does not exist now."""
     if fault in DAMAGE:
         end(process)
         damage(fault, chance, storage)
@@ -214,7 +219,7 @@ def make(
 
 
 def kill(process: subprocess.Popen[bytes], fault: str, chance: random.Random) -> bool:
-    """Kill what the fault names; False if there is no such process now."""
+    """Kill a process of the kind that the fault names; return False if none exists now."""
     if fault.startswith("driver"):
         process.kill()
         return True
@@ -243,7 +248,7 @@ def _is_actor(process: psutil.Process, title: str) -> bool:
 
 
 def _guards(process: psutil.Process) -> bool:
-    """Whether a process is the parent of the one that forks workers."""
+    """Return whether a process is the guard, the parent of the process that forks workers."""
     try:
         return "from trainers.workers.fork_server" in " ".join(process.cmdline()) and not _guards(
             process.parent()
@@ -253,8 +258,7 @@ def _guards(process: psutil.Process) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """No process of a command that was killed stays behind; Ray's own end by themselves, in their
-    time."""
+    """Kill a command and its descendants; Ray's processes get 20 s to end by themselves."""
     left = list(family(process))
     if process.poll() is None:
         process.kill()
@@ -273,7 +277,7 @@ def run_with_fault(
     cluster: Any,
     epochs: int,
 ) -> None:
-    """Give the command until it ends by itself; the fault is made before the last epochs."""
+    """Run the command until it finishes by itself; inject the fault before the last epochs."""
     faults, planned = 0, 2 if "twice" in fault else 1
     for _ in range(6):
         process = command(folder, f"tracking_uri={tracking}", *overrides)
@@ -302,28 +306,28 @@ def run_with_fault(
             return
         if code == 2 and fault == "ledger":
             repaired = study(folder, "doctor", "faults", "--repair", "--tracking-uri", tracking)
-            assert repaired in (0, 1)  # 1: what nobody knows is lost
-        if code in (1, 2) and fault == "database":  # as the command says, at its end or beginning
+            assert repaired in (0, 1)  # 1: some lines could not be recovered
+        if code in (1, 2) and fault == "database":  # as the command's message asks
             rename_database(folder)
     said = (folder / "said").read_text()
     raise AssertionError(f"{fault}: the command did not end by itself; it said\n{said}")
 
 
 def reports(folder: Path) -> int:
-    """Number of epochs in the ledger."""
+    """Return the number of epochs in the ledger."""
     path = folder / "studies" / "faults" / "ledger.jsonl"
     return path.read_bytes().count(b'"report"') if path.exists() else 0
 
 
 class Still:
-    """How long nothing of a command in ``folder`` has gone on."""
+    """Measures the time without progress of a command in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._size, self._since = -1, time.monotonic()
 
     def check(self) -> None:
-        """Fail once no event has entered the ledger for :data:`STILL_SECONDS`."""
+        """Fail if the ledger has not grown for :data:`STILL_SECONDS`."""
         path = self._folder / "studies" / "faults" / "ledger.jsonl"
         size = path.stat().st_size if path.exists() else 0
         if size != self._size:
@@ -336,7 +340,7 @@ class Still:
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
-    """Wait for a command's end, as long as its ledger grows; return its exit code."""
+    """Wait for a command's end while its ledger grows; return its exit code."""
     still = Still(folder)
     while (code := process.poll()) is None:
         still.check()
@@ -347,8 +351,10 @@ def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
 def wait_for_reports(
     folder: Path, process: subprocess.Popen[bytes], more: int, children: dict[int, psutil.Process]
 ) -> bool:
-    """Whether so many more epochs were reported before the command ended; notes its descendants on
-    the way."""
+    """Return whether the given number of epochs was reported before the command ended.
+
+    Records the command's descendants while waiting.
+    """
     still, begun = Still(folder), reports(folder)
     while process.poll() is None:
         children |= {child.pid: child for child in family(process)}
@@ -360,7 +366,7 @@ def wait_for_reports(
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The ledger's lines as they lie in the file, torn ones left out."""
+    """Return the ledger's lines in file order, without torn ones."""
     found = []
     for line in (
         (folder / "studies" / "faults" / "ledger.jsonl").read_text(errors="replace").splitlines()
@@ -373,7 +379,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take the seeds of the option, or one a fault."""
+    """Parametrize with the seeds of ``--seeds``, or with one seed per fault."""
     if "seed" in metafunc.fixturenames:
         faults = BY_RAY if metafunc.function is test_nothing_is_lost_on_ray else FAULTS
         given = metafunc.config.getoption("--seeds") or f"0-{len(faults) - 1}"
@@ -394,7 +400,7 @@ def test_nothing_is_lost_and_nothing_done_twice(
 
 
 def test_nothing_is_lost_on_ray(seed: int, tmp_path: Path, undisturbed: dict[bool, Wanted]) -> None:
-    """By Ray Tune: also the actor that supervises a trial, and the one with the processes, die."""
+    """With Ray Tune, also kill the actor that supervises a trial or the one with the processes."""
     disturb(
         tmp_path, BY_RAY[seed % len(BY_RAY)], random.Random(seed), ["engine=ray"], None, undisturbed
     )
@@ -408,7 +414,7 @@ def disturb(
     cluster: Any,
     undisturbed: dict[bool, Wanted],
 ) -> None:
-    """Run the study with a fault to its end, and check all of it."""
+    """Run the study with a fault to its end, and check ledger, weights and MLflow."""
     gang = fault == "rank" or (fault not in ("trial", "host") and chance.random() < 0.3)
     (folder / "faults.yaml").write_text(STUDY)
     overrides = [*(PACKED if fault == "host" else GANG if gang else []), *where]
@@ -420,8 +426,10 @@ def disturb(
 
 
 def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
-    """MLflow has all of it, once what it lacks was sent; of a damaged database, once that was
-    renamed."""
+    """Check that MLflow is complete after missing data were sent.
+
+    A damaged database is renamed first.
+    """
 
     def audited() -> list[int]:
         mended = [["reconcile"]] if fault in DAMAGE else []
@@ -437,8 +445,11 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
 
 
 def check(tmp_path: Path, fault: str, wanted: Wanted, *, lost: bool = False) -> None:
-    """Every trial has finished once, reported every epoch once, and its figures and weights are
-    those of an undisturbed run; some checkpoints may be ``lost``."""
+    """Check that every trial has finished once and has reported every epoch once.
+
+    Metrics and weights must equal those of a run without faults. With ``lost``, checkpoints may be
+    missing.
+    """
     state = fold(read_ledger(tmp_path / "studies" / "faults"))
     assert [trial.id for trial in state.trials] == [trial.id for trial in wanted[0].trials]
     found = weights(tmp_path / "studies" / "faults")

@@ -1,9 +1,10 @@
-"""A process of a study dies between any two writes of its ledger, each in turn, and the study loses
-nothing and repeats nothing.
+"""Kills processes of a study after each write to its ledger; the study must lose and repeat
+nothing.
 
-A study of two trials runs as a command, once for each write. Once that is on disk, and before
-anybody acts on it, the main process dies (whole, or with half of the next write on disk) or every
-trial's process does. Then the same command ends the study as if nothing had happened.
+A study of two trials runs as a command, once for each write. Right after that write, the main
+process is killed, or all processes of trials. In a variant, the main process is killed with half of
+the write on disk. Then the same command must finish the study with the same results as without
+faults.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ sys.exit(code)
 
 
 def command(folder: Path, victim: str, write: int) -> subprocess.Popen[bytes]:
-    """The study, whose victim dies after so many writes."""
+    """Start the study; ``victim`` is killed at the given write (0: never)."""
     return python(folder, "-c", RUN, victim, str(write))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Wanted, int]:
-    """What comes out where nothing dies, and the number of writes that it takes."""
+    """Return the results of a run without faults, and its number of writes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "faults.yaml").write_text(STUDY)
     assert wait(command(folder, "nobody", 0), folder) == 0
@@ -82,8 +83,8 @@ def test_who_dies_between_any_two_writes_costs_nothing(
     victim: str, tmp_path: Path, undisturbed: tuple[Wanted, int]
 ) -> None:
     wanted, writes = undisturbed
-    # plan, slots, both trials' beginning, their epochs and ends, and the study's: events that come
-    # together are written together, so their number differs from run to run
+    # Plan, slots, starts, epochs and ends of both trials, and the study's end. Events that occur
+    # together are written together, so the number of writes varies.
     assert writes >= 5
     for write in range(1, writes + 1):
         folder = tmp_path / str(write)

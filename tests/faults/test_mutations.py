@@ -1,6 +1,6 @@
-"""Files that somebody or something changed: each is refused with words, or read as it was meant.
+"""Randomly changed files: each is rejected with an error message, or read correctly.
 
-The ledger's mutations are in ``tests/study/manage/test_repair.py``.
+Mutations of the ledger are in ``tests/study/manage/test_repair.py``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ often = pytest.mark.parametrize(
 
 
 def places(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to every value of a tree."""
+    """Yield the path (keys and indices) of every value in a tree."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in entries:
         yield (*way, key)
@@ -103,7 +103,7 @@ def changed(tree: Any, changes: list[Change]) -> Any:
 
 
 def attempt(call: Callable[..., Any], *words: Any) -> tuple[Any, str]:
-    """Return what a call returns, and the text of its ``ValueError``, any other error is one."""
+    """Return a call's result, and the text of its ``ValueError`` or ""; other errors propagate."""
     try:
         return call(*words), ""
     except ValueError as error:
@@ -111,7 +111,7 @@ def attempt(call: Callable[..., Any], *words: Any) -> tuple[Any, str]:
 
 
 def repeated(examples: int, test: Callable[..., None], **given_: Any) -> None:
-    """Run a property on so many examples."""
+    """Test a property with the given number of examples."""
     settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))(
         given(**given_)(test)
     )()

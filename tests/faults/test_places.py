@@ -1,17 +1,18 @@
-"""A campaign of places: the folder of a running study is moved, copied, removed or unmounted at a
-random moment, and processes die as well.
+"""Moves, copies, removes or unmounts the folder of a running study at a random moment, and kills
+processes too.
 
-Every run is a real command line with eight slots, all of them in use, on this machine's own engine:
-processes, gangs, a process that trials share, or a network of the user's. The seed chooses what
-happens to the study's place, whether a process is killed (SIGKILL) before, with or after it, and
-the moments. A command whose study is gone must end by itself with exit code 1, say what was lost
-and what to do, and leave no process; then that is done, and the same command is given again: where
-the study is now, or where it was. Then every trial has finished once, with every epoch reported
-once and every figure as in a run that nobody disturbed; MLflow has all of it, and what another copy
-sent to it is as it was.
+Every run is a real command line that uses all of its eight slots with the local engine: processes,
+gangs, a process that trials share, or a user's network. The seed chooses the change of the folder,
+its moment, and whether a process is killed (SIGKILL) before, with or after it.
 
-The first seeds, one a change of place, are in the slow tier; ``python -m pytest
-tests/faults/test_places.py -m slow --seeds 20-39`` runs those.
+A command whose study is gone must end by itself with exit code 1, print what was lost and what to
+do, and leave no process. The test follows this advice and runs the same command again, in the
+study's new place or the old one. Then every trial must have finished once, with each epoch reported
+once and the same metrics as in a run without faults. MLflow must be complete, and data that another
+copy has sent must be unchanged.
+
+The slow tests run the first seeds, one per change of place; ``python -m pytest
+tests/faults/test_places.py -m slow --seeds 20-39`` runs other seeds.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from tests.study.launch.machines.hosts import weights
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LEFT_SECONDS = 30.0
-"""Longest time that a process may outlive the command that started it: where that was killed, what
-feeds MLflow sends what is left."""
+"""Maximum time for which a process may outlive its command, in seconds. After the command was
+killed, the process that writes to MLflow still sends its remaining data."""
 PLACES = (
     "moved to another storage",
     "moved with its working folder",
@@ -90,7 +91,7 @@ GONE = r"storage: \S*ledger\.jsonl: was removed, moved, unmounted or replaced wh
 
 
 def work_folder(folder: Path, kind: str) -> Path:
-    """A folder from which the study is run, with a network of the user's in kind ``own``."""
+    """Create a working folder with the study's file; kind ``own`` uses a user's network."""
     folder.mkdir(exist_ok=True)
     own = STUDY.replace("model: {hidden: [16]}", "model: {name: net.py:net}")
     (folder / "faults.yaml").write_text(own if kind == "own" else STUDY)
@@ -100,7 +101,7 @@ def work_folder(folder: Path, kind: str) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wanted]:
-    """What comes out where nothing happens, by kind of process."""
+    """Return the results of runs without faults, by kind of process."""
     found: dict[str, Wanted] = {}
     for kind, overrides in KINDS.items():
         folder = work_folder(tmp_path_factory.mktemp("undisturbed") / "work", kind)
@@ -112,17 +113,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Wanted]:
 
 @dataclass
 class Scene:
-    """A study that is run, where it is now, and what has happened to it.
+    """A running study: its current place and the changes to it.
 
     Attributes:
-        top: folder of all of it.
-        here: folder from which the study is run now.
-        place: what happens to the study's folder.
-        kind: what trains its trials.
-        chance: makes the choices.
-        lost: whether checkpoints are gone.
-        printed: number of characters printed before the command that runs.
-        children: descendants of that command.
+        top: folder of all files of the test.
+        here: current working folder of the study.
+        place: change of the study's folder, from :data:`PLACES`.
+        kind: kind of process that trains its trials, from :data:`KINDS`.
+        chance: random generator for all choices.
+        lost: whether checkpoints are lost.
+        printed: number of characters that earlier commands have printed.
+        children: descendants of the running command.
     """
 
     top: Path
@@ -140,26 +141,26 @@ class Scene:
 
     @property
     def folder(self) -> Path:
-        """The study's folder now."""
+        """Current folder of the study."""
         return self.here / "studies" / "faults"
 
     @property
     def mount_point(self) -> Path:
-        """Where a file system is mounted, if the place is one."""
+        """Mount point, for changes that unmount a file system."""
         return self.folder if self.place.endswith("own folder") else self.folder.parent
 
     @property
     def disk(self) -> Path | None:
-        """The folder that is mounted; None for a file system in memory."""
+        """Folder to bind-mount; None for a tmpfs."""
         return None if self.place.endswith("tmpfs") else self.top / "disk"
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Give the command."""
+        """Start the command."""
         self.printed, self.children = len(self._all_said()), {}
         return command(self.here, f"tracking_uri={self.tracking}", *KINDS[self.kind])
 
     def said(self) -> str:
-        """What the last command printed."""
+        """Return the output of the last command."""
         return self._all_said()[self.printed :]
 
     def _all_said(self) -> str:
@@ -167,14 +168,14 @@ class Scene:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for_a_moment(self, process: subprocess.Popen[bytes], faults: int) -> None:
-        """Wait for a moment at which to make the first of so many faults."""
+        """Wait until it is time for the first of the given number of faults."""
         most = EPOCHS[self.kind] - LAST - reports(self.here)
         more = self.chance.randrange(1, max(2, most // faults))
         assert wait_for_reports(self.here, process, more, self.children), self.said()
         time.sleep(self.chance.random() * 0.3)
 
     def ended(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for a command's end; return its exit code. It leaves no process."""
+        """Wait for a command's end, check that no process is left, and return the exit code."""
         try:
             code = wait(process, self.here)
             _, alive = psutil.wait_procs(list(self.children.values()), timeout=LEFT_SECONDS)
@@ -185,7 +186,7 @@ class Scene:
         return code
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
-        """End a command and all of its processes, whatever has happened."""
+        """Kill a command and all processes that it may have left."""
         end(process)
         for child in [*self.children.values(), *_naming(self.here)]:
             with suppress(psutil.NoSuchProcess):
@@ -199,7 +200,7 @@ def _described(process: psutil.Process) -> str:
 
 
 def _naming(folder: Path) -> list[psutil.Process]:
-    """Processes that name a folder in their command or work in it."""
+    """Return processes whose command line or working folder contains ``folder``."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -210,7 +211,7 @@ def _naming(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def storage_of(scene: Scene) -> Iterator[None]:
-    """The study's storage, unmounted at the end."""
+    """Mount the study's storage if the scene needs it; unmount it at the end."""
     if not scene.place.startswith("unmounted"):
         yield
         return
@@ -221,7 +222,7 @@ def storage_of(scene: Scene) -> Iterator[None]:
 
 
 def change(scene: Scene) -> None:
-    """Do to the study's place what is planned."""
+    """Apply the planned change to the study's folder."""
     there = scene.top / "there"
     if scene.place == "moved with its working folder":
         scene.here = scene.here.rename(there)
@@ -231,18 +232,18 @@ def change(scene: Scene) -> None:
     elif scene.place.startswith("copied"):
         (work_folder(there, scene.kind) / "studies").mkdir()
         words = ["cp", "-r", str(scene.folder), str(there / "studies")]
-        subprocess.run(words, capture_output=True, check=False)  # what goes away meanwhile is not
+        subprocess.run(words, capture_output=True, check=False)  # files may vanish meanwhile
     elif scene.place == "removed":
         until = time.monotonic() + 10
         while scene.folder.exists():  # processes write there
             shutil.rmtree(scene.folder, ignore_errors=True)
-            assert time.monotonic() < until, f"{scene.folder} is made anew again and again"
+            assert time.monotonic() < until, f"{scene.folder} is created again and again"
     else:
         unmount(scene.mount_point)
 
 
 def put_back(scene: Scene, code: int) -> None:
-    """Do what the command said, or what is to be done where it died before it could."""
+    """Follow the advice that the command printed, or the usual one if it was killed first."""
     said, there = scene.said(), scene.top / "there"
     if code != -9:
         assert code == 1, f"exit code {code}: {said}"
@@ -274,12 +275,12 @@ def put_back(scene: Scene, code: int) -> None:
 
 
 def stored(tracking: str) -> dict[str, list[Any]]:
-    """All that MLflow has of each run: its state, metrics, params and tags."""
+    """Return all rows of each MLflow run: its state, metrics, params and tags."""
     database = tracking.removeprefix("sqlite:///")
     found: dict[str, list[Any]] = {}
     with closing(sqlite3.connect(database)) as connection:
         if not connection.execute("SELECT name FROM sqlite_master").fetchall():
-            return {}  # whoever was to make it was killed before
+            return {}  # the process that creates it was killed first
         for table in ("runs", "metrics", "params", "tags"):
             cursor = connection.execute(f"SELECT * FROM {table}")
             place = [column[0] for column in cursor.description].index("run_uuid")
@@ -289,9 +290,10 @@ def stored(tracking: str) -> dict[str, list[Any]]:
 
 
 def run_beside(copy: Scene) -> None:
-    """Run a copy, once, to its end; what the original alone sent to MLflow stays as it was.
+    """Run a copy to its end, once; MLflow runs that only the original has sent must not change.
 
-    Runs that hold no more than the copy's ledger has may be either's: who goes on first keeps them.
+    A run with no more data than the copy's ledger could belong to either; the first study that
+    continues keeps it.
     """
     if (copy.here / "said").exists():
         return
@@ -312,7 +314,7 @@ def run_beside(copy: Scene) -> None:
 
 
 def make(scene: Scene, process: subprocess.Popen[bytes], fault: str) -> None:
-    """Make a fault: a process that is not there yet is waited for."""
+    """Inject a fault; wait for the process to kill if it does not exist yet."""
     if fault == "place":
         change(scene)
         return
@@ -321,8 +323,10 @@ def make(scene: Scene, process: subprocess.Popen[bytes], fault: str) -> None:
 
 
 def play(scene: Scene, faults: list[list[str]]) -> Scene | None:
-    """Give the command, make one fault after another, put back what they took away, and give the
-    command until it ends by itself; return the copy that was run, if there is one."""
+    """Run the command with one group of faults after another until it finishes by itself.
+
+    After each group, the study's folder is restored. Returns the copy that was run, or None.
+    """
     process: subprocess.Popen[bytes] | None = None
     beside: subprocess.Popen[bytes] | None = None
     copied, copy = scene.place.startswith("copied"), None
@@ -359,7 +363,7 @@ def play(scene: Scene, faults: list[list[str]]) -> Scene | None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take the seeds of the option, or one a place."""
+    """Parametrize with the seeds of ``--seeds``, or with one seed per change of place."""
     if "seed" in metafunc.fixturenames:
         given = metafunc.config.getoption("--seeds") or f"0-{len(PLACES) - 1}"
         first, _, last = given.partition("-")
@@ -367,7 +371,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def planned(chance: random.Random) -> list[list[str]]:
-    """Faults, one after another, some of them together."""
+    """Choose groups of faults; the faults of a group occur together."""
     killed = chance.choice(KILLS)
     return chance.choice(
         [

@@ -1,7 +1,7 @@
-"""A study of many trials on a real Slurm, stored in a real S3, while its parts die.
+"""A study of many trials on a real Slurm with a real S3 storage, with fault injection.
 
-``LNS_STUDY_SLURM=1000,30,1 python -m pytest tests/faults/test_slurm.py`` has a thousand trials, one
-fault every 30 seconds, and seed 1; see :mod:`tests.faults.slurm`.
+``LNS_STUDY_SLURM=1000,30,1 python -m pytest tests/faults/test_slurm.py`` runs 1,000 trials with one
+fault every 30 s and seed 1; see :mod:`tests.faults.slurm`.
 """
 
 from __future__ import annotations

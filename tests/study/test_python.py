@@ -446,7 +446,7 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
     found.tell(other, error=OSError("undecodable \udcff"))
     assert found.state.known[other.trial].error == "OSError: undecodable ?"
     assert "OSError: undecodable ?" in found.report().read_text()
-    with pytest.raises(UserError, match="is finished, and only a trial that was asked for"):
+    with pytest.raises(UserError, match=r"is finished, and tell\(\) takes each trial"):
         found.tell(suggestion, 0.1)
     with pytest.raises(UserError, match="no such study"):
         study.load("nothing", str(found.folder.parent))

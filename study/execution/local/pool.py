@@ -171,7 +171,7 @@ class Pool:
             self._tell(group, Message(GO if go else STOP, trial))
 
     def leave_after_epoch(self, trials: Iterable[str]) -> None:
-        """Have trials write a checkpoint after the epoch under way and end there."""
+        """Ask trials to write a checkpoint after their current epoch and then end."""
         for trial in trials:
             self._tell(self._trials[trial], Message(LEAVE, trial))
 
@@ -265,7 +265,7 @@ class Pool:
         return []
 
     def _join(self, group: _Group, ranks: Iterable[int], store: str = "") -> None:
-        """Have ranks meet in rank 0's store, in its memory, which it opens first."""
+        """Let the ranks rendezvous in rank 0's in-memory store, which rank 0 opens first."""
         values = {
             "workers": group.shape.processes,
             "address": "",

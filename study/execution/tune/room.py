@@ -60,7 +60,7 @@ class Room:
 
         A trial's placement group takes its CPUs a moment before Ray shows it, and a gang of Ray
         Train's is counted before Ray has placed it, so the estimate is the minimum over
-        :data:`LOOKS` polls. It begins anew when a node joins.
+        :data:`LOOKS` polls. It is reset when a node joins.
 
         Args:
             free: free CPUs and GPUs of each node.

@@ -58,7 +58,7 @@ def run_on_ray(
             if not session.renew():
                 raise UserError(
                     f"Ray: {error}, and joining it again fails; finished epochs are kept; the same"
-                    " command goes on once the cluster is back"
+                    " command continues once the cluster is back"
                 ) from None
             say("Ray is back.")
             hosts = make_hosts()

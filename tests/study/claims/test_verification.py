@@ -239,7 +239,7 @@ def test_a_record_that_is_no_json_is_refused(
     shutil.copytree(study_of(reproduced).folder, tmp_path / "mine-small")
     (tmp_path / "mine-small" / "report" / FILE).write_text("{")
     assert main(["report", "mine-small", "--verify", "--storage", str(tmp_path)]) == 2
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is not JSON" in capsys.readouterr().err
 
 
 def test_one_study_that_is_named_twice_is_refused(

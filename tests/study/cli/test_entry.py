@@ -309,9 +309,7 @@ def test_extend_rerun_and_doctor(folder: Path) -> None:
     assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
     done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert (
-        "1 trials go on from the last checkpoint of the same trial with fewer epochs" in done.stdout
-    )
+    assert "1 trials continue from the last checkpoint of the same trial with fewer" in done.stdout
     assert "a, seed 0: epoch 1/4" not in done.stdout
     assert "a, seed 0: epoch 3/4" in done.stdout
     extended = fold(read_ledger(folder / "studies" / "tiny")).trials

@@ -385,7 +385,7 @@ def test_a_cluster_that_asks_for_a_token_says_so_to_who_has_none(
         if way is env:
             assert done.stdout == "in\n", done.stderr
         else:
-            assert "asks for a token, and this process has none that it takes" in done.stderr
+            assert "asks for a token, and this process has no valid one" in done.stderr
             assert "RAY_AUTH_MODE=token" in done.stderr
         assert TOKEN not in done.stderr
         assert wrong not in done.stderr

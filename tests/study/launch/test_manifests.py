@@ -314,7 +314,7 @@ def test_the_printed_steps_to_aws_lead_from_a_checkout_to_a_launch(tmp_path: Pat
 def test_a_storage_that_dies_with_the_cluster_is_refused(package: Package) -> None:
     for storage in ("/package/studies", "/elsewhere"):
         study = load("tiny.yaml", [f"storage={storage}"])
-        with pytest.raises(UserError, match=r"must lie in a volume that outlives .*storage=/stud"):
+        with pytest.raises(UserError, match=r"must be in a volume that outlives .*storage=/stud"):
             manifest(package, study, CLUSTER / "rayjob.yaml")
 
 
@@ -327,7 +327,7 @@ def test_a_template_without_the_packages_volume_is_refused(
     pod.pop("volumes") if volumes is None else pod.update(volumes=volumes)
     (path := tmp_path / "own.yaml").write_text(yaml.safe_dump(template))
     study = load("tiny.yaml", ["storage=s3://bucket/studies"])
-    with pytest.raises(UserError, match=r"own.yaml: a pod has no volume 'package'"):
+    with pytest.raises(UserError, match=r"own.yaml: every pod must have a volume 'package'"):
         manifest(package, study, path)
 
 
@@ -339,7 +339,7 @@ def test_a_template_whose_cluster_asks_nobody_is_refused_unless_told(
     cluster = template["spec"]["rayClusterSpec"]
     cluster.pop("authOptions") if said is None else cluster.update(authOptions=said)
     (path := tmp_path / "own.yaml").write_text(yaml.safe_dump(template))
-    with pytest.raises(UserError, match=r"own.yaml: its Ray cluster asks nobody for a token"):
+    with pytest.raises(UserError, match=r"own.yaml: its Ray cluster must ask for a token"):
         manifest(package, load("tiny.yaml", ["storage=/studies"]), path)
     told = load("tiny.yaml", ["storage=/studies", "insecure=true"])
     assert manifest(package, told, path)[1]["spec"]["rayClusterSpec"].get("authOptions") == said

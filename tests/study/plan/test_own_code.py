@@ -235,7 +235,7 @@ def test_a_moved_file_goes_on_from_its_checkpoints(folder: Path) -> None:
     first, _ = run(folder, row)
     shutil.move(folder, folder.parent / "moved")
     outcome, said = run(folder.parent / "moved", row, "trial.epochs=2")
-    assert any("1 trials go on from the last checkpoint" in line for line in said), said
+    assert any("1 trials continue from the last checkpoint" in line for line in said), said
     trial = outcome.state.trials[0]
     assert trial.reports[1]["metrics"] == first.state.trials[0].reports[1]["metrics"]
     assert "source" in trial.reports[1]
@@ -331,7 +331,7 @@ def test_a_study_that_was_killed_ends_with_the_bits_of_one_that_was_not(folder: 
 def test_asking_after_the_code_has_changed_says_what_to_do(folder: Path) -> None:
     made = create(str(folder / "own.yaml"), storage=str(folder))
     (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))
-    with pytest.raises(UserError, match=r"not those that were planned: code .* call create\(\)"):
+    with pytest.raises(UserError, match=r"not in its plan: code .* call create\(\)"):
         made.ask()
     assert create(str(folder / "own.yaml"), storage=str(folder)).ask() is not None
 
@@ -343,7 +343,7 @@ def test_code_that_is_changed_back_is_planned_anew(folder: Path) -> None:
     (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))
     create(str(folder / "own.yaml"), storage=str(folder))
     (folder / "net.py").write_text(NETWORK)
-    with pytest.raises(UserError, match="not those that were planned"):
+    with pytest.raises(UserError, match="not in its plan"):
         first.ask()
     again = create(str(folder / "own.yaml"), storage=str(folder))
     assert [trial.id for trial in again.state.trials] == before

@@ -258,7 +258,7 @@ def test_a_study_ends_in_order_when_the_control_store_stays_silent(
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"its control store at {address} does not answer; waiting for it" in said
-    assert "the same command goes on once the cluster is back" in said
+    assert "the same command continues once the cluster is back" in said
     assert read_ledger(folder)[-1]["event"] == "ended"
 
 
