@@ -57,7 +57,8 @@ from lns_ops.nn.products.stepping import StepIn, StepOut
 from lns_ops.nn.simulate import simulate_, stop_
 from lns_ops.nn.successors import follow, successor
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import LNSTensor, decays, in_float32, in_format, integers, promotion, underflow
+from lns_ops.tensor import LNSTensor, in_float32, in_format, integers, promotion
+from lns_ops.tensor.limits import decays, underflow
 
 SCOPES = ("matmul", "everywhere")
 

@@ -27,9 +27,10 @@ from lns_ops._compat import (
 )
 from lns_ops.functional.library import cached_format
 from lns_ops.spec.format import LNSFormat, lns16
-from lns_ops.tensor import collectives, draws, fallback, foreach, integers, promotion, underflow
+from lns_ops.tensor import collectives, draws, fallback, foreach, integers, promotion
 from lns_ops.tensor.decoded import COMPARED, compares, is_decoded, rounds
 from lns_ops.tensor.dynamo import allow_in_graph
+from lns_ops.tensor.limits import underflow
 from lns_ops.tensor.registry import HANDLERS, PAIRS, REPLACEMENTS, VIEWS, parts_of
 
 _READS = {

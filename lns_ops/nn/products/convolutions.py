@@ -14,7 +14,8 @@ from lns_ops.functional import convolution as conv
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.nn.products.matrices import float_input, product_form
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import promotion, underflow
+from lns_ops.tensor import promotion
+from lns_ops.tensor.limits import underflow
 from lns_ops.tensor.ops import convolution as transposed
 
 

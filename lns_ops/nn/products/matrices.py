@@ -24,7 +24,8 @@ from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.nn.products.stepping import step_in, step_out
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor import in_float32, promotion, underflow
+from lns_ops.tensor import in_float32, promotion
+from lns_ops.tensor.limits import underflow
 
 
 def product_form(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:

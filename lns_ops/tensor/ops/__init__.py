@@ -16,11 +16,11 @@ from lns_ops.tensor.ops import (
     ordering,
     padding,
     pooling,
-    quotients,
     recurrent,
     reductions,
     structure,
 )
+from lns_ops.tensor.ops.products import quotients
 
 __all__ = [
     "activations",

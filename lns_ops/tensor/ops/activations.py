@@ -21,7 +21,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.indexed import lookup, power
-from lns_ops.tensor.decays import warn_of_factors
+from lns_ops.tensor.limits.decays import warn_of_factors
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 

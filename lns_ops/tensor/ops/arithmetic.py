@@ -17,11 +17,11 @@ from lns_ops.functional.elementwise import broadcast_shape
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import gradient_sums
-from lns_ops.tensor.decays import warn_of_average
+from lns_ops.tensor.limits.decays import warn_of_average
+from lns_ops.tensor.limits.underflow import warn_of_lost
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands, write
 from lns_ops.tensor.promotion import refuse_forward_mode
 from lns_ops.tensor.registry import PAIRS, aten, handles, replaces
-from lns_ops.tensor.underflow import warn_of_lost
 
 _BINARY: dict[str, Callable[[Tensor, Tensor, LNSFormat], Tensor]] = {
     "add": lns.add,

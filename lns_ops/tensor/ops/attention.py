@@ -38,10 +38,10 @@ from lns_ops import functional as lns
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import promotion
+from lns_ops.tensor.limits.underflow import warn_of_terms
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
 from lns_ops.tensor.ops.reductions import centred, dimensions
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
-from lns_ops.tensor.underflow import warn_of_terms
 
 _IN_FLOAT32 = "take it in float32, LNSTensor.from_float(x.to_float().softmax(dim), x.fmt)"
 

@@ -21,9 +21,9 @@ from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import index_sum
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.chains import OverCounts, are_chained
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.ordering import finite
+from lns_ops.tensor.ops.products.chains import OverCounts, are_chained
 from lns_ops.tensor.registry import aten, handles, replaces
 
 
@@ -363,7 +363,8 @@ def scatter_reduce(
     """Return ``torch.scatter_reduce``, of which the mean has a gradient of its own."""
     both = isinstance(input, LNSTensor) and isinstance(src, LNSTensor) and input.fmt == src.fmt
     if reduce == "mean" and both and are_chained(input, src):
-        return _ScatteredMean.apply(input, dim, index, src, include_self)  # type: ignore[no-untyped-call]
+        given = input, dim, index, src, include_self
+        return _ScatteredMean.apply(*given)  # type: ignore[no-untyped-call]
     with DisableTorchFunction():
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
 

@@ -35,9 +35,9 @@ from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
 from lns_ops.spec.reference import LONG_SUM
-from lns_ops.tensor.chains import are_chained, chain, slope
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
+from lns_ops.tensor.ops.products.chains import are_chained, chain, slope
 from lns_ops.tensor.registry import aten, handles, replaces
 
 

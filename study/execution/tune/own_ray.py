@@ -138,7 +138,7 @@ class OwnRay:
         )
 
     def close(self) -> None:
-        """End its processes and remove their files; an empty folder stays if a process lives on."""
+        """End its processes and remove their folder, which stays if one of them cannot be ended."""
         if self._end():
             shutil.rmtree(self._folder, ignore_errors=True)
         for name, value in self._before.items():

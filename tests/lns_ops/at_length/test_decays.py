@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lns_ops
 from lns_ops import LNSTensor, cuda
 from lns_ops.cuda import later
-from lns_ops.tensor import decays
+from lns_ops.tensor.limits import decays
 
 AVERAGES: dict[str, Callable[[LNSTensor, LNSTensor, float], object]] = {
     "number": lambda a, x, d: d * a + (1 - d) * x,

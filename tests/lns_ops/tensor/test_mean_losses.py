@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lns_ops
 from lns_ops import LNSTensor, convert_
-from lns_ops.tensor import underflow
+from lns_ops.tensor.limits import underflow
 from lns_ops.tensor.ops import losses
 
 TERMS = 1024

@@ -214,9 +214,9 @@ def test_a_rayjob_retries_ends_and_is_removed_as_the_guide_says() -> None:
     }
     guide = " ".join(GUIDE.split())
     for promise in (
-        "made anew up to three times (`backoffLimit`)",
-        "removes the cluster a minute after success and an hour after a failure, and the RayJob"
-        " a day after success; a failed one stays",
+        "created again up to three times (`backoffLimit`)",
+        "removes the cluster a minute after success and an hour after a failure. It removes the"
+        " RayJob a day after success; a failed one stays",
         "A job ends after seven days (`activeDeadlineSeconds`)",
     ):
         assert promise in guide
@@ -301,7 +301,7 @@ def test_the_printed_steps_to_kubernetes_lead_from_a_checkout_to_a_launch(tmp_pa
     assert images == ["REGISTRY/lns-study:0.1.0"] * 9
     assert (mine / "storage.yaml").read_text() == (CLUSTER / "storage.yaml").read_text()
     part = len(base64.b64decode(data["binaryData"][ARCHIVE])) / MOST_BYTES
-    (figure,) = re.findall(r"lns-study itself takes ([\d.]+) of it", GUIDE)
+    (figure,) = re.findall(r"of which lns-study itself takes ([\d.]+)\)", GUIDE)
     assert float(figure) == pytest.approx(part, abs=0.02)
 
 

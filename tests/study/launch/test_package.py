@@ -446,7 +446,7 @@ def test_kubernetes_counts_what_base64_stands_for(here: Path) -> None:
         return objects[0]["binaryData"][kuberay.ARCHIVE]
 
     room = kuberay.MOST_BYTES - len(base64.b64decode(content(0)))
-    assert room > kuberay.MOST_BYTES // 4  # for a study's own files
+    assert room > kuberay.MOST_BYTES // 5  # for a study's own files
     assert len(content(room - 4096)) > kuberay.MOST_BYTES
     with pytest.raises(UserError, match=r"is 10\d\d KiB, .* takes 1 MiB in a ConfigMap"):
         content(room)

@@ -313,7 +313,7 @@ def test_the_default_is_what_the_loss_reports_and_objectives_follow(tiny: Tiny) 
         ),
         (
             ["metric=validation/error", "trial.loss.name=mse"],
-            "loss.name=mse.*reports loss; use one",
+            "loss.name=mse.*reports loss; use for example",
         ),
         (["mode=max"], "mode=max with metric=validation/error: is better the lower"),
         (["mode=up"], "mode"),

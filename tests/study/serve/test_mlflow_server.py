@@ -115,7 +115,7 @@ def test_another_mlflow_is_refused_and_not_served_without_its_guard(tmp_path: Pa
         )
     assert done.returncode == 1
     assert (
-        "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: this MLflow"
+        "ARTIFACT_ROOT_ENV_VAR is _MLFLOW_SERVER_ARTIFACT_ROOT, not _ANOTHER_NAME: lns-study"
         in done.stderr
     )
 

@@ -85,7 +85,7 @@ NAME = "mlflow.team.example"
             ["--team", "--workers=1", "--tracking-uri=sqlite:////a/m.db", "--artifacts=file:///a"],
             ("--artifacts", "must not hold the database"),
         ),
-        (["--team", "--workers", "1"], (f"{PASSWORD}: is not set", "no default")),
+        (["--team", "--workers", "1"], (f"{PASSWORD}: is not set", "at least 12")),
         (["--workers", "2"], ("--workers", "add --team")),
         (["--host", "0.0.0.0"], ("--host", "add --team")),
     ],

@@ -420,7 +420,7 @@ def test_staleness_is_bounded_and_divergence_ends_the_trial(
         ({"device": "cuda"}, "device=cuda with sync.name=asynchronous"),
         (
             {"optimizer": OptimizerConfig(name="adam", lr=0.01), "sync": asynchronous(1)},
-            "optimizer.name=adam with sync.staleness=1: every replica's",
+            "optimizer.name=adam with sync.staleness=1: each replica's",
         ),
         ({"layout": Layout(pp=2, micro_batches=2), "workers": 4}, r"layout.pp=2"),
     ],

@@ -25,7 +25,7 @@ from torch import Tensor
 from lns_ops import functional as lns
 from lns_ops.cuda import later
 from lns_ops.spec.format import LNSFormat
-from lns_ops.tensor.underflow import is_real
+from lns_ops.tensor.limits.underflow import is_real
 
 SHARE = 0.25
 """The part of its value by which a moving average may stop short without a word."""

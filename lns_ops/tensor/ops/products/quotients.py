@@ -1,4 +1,4 @@
-"""Quotients and powers whose gradients are clamped once (:mod:`lns_ops.tensor.chains`).
+"""Quotients and powers whose gradients are clamped once, by :mod:`.chains`.
 
 torch's formulas store ``(a / b) / b`` and ``(1 / b) (1 / b)``, which underflow in narrow formats
 where the gradient does not: of ``10 / 2000`` with an incoming gradient of 1,000 it is -0.0025, and
@@ -18,9 +18,9 @@ from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
 from lns_ops.functional.indexed import power
 from lns_ops.tensor import promotion
-from lns_ops.tensor.chains import are_chained, slope
 from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
 from lns_ops.tensor.ops.arithmetic import binary, in_one_node
+from lns_ops.tensor.ops.products.chains import are_chained, slope
 from lns_ops.tensor.registry import PAIRS, aten, replaces
 
 
@@ -163,7 +163,8 @@ def _divided(function: Callable[..., Any]) -> Callable[..., Any]:
             if _are_numbers(input):
                 return _Inverse.apply(other, float(input))  # type: ignore[no-untyped-call]
             if _have_one_format(input, other):
-                return _Quotient.apply(*_in_one_format("div", input, other))  # type: ignore[no-untyped-call]
+                both = _in_one_format("div", input, other)
+                return _Quotient.apply(*both)  # type: ignore[no-untyped-call]
         return _torchs(function, input, other, **options)
 
     return divide

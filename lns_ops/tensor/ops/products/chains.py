@@ -34,7 +34,8 @@ class _Chain(torch.autograd.Function):
     ) -> LNSTensor:  # fmt: skip
         ctx.save_for_backward(*tensors)
         ctx.options = fmt, powers, number, over
-        factors = [(x.codes, p) for x, p in zip(tensors, powers, strict=True)]  # type: ignore[attr-defined]
+        codes: list[Any] = [x.codes for x in tensors]  # type: ignore[attr-defined]
+        factors = list(zip(codes, powers, strict=True))
         product = unclamped.product(factors, fmt, number, over)
         return LNSTensor(unclamped.packed(product, fmt), fmt)
 
@@ -58,8 +59,9 @@ def chain(factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1
     A zero factor makes it zero, also one of a negative power: callers refuse or mask those.
     """
     kept = [(x, p) for x, p in factors if p]
-    tensors, powers = [x for x, _ in kept], tuple(p for _, p in kept)
-    return _Chain.apply(fmt, powers, number, over, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    given = fmt, tuple(p for _, p in kept), number, over, *(x for x, _ in kept)
+    made: LNSTensor = _Chain.apply(*given)  # type: ignore[no-untyped-call]
+    return made
 
 
 def slope(

@@ -1,0 +1,1 @@
+"""Products, quotients and powers of LNSTensors whose gradients are clamped once."""
