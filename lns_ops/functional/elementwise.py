@@ -42,7 +42,7 @@ def broadcast_shape(x: torch.Size, y: torch.Size) -> Sequence[int]:
     return shape
 
 
-def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:
+def whole(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``x`` broadcast to ``shape`` and contiguous, as kernels want it.
 
     Repeating runs is several times faster than torch's copy.
@@ -65,7 +65,7 @@ def _binary(name: str) -> None:
         if x.shape != y.shape:
             shape = arrays.broadcast_shape(x.shape, y.shape)
             if math.prod(shape) > small.ELEMENTS:  # others broadcast as they go
-                x, y = _whole(x, shape), _whole(y, shape)
+                x, y = whole(x, shape), whole(y, shape)
         return torch.from_numpy(
             kernel(
                 x.contiguous().numpy(), y.contiguous().numpy(), cached_format(bits, fraction_bits)

@@ -2,27 +2,31 @@
 
 A product of LNS values is a sum of logarithms. Held in int32 it leaves no range, so
 ``g a / (b b)`` has the code of its exact value wherever that has one, though ``a / b / b`` may
-underflow. All of it is plain torch on integers, so every device has the same bits.
+underflow. All of it is plain torch on integers, so every device has the same bits; on a CPU one
+kernel takes products of up to three factors (:mod:`lns_ops.cpu.products`), with the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lns_ops.functional.elementwise import encode, number_code
+from lns_ops.cpu import products
+from lns_ops.functional.elementwise import encode, number_code, whole
 from lns_ops.functional.indexed import index_sum
+from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
 from lns_ops.functional.reductions import mean
 from lns_ops.spec.format import LNSFormat, logarithm
 
 _NOWHERE = -(1 << 26)
 """A logarithm below those of all products."""
-_FURTHEST = float(1 << 24)
-"""The largest magnitude of the logarithm of a power that is no integer."""
+_FURTHEST = 1 << 24
+"""The largest magnitude of the logarithm of a power."""
 
 
 class Unclamped(NamedTuple):
@@ -47,8 +51,9 @@ def unpacked(codes: Tensor, fmt: LNSFormat) -> Unclamped:
 
 def packed(x: Unclamped, fmt: LNSFormat) -> Tensor:
     """Return codes: clamped to the range, zero below it."""
-    field = (x.logs + fmt.bias).clamp_(0, fmt.field_mask).to(torch.int16) & x.alive
-    return field | (x.signs & fmt.sign_mask & (-field >> 15))
+    field = (x.logs + fmt.bias).clamp_(0, fmt.field_mask).to(torch.int16).bitwise_and_(x.alive)
+    nonzero = field.neg().bitwise_right_shift_(15).bitwise_and_(fmt.sign_mask)
+    return field.bitwise_or_(nonzero.bitwise_and_(x.signs))
 
 
 def raised(codes: Tensor, power: float, fmt: LNSFormat) -> Unclamped:
@@ -60,7 +65,7 @@ def raised(codes: Tensor, power: float, fmt: LNSFormat) -> Unclamped:
     logs, signs, alive = unpacked(codes, fmt)
     if power == 1:
         return Unclamped(logs, signs, alive)
-    if power == round(power):
+    if power == round(power) and abs(power) <= 512:  # which leaves no logarithm beyond _FURTHEST
         logs = logs * int(power)
     else:
         logs = (logs.double() * power).round_().clamp_(-_FURTHEST, _FURTHEST).int()
@@ -92,15 +97,91 @@ def scaled(x: Unclamped, number: float, over: float, fmt: LNSFormat) -> Unclampe
     return Unclamped(x.logs + log if log else x.logs, signs, x.alive)
 
 
-def product(
-    factors: Sequence[tuple[Tensor, float]], fmt: LNSFormat, number: float = 1.0, over: float = 1.0
+def _product(
+    factors: Sequence[Tensor], powers: Sequence[float], shift: int, negative: bool, bits: int,
+    fraction_bits: int,
+) -> Unclamped:  # fmt: skip
+    """Return codes raised to powers, multiplied, broadcast: the definition in torch's operations.
+
+    ``shift`` is added to the logarithms; if ``negative``, all signs turn.
+    """
+    fmt = cached_format(bits, fraction_bits)
+    made = [raised(codes, power, fmt) for codes, power in zip(factors, powers, strict=True)]
+    logs, signs, alive = reduce(times, made)
+    return Unclamped(logs + shift if shift else logs, ~signs if negative else signs, alive)
+
+
+def _codes(*arguments: Any) -> Tensor:
+    """Return the codes of :func:`_product`."""
+    return packed(_product(*arguments), cached_format(*arguments[-2:]))
+
+
+def _on_cpu(kernel: Any, otherwise: Any) -> Any:
+    """Return what calls a kernel, or for more factors than it takes, a function on tensors."""
+
+    def call(
+        factors: Sequence[Tensor], powers: Sequence[float], shift: int, negative: bool, bits: int,
+        fraction_bits: int,
+    ) -> Any:  # fmt: skip
+        if len(factors) > products.FACTORS:
+            return otherwise(factors, powers, shift, negative, bits, fraction_bits)
+        shape = torch.broadcast_shapes(*(x.shape for x in factors))
+        arrays = [whole(x, shape).contiguous().numpy() for x in factors]
+        fmt = cached_format(bits, fraction_bits)
+        found = kernel(arrays, powers, shift, negative, _FURTHEST, fmt)
+        if isinstance(found, tuple):
+            return tuple(torch.from_numpy(part) for part in found)
+        return torch.from_numpy(found)
+
+    return call
+
+
+def _fake(factors: Sequence[Tensor], *_: Any) -> Tensor:
+    return factors[0].new_empty(torch.broadcast_shapes(*(x.shape for x in factors)))
+
+
+def _fake_parts(factors: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    signs = _fake(factors)
+    return torch.empty_like(signs, dtype=torch.int32), signs, torch.empty_like(signs)
+
+
+_SIGNATURE = f"(Tensor[] factors, float[] powers, int shift, bool negative, {FORMAT})"
+define_operator(
+    "product", f"{_SIGNATURE} -> Tensor", _on_cpu(products.product, _codes), _fake, _codes
+)
+define_operator(
+    "product_parts", f"{_SIGNATURE} -> (Tensor, Tensor, Tensor)",
+    _on_cpu(products.product_parts, _product), _fake_parts, _product,
+)  # fmt: skip
+
+Factors = Sequence[tuple[Tensor, float]]
+"""Codes, and the powers that they are raised to."""
+
+
+def _arguments(factors: Factors, fmt: LNSFormat, number: float, over: float) -> tuple[Any, ...]:
+    """Return the arguments of the operators."""
+    shift = log_of(number, fmt) - log_of(over, fmt) if number != over else 0
+    codes, powers = [x for x, _ in factors], [float(p) for _, p in factors]
+    return codes, powers, shift, (number < 0) != (over < 0), fmt.bits, fmt.fraction_bits
+
+
+def product(factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1.0) -> Tensor:
+    """Return codes of ``number / over`` times codes raised to powers, broadcast, clamped once."""
+    codes = factors[0][0]
+    if number == 0:
+        return codes.new_zeros(torch.broadcast_shapes(*(x.shape for x, _ in factors)))
+    given = _arguments(factors, fmt, number, over)
+    return operators_for(codes).product(*given)  # type: ignore[no-any-return]
+
+
+def product_parts(
+    factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1.0
 ) -> Unclamped:
-    """Return ``number / over`` times codes raised to powers, broadcast."""
-    codes, power = factors[0]
-    result = raised(codes, power, fmt)
-    for codes, power in factors[1:]:
-        result = times(result, raised(codes, power, fmt))
-    return result if number == over else scaled(result, number, over, fmt)
+    """Return :func:`product`, not clamped."""
+    if number == 0:
+        return unpacked(product(factors, fmt, number), fmt)
+    given = _arguments(factors, fmt, number, over)
+    return Unclamped(*operators_for(factors[0][0]).product_parts(*given))
 
 
 def roomiest(fmt: LNSFormat) -> LNSFormat:
@@ -120,8 +201,8 @@ def total(x: Unclamped, dims: Sequence[int], fmt: LNSFormat) -> Unclamped:
             x if not dims else Unclamped(*(part.sum(list(dims), True).to(part.dtype) for part in x))
         )
     wide = roomiest(fmt)
-    peak = torch.where(x.alive != 0, x.logs, _NOWHERE).amax(tuple(dims), keepdim=True)
-    codes = packed(x._replace(logs=x.logs - peak + wide.max_log), wide)
+    peak = x.logs.masked_fill(x.alive == 0, _NOWHERE).amax(tuple(dims), keepdim=True)
+    codes = packed(x._replace(logs=x.logs + (wide.max_log - peak)), wide)
     logs, signs, alive = unpacked(mean(codes, dims, wide, keepdim=True), wide)
     return Unclamped(logs + (peak - wide.max_log) + log_of(terms, fmt), signs, alive)
 
@@ -175,6 +256,12 @@ def repeated(shape: Sequence[int], of: Sequence[int]) -> list[int]:
     return [d for d, n in enumerate(shape) if d < new or of[d - new] == 1 != n]
 
 
-def folded(x: Unclamped, shape: Sequence[int], fmt: LNSFormat) -> Tensor:
-    """Return codes ``shape``: sums over what it was repeated along."""
-    return packed(total(x, repeated(x.logs.shape, shape), fmt), fmt).reshape(tuple(shape))
+def folded(
+    factors: Factors, shape: Sequence[int], fmt: LNSFormat, number: float = 1.0, over: float = 1.0
+) -> Tensor:
+    """Return codes ``shape``: sums of :func:`product` over what it was repeated along."""
+    dims = repeated(torch.broadcast_shapes(*(x.shape for x, _ in factors)), shape)
+    if not dims:
+        return product(factors, fmt, number, over).reshape(tuple(shape))
+    found = total(product_parts(factors, fmt, number, over), dims, fmt)
+    return packed(found, fmt).reshape(tuple(shape))

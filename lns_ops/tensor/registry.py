@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lns_ops._compat import DisableTorchFunction
 from lns_ops.tensor.dynamo import allow_in_graph
 
 aten = torch.ops.aten
@@ -63,6 +64,12 @@ def replaces_untraced(*functions: Any) -> Callable[[_Handler], _Handler]:
         return replacement
 
     return register
+
+
+def torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call torch's own ``function``, whose operators then arrive at the handlers."""
+    with DisableTorchFunction():
+        return function(*args, **kwargs)
 
 
 @cache

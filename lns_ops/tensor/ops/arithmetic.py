@@ -179,9 +179,7 @@ class _Product(torch.autograd.Function):
         return tuple(found)
 
 
-def in_one_node(
-    function: type[torch.autograd.Function], *options: Any
-) -> Callable[[Any, Any], Any]:
+def in_one_node(function: Callable[..., Any], *options: Any) -> Callable[[Any, Any], Any]:
     """Return how to call a function of two LNSTensors; None for others, or where operators are
     watched: torch's own way tells what is wrong, and shows the operators."""
 
@@ -200,14 +198,14 @@ def in_one_node(
                 broadcast_shape(shape_x, shape_y)
             except ValueError:
                 return None
-        return function.apply(x, y, *options)
+        return function(x, y, *options)
 
     return apply
 
 
-PAIRS.update(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), in_one_node(_Sum, False)))
-PAIRS.update(dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), in_one_node(_Sum, True)))
-PAIRS.update(dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), in_one_node(_Product)))
+PAIRS.update(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), in_one_node(_Sum.apply, False)))
+PAIRS.update(dict.fromkeys((torch.sub, Tensor.sub, Tensor.__sub__), in_one_node(_Sum.apply, True)))
+PAIRS.update(dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), in_one_node(_Product.apply)))
 
 
 _PRIMITIVES = {getattr(torch.ops.prims, n).default: getattr(aten, n).Tensor for n in _BINARY}

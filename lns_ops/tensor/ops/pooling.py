@@ -2,7 +2,8 @@
 
 Gradients of maxima go to the position that was chosen, sums of several in the contract's order. An
 adaptive average is a product with a matrix of zeros and inverse counts along each dimension, so its
-gradient is one too. Counts are of any size, and sums are not stored before they are divided.
+gradient is one too. Counts are of any size, and sums are not stored before they are divided. The
+shares of overlapping windows are added in a format of a wider range, where there is one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import index_sum
 from lns_ops.functional.max_pool import max_pool2d
 from lns_ops.spec.format import LNSFormat
+from lns_ops.tensor.limits.underflow import is_real
 from lns_ops.tensor.lns_tensor import LNSTensor, in_format
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.registry import aten, handles, replaces
@@ -179,20 +181,24 @@ def _average(
 ) -> Tensor:  # fmt: skip
     """Return the sums of taps over the number of values at each position, clamped once.
 
-    Where the sum has left the range it is the mean of all taps times their number.
+    Where the sum has left the range it is the mean of all taps times their number. Whether it has
+    is looked at on a CPU only, because a GPU would be waited for.
     """
     counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-    mean = lns.mean(taps, [0], fmt)
     if not override and bool((counts == len(taps)).all()):
-        return mean
-    total, full = lns.sum(taps, [0], fmt), fmt.field_mask
+        return lns.mean(taps, [0], fmt)
+    total = lns.sum(taps, [0], fmt)
+    usual = _divided(total, x, positions, kernel, stride, padding, include_pad, override, fmt)
+    beyond = (total & fmt.field_mask) == fmt.field_mask
+    if taps.is_cpu and is_real(taps) and not bool(beyond.any()):
+        return usual
+    mean = lns.mean(taps, [0], fmt)
     wide = unclamped.scaled(unclamped.unpacked(mean, fmt), len(taps), 1, fmt)
     if override:
         wide = unclamped.scaled(wide, 1, float(override), fmt)
     else:
         wide = unclamped.over_counts(wide, counts.to(x.device), fmt)
-    usual = _divided(total, x, positions, kernel, stride, padding, include_pad, override, fmt)
-    return torch.where((total & full) == full, unclamped.packed(wide, fmt), usual)
+    return torch.where(beyond, unclamped.packed(wide, fmt), usual)
 
 
 @handles(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -225,17 +231,21 @@ def _avg_pool_backward(
     kernel, stride, padding, positions, _ = _pool_arguments(
         x, kernel, stride, padding, ceil_mode, dims
     )
+    overlap = any(step < width for step, width in zip(stride, kernel, strict=True))
+    codes, wide = grad.codes, unclamped.roomiest(fmt) if overlap else fmt
+    codes = unclamped.packed(unclamped.unpacked(codes, fmt), wide) if wide != fmt else codes
     share = _divided(
-        grad.codes, x.codes, positions, kernel, stride, padding, count_include_pad,
-        divisor_override, fmt,
+        codes, x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override,
+        wide,
     ).reshape(-1, 1, *positions)  # fmt: skip
-    if all(step >= width for step, width in zip(stride, kernel, strict=True)):
+    if not overlap:
         return LNSTensor(_spread(share, x.shape, kernel, stride, padding), fmt)
-    ones = torch.full((1, 1, *kernel), fmt.bias, dtype=torch.int16, device=share.device)
+    ones = torch.full((1, 1, *kernel), wide.bias, dtype=torch.int16, device=share.device)
     geometry = conv.Geometry(stride, padding, (1,) * dims)
-    return LNSTensor(
-        conv.input_gradient(share, ones, x.shape[-dims:], geometry, fmt).reshape(x.shape), fmt
-    )
+    total = conv.input_gradient(share, ones, x.shape[-dims:], geometry, wide).reshape(x.shape)
+    if wide != fmt:
+        total = unclamped.packed(unclamped.unpacked(total, wide), fmt)
+    return LNSTensor(total, fmt)
 
 
 def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -> Tensor:

@@ -30,7 +30,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops._compat import DisableTorchFunction, weight_norm
+from lns_ops._compat import weight_norm
 from lns_ops.functional import reductions
 from lns_ops.functional.accumulation import get_matmul_accumulation
 from lns_ops.spec.format import LNSFormat
@@ -38,7 +38,7 @@ from lns_ops.spec.reference import LONG_SUM
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.ops.arithmetic import binary
 from lns_ops.tensor.ops.products.chains import are_chained, chain, slope
-from lns_ops.tensor.registry import aten, handles, replaces
+from lns_ops.tensor.registry import aten, handles, replaces, torchs
 
 
 def dimensions(x: LNSTensor, dim: Any) -> list[int]:
@@ -287,11 +287,6 @@ class _Norm(torch.autograd.Function):
         return (steep * grad).masked_fill(zero, 0.0), None, None
 
 
-def _torchs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with DisableTorchFunction():
-        return function(*args, **kwargs)
-
-
 @replaces(torch.linalg.vector_norm)
 def vector_norm(
     x: LNSTensor,
@@ -304,7 +299,7 @@ def vector_norm(
 ) -> Any:
     """Return ``torch.linalg.vector_norm``."""
     if out is not None or ord == 0 or math.isinf(ord):
-        return _torchs(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype, out=out)
+        return torchs(torch.linalg.vector_norm, x, ord, dim, keepdim, dtype=dtype, out=out)
     dims = dimensions(x, dim)
     result: Tensor = _Norm.apply(x, float(ord), dims)  # type: ignore[no-untyped-call]
     return result if keepdim or not dims else result.squeeze(dims)
@@ -354,7 +349,7 @@ def norm(
 ) -> Any:
     """Return ``torch.norm`` or ``Tensor.norm``."""
     if p == "nuc":
-        return _torchs(torch.norm, input, p, dim, keepdim, out, dtype)
+        return torchs(torch.norm, input, p, dim, keepdim, out, dtype)
     return vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, out=out)
 
 
@@ -372,7 +367,7 @@ def linalg_norm(
     reduced = A.dim() if dim is None else len(dimensions(A, dim))
     if ord in (None, "fro") or reduced == 1:
         return vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, out=out)
-    return _torchs(torch.linalg.norm, A, ord, dim, keepdim, out=out, dtype=dtype)
+    return torchs(torch.linalg.norm, A, ord, dim, keepdim, out=out, dtype=dtype)
 
 
 @replaces(torch.linalg.matrix_norm)
@@ -383,7 +378,7 @@ def matrix_norm(
     """Return ``torch.linalg.matrix_norm``; norms other than Frobenius' are torch's."""
     if ord == "fro":
         return vector_norm(A, 2, dim, keepdim, out=out)
-    return _torchs(torch.linalg.matrix_norm, A, ord, dim, keepdim, out=out, dtype=dtype)
+    return torchs(torch.linalg.matrix_norm, A, ord, dim, keepdim, out=out, dtype=dtype)
 
 
 @replaces(F.normalize)
@@ -392,7 +387,7 @@ def normalize(
 ) -> Any:
     """Return ``x / max(norm, eps)``, with ``eps`` at least the format's smallest magnitude."""
     if out is not None:
-        return _torchs(F.normalize, input, p, dim, eps, out)
+        return torchs(F.normalize, input, p, dim, eps, out)
     return input / vector_norm(input, p, dim, True).clamp_min(max(eps, input.fmt.smallest))
 
 

@@ -6,7 +6,7 @@ as ``(a / b) / b``, may leave a narrow format's range although the gradient does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,36 +21,45 @@ Factors = Sequence[tuple[Tensor, float]]
 """Tensors and the powers that they are raised to."""
 
 
-class _Chain(torch.autograd.Function):
-    """The product ``number / over`` times tensors of one format raised to powers, broadcast.
+class Chain(torch.autograd.Function):
+    """A product: ``number / over`` times tensors of one format raised to powers, broadcast.
 
-    The derivative by a factor is a product of the same kind, so it has derivatives of every order.
+    ``made`` computes the result of the tensors. A tensor whose power is None is added to the
+    product. The derivative by a factor is a product of the same kind, so it has derivatives of
+    every order.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, fmt: LNSFormat, powers: tuple[float, ...], number: float, over: float,
-        *tensors: Tensor,
+        ctx: Any, made: Callable[..., LNSTensor], fmt: LNSFormat, powers: tuple[float | None, ...],
+        number: float, over: float, *tensors: Tensor,
     ) -> LNSTensor:  # fmt: skip
-        ctx.save_for_backward(*tensors)
-        ctx.options = fmt, powers, number, over
-        codes: list[Any] = [x.codes for x in tensors]  # type: ignore[attr-defined]
-        factors = list(zip(codes, powers, strict=True))
-        product = unclamped.product(factors, fmt, number, over)
-        return LNSTensor(unclamped.packed(product, fmt), fmt)
+        wanted = [
+            w and p is not None for w, p in zip(ctx.needs_input_grad[5:], powers, strict=True)
+        ]
+        used = [
+            p is not None and (any(wanted[:i] + wanted[i + 1 :]) or (wanted[i] and p != 1))
+            for i, p in enumerate(powers)
+        ]
+        ctx.save_for_backward(*(x if u else None for x, u in zip(tensors, used, strict=True)))
+        ctx.shapes, ctx.options = [x.shape for x in tensors], (fmt, powers, number, over)
+        return made(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         fmt, powers, number, over = ctx.options
-        factors = list(zip(ctx.saved_tensors, powers, strict=True))
         found: list[Tensor | None] = []
-        for i, (x, power) in enumerate(factors):
-            if not ctx.needs_input_grad[4 + i]:
+        factors = list(zip(ctx.saved_tensors, powers, strict=True))
+        for i, (power, shape) in enumerate(zip(powers, ctx.shapes, strict=True)):
+            if not ctx.needs_input_grad[5 + i]:
                 found.append(None)
-                continue
-            others = [(grad, 1.0), *factors[:i], (x, power - 1), *factors[i + 1 :]]
-            found.append(slope(others, fmt, x.shape, number * power, over))
-        return None, None, None, None, *found
+            elif power is None:
+                found.append(slope([(grad, 1.0)], fmt, shape))
+            else:
+                less = [(x, p - 1 if j == i else p) for j, (x, p) in enumerate(factors) if p]
+                others = [(x, p) for x, p in less if p]
+                found.append(slope([(grad, 1.0), *others], fmt, shape, number * power, over))
+        return None, None, None, None, None, *found
 
 
 def chain(factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1.0) -> LNSTensor:
@@ -58,10 +67,24 @@ def chain(factors: Factors, fmt: LNSFormat, number: float = 1.0, over: float = 1
 
     A zero factor makes it zero, also one of a negative power: callers refuse or mask those.
     """
-    kept = [(x, p) for x, p in factors if p]
-    given = fmt, tuple(p for _, p in kept), number, over, *(x for x, _ in kept)
-    made: LNSTensor = _Chain.apply(*given)  # type: ignore[no-untyped-call]
-    return made
+    powers = tuple(p for _, p in factors if p)
+
+    def made(*tensors: Any) -> LNSTensor:
+        codes = [(x.codes, p) for x, p in zip(tensors, powers, strict=True)]
+        return LNSTensor(unclamped.product(codes, fmt, number, over), fmt)
+
+    kept = [x for x, p in factors if p]
+    return chained(made, kept, powers, number, over)
+
+
+def chained(
+    made: Callable[..., LNSTensor], tensors: Sequence[Tensor], powers: tuple[float | None, ...],
+    number: float = 1.0, over: float = 1.0,
+) -> LNSTensor:  # fmt: skip
+    """Return ``made(*tensors)``, with the gradients of :class:`Chain`."""
+    fmt = tensors[0].fmt  # type: ignore[attr-defined]
+    found: LNSTensor = Chain.apply(made, fmt, powers, number, over, *tensors)  # type: ignore[no-untyped-call]
+    return found
 
 
 def slope(
@@ -77,8 +100,7 @@ def slope(
     if torch.is_grad_enabled():
         return chain([(grad, 1.0), *others], fmt, number, over)
     codes = [(x.codes, p) for x, p in ((grad, 1.0), *others)]  # type: ignore[attr-defined]
-    product = unclamped.product(codes, fmt, number, over)
-    return LNSTensor(unclamped.folded(product, shape, fmt), fmt)
+    return LNSTensor(unclamped.folded(codes, shape, fmt, number, over), fmt)
 
 
 class OverCounts(torch.autograd.Function):

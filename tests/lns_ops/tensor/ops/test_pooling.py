@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from lns_ops import LNSTensor, lns8, lns16
+from lns_ops import LNSTensor, lns8, lns12, lns16
 from lns_ops.functional import convolution as conv
 from lns_ops.tensor.ops import pooling
 
@@ -61,3 +61,31 @@ def test_they_are_no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError):
         gradient(LNSTensor.from_float(torch.randn(1, 2, 6, 6), lns16),
                  {"kernel_size": 3, "stride": 1})  # fmt: skip
+
+
+def test_an_average_of_fewer_values_at_the_border_is_one_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mean is taken too only where the sum has left the range."""
+    x = LNSTensor.from_float(torch.rand(1, 1, 9, 9) + 1, lns12)
+    expected = F.avg_pool2d(x.to_float(), 3, 1, 1, count_include_pad=False)
+    monkeypatch.setattr(pooling.lns, "mean", None)
+    found = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
+    assert ((found.to_float() - expected).abs() < 0.02 * expected).all()
+
+
+@pytest.mark.parametrize("options", [{"stride": 1, "padding": 2}, {"stride": 2, "padding": 1}])
+def test_shares_of_overlapping_windows_do_not_underflow(options: dict[str, Any]) -> None:
+    """Of a gradient of 2^-13 each of 25 windows has a share below 2^-16, and lns12 lost them."""
+    torch.manual_seed(0)
+    x = LNSTensor.from_float(torch.randn(1, 2, 40, 40), lns12).requires_grad_()
+    y = F.avg_pool2d(x, 5, **options, count_include_pad=False)
+    grad = LNSTensor.from_float(2**-13 * (1 + torch.rand(y.shape)), lns12)
+    y.backward(grad)
+    exact = x.detach().to_float().double().requires_grad_()
+    F.avg_pool2d(exact, 5, **options, count_include_pad=False).backward(grad.to_float().double())
+    found: Any = x.grad
+    kept = exact.grad.abs() > 2 * lns12.smallest
+    error = (found.to_float().double() - exact.grad)[kept].norm() / exact.grad[kept].norm()
+    assert kept.any()
+    assert error < 0.02
