@@ -206,6 +206,16 @@ def remove_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
                 module._forward_hooks_always_called.pop(key, None)
 
 
+def remove_loading_hooks(module: nn.Module, function: Any) -> None:
+    """Remove a function from those that a module calls before it loads a state.
+
+    A public handle would have to be kept, copied and pickled with the module (torch 2.13).
+    """
+    hooks = module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if getattr(hook, "hook", None) is function]:
+        del hooks[key]
+
+
 def active_replicas() -> DistributedDataParallel | None:
     """Return the DistributedDataParallel within whose forward pass this is called, if any.
 

@@ -34,6 +34,7 @@ from lns_ops import functional as lns
 from lns_ops.analysis.result import Analysis, Grid, LayerAnalysis, Values, decibels
 from lns_ops.formats import Logarithmic, NumberFormat, parse
 from lns_ops.nn import Filter, convert_, revert_
+from lns_ops.nn.simulate import refuse_lazy
 from lns_ops.optim import SGD
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
@@ -206,6 +207,8 @@ def _twice(
 
     The caller's generators stay as they are.
     """
+    for name, layer in model.named_modules():
+        refuse_lazy(name, layer)
     exact = revert_(copy.deepcopy(model))
     if any(p.dtype != torch.float32 for p in exact.parameters()):
         exact = exact.float()

@@ -126,6 +126,8 @@ class FloatFormat(NumberFormat):
         x = as_float32(x)
         if random is None and self.saturates and (found := self._by_kernel(x)) is not None:
             return found
+        if torch.compiler.is_compiling() and self.dtype in (torch.float16, torch.bfloat16):
+            return self._compiled(x if random is None else self._stochastic(x, random))
         out = super().quantize(x, random)
         return out.clone() if self.dtype == torch.float32 else out
 
@@ -150,7 +152,7 @@ class FloatFormat(NumberFormat):
     def _nearest(self, x: Tensor) -> Tensor:
         """Round to nearest, ties to even, by dropping mantissa bits.
 
-        It serves formats of float32's range without a dtype in torch.
+        It serves formats of float32's range without a dtype in torch; compiled code, bfloat16 too.
         """
         import torch
 
@@ -159,6 +161,20 @@ class FloatFormat(NumberFormat):
         drop, word = _MANTISSA - self.mantissa_bits, bit_view(x, torch.int32)
         rounded = word + ((1 << drop - 1) - 1) + (word >> drop & 1) & -(1 << drop)
         return torch.where(x.isfinite(), bit_view(rounded, torch.float32), x)
+
+    def _compiled(self, x: Tensor) -> Tensor:
+        """Round to nearest, ties to even, with the bits of torch's conversion to 16 bits and back.
+
+        Compiled code does without that pair of conversions where it computes in float32 before and
+        after them (torch 2.13), and so would not round.
+        """
+        if self.exponent_bits == 8:
+            return self._nearest(x)
+        step = self.step(x)
+        rounded = (x / step).round() * step
+        return rounded.where(rounded.abs() <= self.largest, x.sign() * float("inf")).where(
+            ~x.isnan(), x
+        )
 
     def _stochastic(self, x: Tensor, random: Tensor) -> Tensor:
         """Return one of the two neighbours in magnitude, at random.

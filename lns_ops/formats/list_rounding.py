@@ -1,7 +1,8 @@
 """Rounding to a list of values (:mod:`lns_ops.formats.tabulated`) in torch's operations.
 
 A list is kept on each device that it was used on: a CUDA graph cannot copy it there while it is
-captured, and for torch.compile it is a constant.
+captured. In compiled code an operator returns it: the constants that torch.compile knows must have
+names of their own, which they have not within an autograd function (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lns_ops.formats.bit_views import bit_view
+from lns_ops.functional.library import LIBRARY
 
 
 class Listed(Protocol):
@@ -27,6 +29,10 @@ class Listed(Protocol):
         """The arrays, a :class:`~lns_ops.formats.tabulated.Grid`."""
 
     @property
+    def name(self) -> str:
+        """The format's name."""
+
+    @property
     def storage(self) -> torch.dtype:
         """The dtype of codes."""
 
@@ -37,15 +43,38 @@ def _kept(fmt: Listed, name: str, device: torch.device) -> Tensor:
     return array.to(device, fmt.storage if name == "codes" else array.dtype)
 
 
+_compiled: dict[str, Listed] = {}
+"""The formats of compiled code, by a name of their own."""
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(fmt: Listed, name: str, device: torch.device) -> Tensor:
-    return _kept(fmt, name, device)
+def _key(fmt: Listed) -> str:
+    """Return a format's name in compiled code; of a file's list it has the values' digest."""
+    key = f"{fmt.name} {getattr(fmt, 'digest', '')}"
+    _compiled[key] = fmt
+    return key
 
 
-def kept(fmt: Listed, name: str, device: torch.device) -> Tensor:
-    """Return the array of a format's grid with this name, on a device."""
-    found: Tensor = _constant(fmt, name, device)
-    return found
+def _array(like: Tensor, key: str, name: str) -> Tensor:
+    return _kept(_compiled[key], name, like.device)
+
+
+def _fake_array(like: Tensor, key: str, name: str) -> Tensor:
+    fmt, array = _compiled[key], getattr(_compiled[key].grid, name)
+    dtype = fmt.storage if name == "codes" else torch.from_numpy(array[:0]).dtype
+    return like.new_empty(array.shape, dtype=dtype)
+
+
+LIBRARY.define("listed(Tensor like, str key, str name) -> Tensor")
+LIBRARY.impl("listed", _array, "CompositeExplicitAutograd")
+torch.library.register_fake("lns_ops::listed", _fake_array, lib=LIBRARY)
+
+
+def kept(fmt: Listed, name: str, like: Tensor) -> Tensor:
+    """Return the array of a format's grid with this name, on the device of ``like``."""
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        return torch.ops.lns_ops.listed(like, _key(fmt), name)  # type: ignore[no-any-return]
+    return _kept(fmt, name, like.device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -57,18 +86,18 @@ def _shift(fmt: Listed) -> int | None:
 def _nearest(fmt: Listed, x: Tensor) -> Tensor:
     shift = _shift(fmt)
     if shift is None:
-        thresholds = kept(fmt, "thresholds", x.device)
+        thresholds = kept(fmt, "thresholds", x)
         return torch.searchsorted(thresholds, x.contiguous(), right=True)
     cell = bit_view(x, torch.int32) >> shift & (1 << 32 - shift) - 1
-    place = kept(fmt, "cells", x.device)[cell]
-    return place + (x >= kept(fmt, "ends", x.device)[place])
+    place = kept(fmt, "cells", x)[cell]
+    return place + (x >= kept(fmt, "ends", x)[place])
 
 
 def index(fmt: Listed, x: Tensor, random: Tensor | None) -> Tensor:
     """Return the places in the list of float32 values rounded to nearest, or at random."""
     if random is None:
         return _nearest(fmt, x)
-    levels = kept(fmt, "levels", x.device)
+    levels = kept(fmt, "levels", x)
     place = _nearest(fmt, x)
     below = (place - (x < levels[place]).to(place.dtype)).clamp(0, len(levels) - 2)
     # In float64 the difference of two neighbours is exact enough and cannot overflow.

@@ -183,7 +183,7 @@ class Listed(NumberFormat):
         from lns_ops.formats.list_rounding import index, kept
 
         x = as_float32(x)
-        codes = kept(self, "codes", x.device)[index(self, x, random)]
+        codes = kept(self, "codes", x)[index(self, x, random)]
         if self.not_a_real:
             return Encoded(torch.where(x.isfinite(), codes, self._lowest))
         if x.device.type == "cpu" and bool(x.isnan().any()):
@@ -196,7 +196,7 @@ class Listed(NumberFormat):
         """Return the values of codes; that of Not a Real is a NaN."""
         from lns_ops.formats.list_rounding import kept
 
-        decoded = kept(self, "decoded", encoded.codes.device)
+        decoded = kept(self, "decoded", encoded.codes)
         return decoded[encoded.codes.long() - self._lowest]
 
     def quantize(self, x: Tensor, random: Tensor | None = None) -> Tensor:
@@ -206,7 +206,7 @@ class Listed(NumberFormat):
         from lns_ops.formats.list_rounding import index, kept
 
         x = as_float32(x)
-        found = kept(self, "levels", x.device)[index(self, x, random)]
+        found = kept(self, "levels", x)[index(self, x, random)]
         return torch.where(x.isfinite() if self.not_a_real else ~x.isnan(), found, torch.nan)
 
     @property

@@ -7,10 +7,9 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lns_ops.nn.layer_kinds import parameters_of
-from lns_ops.nn.simulate import layer_names
+from lns_ops.nn.simulate import layer_names, refuse_lazy
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor
 
@@ -91,11 +90,7 @@ def check(name: str, layer: nn.Module) -> None:
             f"layer {name or '(root)'!r}: is scripted, and takes no hook; convert the module before"
             " torch.jit.script, or leave the layer out with filter_fn"
         )
-    if any(is_lazy(p) for p in layer.parameters(recurse=False)):
-        raise ValueError(
-            f"layer {name or '(root)'!r} is a {type(layer).__name__} without parameters so far: run"
-            " a batch through the module first, which makes them"
-        )
+    refuse_lazy(name, layer)
 
 
 def check_ties(

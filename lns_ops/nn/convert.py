@@ -55,7 +55,7 @@ from lns_ops.nn.own_products import found_in
 from lns_ops.nn.products.context import look_for_others
 from lns_ops.nn.products.stepping import StepIn, StepOut
 from lns_ops.nn.simulate import simulate_, stop_
-from lns_ops.nn.successors import follow, successor
+from lns_ops.nn.successors import follow, forget_kinds, keep_kinds, successor
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import LNSTensor, in_float32, in_format, integers, promotion
 from lns_ops.tensor.limits import decays, underflow
@@ -329,6 +329,7 @@ def _convert_layers(
             _convert_everywhere(layer, picked, path, successors)
         conversion = Conversion(scope=scope, fmt=picked, name=path)
         layer.lns_conversion = conversion  # type: ignore[assignment]
+        keep_kinds(layer)
     return successors
 
 
@@ -395,6 +396,7 @@ def revert_(module: nn.Module) -> nn.Module:
     decoded: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         _unhook(layer)
+        forget_kinds(layer)
         original = original_class(type(layer))
         if original is not type(layer):
             layer.__class__ = original

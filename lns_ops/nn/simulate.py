@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lns_ops._compat import remove_forward_hooks, tree_map
 from lns_ops.formats import Accumulation, NumberFormat, parse
@@ -39,6 +40,7 @@ from lns_ops.nn.float8_linear import Float8Linear, real_format
 from lns_ops.nn.layer_kinds import has_own_forward, multiplies, without_nested_tensors
 from lns_ops.nn.products.rounded_sums import RoundedSumsLinear
 from lns_ops.nn.products.two_forms import in_two_forms
+from lns_ops.nn.successors import forget_kinds, keep_kinds
 from lns_ops.tensor import LNSTensor
 
 INITIAL_LOSS_SCALE = 2.0**16
@@ -133,6 +135,8 @@ class _Inputs:
     def __call__(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        for parameter in module.parameters(recurse=False):
+            _check_dtype(f"a {type(module).__name__}", parameter, self.simulation.format)
         named = {
             name: x if "mask" in name else tree_map(self.simulation.through, x)
             for name, x in kwargs.items()
@@ -148,6 +152,16 @@ class _Outputs:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return tree_map(self.simulation.through, output)
+
+
+def _check_dtype(layer: str, parameter: Tensor, fmt: NumberFormat) -> None:
+    """Refuse parameters of another float dtype, as after ``module.double()``."""
+    if parameter.is_floating_point() and parameter.dtype != torch.float32:
+        raise ValueError(
+            f"parameter of {layer} in simulated {fmt}: is {parameter.dtype}, and values on a"
+            " format's grid are kept as float32; call module.float(), in place of double(), half(),"
+            " bfloat16() or to(dtype)"
+        )
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -170,9 +184,14 @@ def layer_names(names: list[str]) -> str:
 
 
 def _chosen(
-    module: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None
+    module: nn.Module, fmt: NumberFormat, filter_fn: Callable[[nn.Module, str], bool] | None
 ) -> list[tuple[str, nn.Module]]:
-    """Return the layers that a filter chooses; refuse none, and those in a format already."""
+    """Return the layers that a filter chooses.
+
+    Raises:
+        ValueError: it chooses none, one in a format already, one without parameters so far, or one
+            whose parameters are no float32.
+    """
     owners = _owners(module)
     layers = [
         (name, layer) for name, layer in owners if filter_fn is None or filter_fn(layer, name)
@@ -187,7 +206,23 @@ def _chosen(
                 f"layer {name or '(root)'!r}: is in a number format already; convert a module once"
                 " (or lns_ops.revert_ it), or leave the layer out with filter_fn"
             )
+        refuse_lazy(name, layer)
+        for parameter in layer.parameters(recurse=False):
+            _check_dtype(f"layer {name or '(root)'!r}", parameter, fmt)
     return layers
+
+
+def refuse_lazy(name: str, layer: nn.Module) -> None:
+    """Refuse a layer that makes its parameters when it is called for the first time.
+
+    Raises:
+        ValueError: it has not been.
+    """
+    if any(is_lazy(p) for p in layer.parameters(recurse=False)):
+        raise ValueError(
+            f"layer {name or '(root)'!r} is a {type(layer).__name__} without parameters so far: run"
+            " a batch through the module first, which makes them"
+        )
 
 
 @torch.no_grad()
@@ -221,7 +256,7 @@ def simulate_(
     chosen_format = parse(fmt) if isinstance(fmt, str) else fmt
     chosen_gradient = chosen_format if gradient_format is None else gradient_format
     gradients = parse(chosen_gradient) if isinstance(chosen_gradient, str) else chosen_gradient
-    layers = _chosen(module, filter_fn)
+    layers = _chosen(module, chosen_format, filter_fn)
     if accumulation is not None:
         _refuse_other_products(layers)
     simulation = Simulation(
@@ -231,6 +266,8 @@ def simulate_(
         device = next((p.device for p in module.parameters()), None)
         module.register_buffer("loss_scale", torch.tensor(INITIAL_LOSS_SCALE, device=device))
         module.register_buffer("growth_tracker", torch.zeros((), dtype=torch.int32, device=device))
+    for each in (chosen_format, gradients):
+        each.quantize(torch.zeros(1, 1))  # computes its constants, which a compiler cannot trace
     for _, layer in layers:
         _attach(layer, simulation)
     without_nested_tensors(module)
@@ -262,6 +299,7 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
     elif type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
         layer.__class__ = Float8Linear
     layer.simulation = simulation  # type: ignore[assignment]
+    keep_kinds(layer)
 
 
 def _keeps_floats(layer: nn.Module) -> bool:
@@ -282,6 +320,7 @@ def stop_(module: nn.Module) -> nn.Module:
         if not hasattr(layer, "simulation"):
             continue
         remove_forward_hooks(layer, (_Inputs, _Outputs))
+        forget_kinds(layer)
         if type(layer) in (Float8Linear, RoundedSumsLinear):
             layer.__class__ = nn.Linear
         simulation: Any = layer.simulation

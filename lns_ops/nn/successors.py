@@ -1,7 +1,9 @@
 """Parameters that take the place of others when a module is converted or reverted.
 
 A parameter's format is part of its type, so a conversion makes new ones. They take over attributes
-and hooks, and the places of the old ones in containers that the module keeps.
+and hooks, and the places of the old ones in containers that the module keeps. What
+``load_state_dict(..., assign=True)`` puts in the place of a converted module's parameter becomes of
+its kind, as what is copied into it does.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lns_ops._compat import MODULE_TABLES, move_tensor_hooks
+from lns_ops._compat import MODULE_TABLES, move_tensor_hooks, remove_loading_hooks
 from lns_ops.nn import replicas
+from lns_ops.tensor import LNSTensor
 
 
 def successor(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -37,6 +40,34 @@ def _refuse_gradient(grad: Tensor) -> NoReturn:
         " trained in place of the network's own; convert tied layers in one call, and take"
         " parameters from the module after the conversion, as attributes or by module.parameters()"
     )
+
+
+def keep_kinds(layer: nn.Module) -> None:
+    """Have parameters that are assigned to a converted layer be in LNS or not, as those before."""
+    remove_loading_hooks(layer, _of_its_kind)
+    layer.register_load_state_dict_pre_hook(_of_its_kind)
+
+
+def forget_kinds(layer: nn.Module) -> None:
+    """Undo :func:`keep_kinds`."""
+    remove_loading_hooks(layer, _of_its_kind)
+
+
+def _of_its_kind(
+    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    """Encode or decode what is about to be assigned to parameters."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in layer.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        fmt, given = (x.fmt if isinstance(x, LNSTensor) else None for x in (parameter, value))
+        if fmt != given:
+            values = value.to_float() if isinstance(value, LNSTensor) else value
+            values = values.detach()
+            state[prefix + name] = values if fmt is None else LNSTensor.from_float(values, fmt)
 
 
 def follow(module: nn.Module, successors: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ def in_two_forms(function: type[torch.autograd.Function]) -> Callable[..., Tenso
         function.setup_context(ctx, inputs, output)
         return output
 
+    # torch.compile counts parameters to find out whether the first one is a context
+    own = list(signature(function.forward).parameters.values())
+    context = Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = Signature([context, *own])  # type: ignore[attr-defined]
     members = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
     quick = type(f"{function.__name__}WithContext", (torch.autograd.Function,), members)
 

@@ -386,11 +386,17 @@ def _source(name: str, x: Any, source: Any) -> LNSTensor:
         f"an LNSTensor in {t.fmt}" if isinstance(t, LNSTensor) else f"a {t.dtype} tensor"
         for t in (x, source)
     )
+    dtype = None if isinstance(source, LNSTensor) else source.dtype
+    if isinstance(x, LNSTensor) and dtype in (torch.float16, torch.bfloat16, torch.float64):
+        raise ValueError(
+            f"{name} of {target} to {kind}: LNS has formats in place of dtypes, so double(),"
+            " half(), bfloat16() and to(dtype) of a converted module are refused; leave the call"
+            " out, or turn the module back by lns_ops.revert_ first"
+        )
     raise ValueError(
         f"{name} of {target} to {kind}: memory changes hands between tensors of one format; convert"
         " first (LNSTensor.from_float(value, x.fmt), x.to_float()), or write values with"
-        " x.copy_(value); a module (module.half(), module.to(dtype)) is turned back by"
-        " lns_ops.revert_ first"
+        " x.copy_(value)"
     )
 
 
