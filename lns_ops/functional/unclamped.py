@@ -73,6 +73,14 @@ def raised(codes: Tensor, power: float, fmt: LNSFormat) -> Unclamped:
     return Unclamped(logs, signs, alive if power else torch.full_like(alive, -1))
 
 
+def raised_to_each(codes: Tensor, exponents: Tensor, fmt: LNSFormat) -> Unclamped:
+    """Return powers of codes by float64 exponents, broadcast; otherwise as :func:`raised`."""
+    x = unpacked(codes, fmt)
+    logs = (x.logs.double() * exponents).round_().clamp_(-_FURTHEST, _FURTHEST).int()
+    odd, ones = exponents.remainder(2) == 1, exponents == 0
+    return Unclamped(logs, torch.where(odd, x.signs, 0), torch.where(ones, -1, x.alive))
+
+
 def times(x: Unclamped, y: Unclamped) -> Unclamped:
     """Return the product, broadcast."""
     return Unclamped(x.logs + y.logs, x.signs ^ y.signs, x.alive & y.alive)
@@ -263,5 +271,21 @@ def folded(
     dims = repeated(torch.broadcast_shapes(*(x.shape for x, _ in factors)), shape)
     if not dims:
         return product(factors, fmt, number, over).reshape(tuple(shape))
-    found = total(product_parts(factors, fmt, number, over), dims, fmt)
-    return packed(found, fmt).reshape(tuple(shape))
+    return folded_parts(product_parts(factors, fmt, number, over), shape, fmt)
+
+
+def folded_parts(x: Unclamped, shape: Sequence[int], fmt: LNSFormat) -> Tensor:
+    """Return codes ``shape``: sums over what it was repeated along, clamped once."""
+    return packed(total(x, repeated(x.logs.shape, shape), fmt), fmt).reshape(tuple(shape))
+
+
+def widened(codes: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return codes of :func:`roomiest` with the same values."""
+    wide = roomiest(fmt)
+    return codes if wide == fmt else packed(unpacked(codes, fmt), wide)
+
+
+def narrowed(codes: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the values of codes of :func:`roomiest`, clamped to ``fmt``."""
+    wide = roomiest(fmt)
+    return codes if wide == fmt else packed(unpacked(codes, wide), fmt)

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops._compat import DisableTorchFunction
+from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import lookup, power
+from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor.limits.decays import warn_of_factors
+from lns_ops.tensor.limits.underflow import is_real
 from lns_ops.tensor.lns_tensor import LNSTensor, operands
 from lns_ops.tensor.registry import aten, handles, replaces, replaces_untraced
 
@@ -84,32 +87,52 @@ def _pow(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
     return LNSTensor(power(x.codes, exponent, x.fmt), x.fmt)
 
 
+def _check_powers(base: Tensor, exponent: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the codes of a power's base, those that have none made zero.
+
+    Raises:
+        ValueError: (on a CPU) a power has no finite real value.
+    """
+    base, exponent = torch.broadcast_tensors(base, exponent)
+    whole = exponent == exponent.round()
+    undefined = ((base < 0) & ~whole) | (((base & fmt.field_mask) == 0) & (exponent < 0))
+    if not undefined.is_cuda and is_real(undefined):
+        if undefined.any():
+            raise ValueError(
+                "pow of a negative number to no whole power, or of zero to a negative one: LNS has"
+                " no NaN; clamp or mask first"
+            )
+        return base
+    one = torch.full_like(undefined, fmt.bias, dtype=torch.int16)
+    lns.div(one, one.masked_fill(undefined, 0), fmt)  # counted on a GPU, raises in compiled code
+    return torch.where(undefined, 0, base)
+
+
+def power_parts(base: Tensor, exponent: Tensor, fmt: LNSFormat) -> unclamped.Unclamped:
+    """Return codes to the power of float64 exponents: not clamped, the logarithm rounded half to
+    even."""
+    return unclamped.raised_to_each(_check_powers(base, exponent, fmt), exponent, fmt)
+
+
+def exponents_of(y: Any, fmt: LNSFormat, device: torch.device) -> Tensor:
+    """Return exponents in float64: whole numbers are exact, others those of the format."""
+    if isinstance(y, Tensor) and not isinstance(y, LNSTensor) and not y.is_floating_point():
+        return y.to(device, torch.float64)
+    one = LNSTensor(torch.full((), fmt.bias, dtype=torch.int16, device=device), fmt)
+    _, codes, _ = operands("pow", one, y)
+    return lns.decode(codes, fmt, torch.float64).to(device)
+
+
 @handles(aten.pow.Tensor_Tensor)
-def _pow_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
+def power_of_each(func: Any, x: Any, y: Any) -> LNSTensor:
     """Return ``x^y``: log x times the value of y, in float64, rounded half to even."""
-    x_codes, y_codes, fmt = operands("pow", x, y)
-    base, exponent = torch.broadcast_tensors(
-        x_codes, lns.decode(y_codes, fmt, torch.float64).to(x_codes.device)
-    )
-    field, whole = base & fmt.field_mask, exponent == exponent.round()
-    undefined = ((base < 0) & ~whole) | ((field == 0) & (exponent < 0))
-    if not undefined.is_cuda and undefined.any():
-        raise ValueError(
-            "pow of a negative number to no whole power, or of zero to a negative one: LNS has no"
-            " NaN; clamp or mask first"
-        )
-    log = ((field.double() - fmt.bias) * exponent).round().clamp(-(2.0**20), 2.0**20).long()
-    magnitude = torch.where(log < fmt.min_log, 0, log.clamp(max=fmt.max_log) + fmt.bias)
-    magnitude = torch.where(field == 0, torch.where(exponent == 0, fmt.bias, 0), magnitude)
-    odd = (base < 0) & (exponent.remainder(2) == 1) & (magnitude > 0)
-    result = torch.where(odd, magnitude | fmt.sign_mask, magnitude).to(torch.int16)
-    if undefined.is_cuda:  # a division by zero is counted there
-        one = torch.full_like(result, fmt.bias)
-        result = (
-            lns.select(undefined, torch.zeros_like(result), result) if undefined.numel() else result
-        )
-        lns.div(one, lns.select(undefined, torch.zeros_like(one), one), fmt)
-    return LNSTensor(result, fmt)
+    if isinstance(y, LNSTensor):
+        codes, _, fmt = operands("pow", x, y)
+        codes = codes.to(y.codes.device)
+    else:
+        codes, fmt = x.codes, x.fmt
+    parts = power_parts(codes, exponents_of(y, fmt, codes.device), fmt)
+    return LNSTensor(unclamped.packed(parts, fmt), fmt)
 
 
 @handles(aten.pow_.Scalar)
@@ -120,7 +143,7 @@ def _pow_in_place(func: Any, x: LNSTensor, exponent: float) -> LNSTensor:
 
 @handles(aten.pow_.Tensor)
 def _pow_of_each_in_place(func: Any, x: Tensor, exponents: Any) -> Tensor:
-    return x.copy_(_pow_of_each(func, x, exponents))
+    return x.copy_(power_of_each(func, x, exponents))
 
 
 @replaces_untraced(torch.rrelu_)

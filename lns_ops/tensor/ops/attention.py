@@ -15,9 +15,10 @@ is zero as well.
 
 The gradient is ``p (g - sum(g p))``, with the mean of g subtracted twice: the rounded p add up to
 one within some half-ulps only, which is more than is left where one p is nearly one, or where the g
-have a mean of their own. The gradient of ``logsumexp`` is the softmax of its argument: torch's
-formula, ``exp(x - result)``, would take the rounding of the result for a factor, at a result of
-1,000 in lns16 up to e^2.7.
+have a mean of their own. On the way it is in a format of a wider range, if there is one: of 1,000
+classes g p is below lns12's range where sum(g p) is not. The gradient of ``logsumexp`` is the
+softmax of its argument: torch's formula, ``exp(x - result)``, would take the rounding of the result
+for a factor, at a result of 1,000 in lns16 up to e^2.7.
 
 Over more scores than the format's largest number (64,830 in lns12, 235 in lns8) the sum can
 saturate, and the weights add up to more than one: that warns.
@@ -35,6 +36,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lns_ops import functional as lns
+from lns_ops.functional import unclamped
 from lns_ops.functional.indexed import lookup
 from lns_ops.spec.format import LNSFormat
 from lns_ops.tensor import promotion
@@ -84,13 +86,17 @@ class _LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: LNSTensor, dims: list[int]) -> LNSTensor:
         ctx.save_for_backward(x)
-        ctx.dims = dims
+        ctx.dims, ctx.fmt = dims, x.fmt
         return _logsumexp(None, x, dims, keepdim=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return grad * _softmax_over(x, ctx.dims), None
+        (x,), fmt = ctx.saved_tensors, ctx.fmt
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            return grad * _softmax_over(x, ctx.dims), None
+        _, exponentials, total = _exponentials(x.codes, ctx.dims, fmt)
+        factors = [(gradient(grad, fmt).codes, 1.0), (exponentials, 1.0), (total, -1.0)]
+        return LNSTensor(unclamped.product(factors, fmt), fmt), None
 
 
 def _softmax_over(x: Tensor, dims: list[int]) -> Tensor:
@@ -122,9 +128,10 @@ def _softmax_backward(func: Any, grad: LNSTensor, y: LNSTensor, dim: int, dtype:
     g, p, fmt = operands("softmax", grad, y)
     if not y.dim():
         return LNSTensor(torch.zeros_like(g), fmt)
+    g, p, wide = unclamped.widened(g, fmt), unclamped.widened(p, fmt), unclamped.roomiest(fmt)
     for _ in range(2):
-        g = lns.sub(g, lns.sum(lns.mul(g, p, fmt), [dim], fmt, keepdim=True), fmt)
-    return LNSTensor(lns.mul(p, g, fmt), fmt)
+        g = lns.sub(g, lns.sum(lns.mul(g, p, wide), [dim], wide, keepdim=True), wide)
+    return LNSTensor(unclamped.narrowed(lns.mul(p, g, wide), fmt), fmt)
 
 
 class _MaskedSoftmax(torch.autograd.Function):

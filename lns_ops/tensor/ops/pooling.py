@@ -232,8 +232,9 @@ def _avg_pool_backward(
         x, kernel, stride, padding, ceil_mode, dims
     )
     overlap = any(step < width for step, width in zip(stride, kernel, strict=True))
-    codes, wide = grad.codes, unclamped.roomiest(fmt) if overlap else fmt
-    codes = unclamped.packed(unclamped.unpacked(codes, fmt), wide) if wide != fmt else codes
+    codes, wide = grad.codes, fmt
+    if overlap:
+        codes, wide = unclamped.widened(codes, fmt), unclamped.roomiest(fmt)
     share = _divided(
         codes, x.codes, positions, kernel, stride, padding, count_include_pad, divisor_override,
         wide,
@@ -243,9 +244,7 @@ def _avg_pool_backward(
     ones = torch.full((1, 1, *kernel), wide.bias, dtype=torch.int16, device=share.device)
     geometry = conv.Geometry(stride, padding, (1,) * dims)
     total = conv.input_gradient(share, ones, x.shape[-dims:], geometry, wide).reshape(x.shape)
-    if wide != fmt:
-        total = unclamped.packed(unclamped.unpacked(total, wide), fmt)
-    return LNSTensor(total, fmt)
+    return LNSTensor(unclamped.narrowed(total, fmt), fmt)
 
 
 def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -> Tensor:

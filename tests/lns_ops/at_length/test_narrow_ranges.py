@@ -52,6 +52,18 @@ def errors(
     return far(result, truth), gradients
 
 
+def in_place(*functions: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return a function that applies others in place, to a copy of its first argument."""
+
+    def composed(x: Tensor, *others: Tensor) -> Tensor:
+        y = x * 1
+        for function in functions:
+            assert function(y, *others) is y
+        return y
+
+    return composed
+
+
 LARGE, GRADIENT = uniform(500, low=500, high=2500), uniform(500, low=100, high=1000, seed=1)
 
 GRADIENTS: dict[str, tuple[Callable[..., Any], list[Tensor], Tensor]] = {
@@ -71,6 +83,35 @@ GRADIENTS: dict[str, tuple[Callable[..., Any], list[Tensor], Tensor]] = {
         lambda x, y, z: x.addcdiv(y, z, value=0.01), [uniform(500), uniform(500, high=100), LARGE],
         GRADIENT * 20,
     ),
+    "power of each": (
+        torch.pow, [uniform(500, low=0.05, high=0.2) / 20, uniform(500, low=3, high=4)],
+        GRADIENT * 20,
+    ),
+    "power of each, summed": (
+        torch.pow, [uniform(500, 1, low=0.1, high=3), uniform(3, low=0.5, high=2, seed=1)],
+        uniform(500, 3),
+    ),
+    "number to the power": (
+        lambda x: 0.1**x, [uniform(500, low=3.5, high=4.5)], GRADIENT * 20,
+    ),
+    "exp2": (torch.exp2, [uniform(500, low=-15, high=-12)], GRADIENT * 20),
+    "log2": (torch.log2, [uniform(500, low=1.1, high=1.5) * 2**-16], uniform(500)),
+    "log10": (torch.log10, [uniform(500, low=30_000, high=60_000)], GRADIENT * 20),
+    "logsumexp": (lambda x: torch.logsumexp(x, -1), [normal(4, 2000)], torch.tensor(1000.0)),
+    "div_": (in_place(Tensor.div_), [uniform(500, high=10), LARGE], GRADIENT),
+    "/=": (in_place(Tensor.__itruediv__), [uniform(500, high=10), LARGE], GRADIENT),
+    "/= *= /=": (
+        in_place(Tensor.div_, Tensor.mul_, Tensor.div_), [uniform(500, high=10), LARGE], GRADIENT,
+    ),
+    "reciprocal_": (in_place(Tensor.reciprocal_), [LARGE], GRADIENT),
+    "rsqrt_": (in_place(Tensor.rsqrt_), [LARGE * 10], GRADIENT),
+    "pow_": (
+        in_place(lambda x: x.pow_(4)), [uniform(500, low=0.1, high=0.2) / 20], GRADIENT * 20,
+    ),
+    "addcdiv_": (
+        in_place(lambda x, y, z: x.addcdiv_(y, z, value=0.01)),
+        [uniform(500), uniform(500, high=100), LARGE], GRADIENT * 20,
+    ),
 }  # fmt: skip
 
 
@@ -87,6 +128,81 @@ def test_a_quotients_gradient() -> None:
     (a / b).backward(encoded(torch.tensor([1000.0]), "lns12"))
     assert b.grad is not None
     assert float(b.grad.to_float()) == pytest.approx(-0.0025, rel=0.02)
+
+
+def test_softmax_of_many_classes() -> None:
+    """Of 999 classes p g is below the range, and was lost; the sum of p g is 0.01."""
+    scores, grad = torch.zeros(4, 1000), torch.full((4, 1000), 0.02)
+    scores[:, 0], grad[:, 0] = 7.0, 0.0
+    kept = torch.ones(4, 1000, dtype=torch.bool)
+    for function in (
+        lambda x: F.softmax(x, -1),
+        lambda x: F.scaled_dot_product_attention(
+            x[:, None], torch.eye(1000) + 0 * x[:1], torch.eye(1000), kept[:, None], scale=1.0
+        ),
+    ):
+        x = encoded(scores, "lns12").requires_grad_()
+        exact = values(x.detach()).requires_grad_()
+        function(x).backward(encoded(grad.reshape(function(x).shape), "lns12"))
+        exact.softmax(-1).backward(grad.double())
+        assert x.grad is not None
+        assert exact.grad is not None
+        error = values(x.grad)[:, 0] / exact.grad[:, 0] - 1
+        assert error.abs().max() < 0.05
+
+
+def test_exponents_that_are_whole_numbers_are_exact() -> None:
+    x = encoded(torch.tensor([-2.0, 2.0, 0.0]), "lns16").requires_grad_()
+    y = x ** torch.tensor([3, 2, 2])
+    y.backward(encoded(torch.ones(3), "lns16"))
+    assert x.grad is not None
+    assert y.tolist() == [-8.0, 4.0, 0.0]
+    torch.testing.assert_close(x.grad.to_float(), torch.tensor([12.0, 4.0, 0.0]), rtol=0.01, atol=0)
+
+
+def test_gradients_of_powers_at_zero_are_torchs() -> None:
+    exact = [torch.tensor([0.0, 0.0, 0.0, 2.0]), torch.tensor([2.0, 1.0, 0.0, 0.0])]
+    inputs = [encoded(x, "lns16").requires_grad_() for x in exact]
+    torch.pow(*inputs).backward(encoded(torch.ones(4), "lns16"))
+    exact = [x.requires_grad_() for x in exact]
+    torch.pow(*exact).backward(torch.ones(4))
+    for x, y in zip(inputs, exact, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        torch.testing.assert_close(x.grad.to_float(), y.grad, rtol=0.01, atol=0)
+    root = encoded(torch.zeros(1), "lns16").requires_grad_()
+    with pytest.raises(ValueError, match="zero to a negative"):
+        (root ** encoded(torch.full((1,), 0.5), "lns16")).backward(encoded(torch.ones(1), "lns16"))
+
+
+def test_second_derivatives_of_powers() -> None:
+    def slopes(x: Tensor, y: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad((x**y + 2**x + x.log2()).sum(), [x, y], create_graph=True)
+        return list(torch.autograd.grad((found[0] * 2 + found[1]).sum(), [x, y]))
+
+    x, y = uniform(50, low=1, high=3), uniform(50, low=1, high=3, seed=1)
+    got = slopes(*(encoded(t, "lns16").requires_grad_() for t in (x, y)))
+    want = slopes(*(t.double().requires_grad_() for t in (x, y)))
+    for a, b in zip(got, want, strict=True):
+        assert float((values(a) - b).norm() / b.norm()) < 0.03
+
+
+def test_compiled_in_place_and_powers_have_the_same_bits() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2
+        z /= y
+        z.pow_(2)
+        return (z**y) * 0.5**y
+
+    def results(function: Callable[..., Tensor]) -> list[Tensor]:
+        inputs = [uniform(50, low=1, high=3, seed=seed) for seed in (0, 1)]
+        x, y = (encoded(values, "lns12").requires_grad_() for values in inputs)
+        result = function(x, y)
+        return [result, *torch.autograd.grad(result.sum(), [x, y])]
+
+    expected = results(function)
+    for a, b in zip(results(torch.compile(function, backend="aot_eager")), expected, strict=True):
+        assert torch.equal(a.codes, b.codes)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fmt", ["lns16", "lns12", "lns(16,10)"])

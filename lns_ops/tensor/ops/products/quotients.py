@@ -3,11 +3,12 @@
 torch's formulas store ``(a / b) / b`` and ``(1 / b) (1 / b)``, which underflow in narrow formats
 where the gradient does not: of ``10 / 2000`` with an incoming gradient of 1,000 it is -0.0025, and
 ``10 / 2000 / 2000`` is zero in lns12. Products are exact, so where nothing leaves the range these
-are the bits of torch's formulas.
+are the bits of torch's formulas. Functions in place write the result of those out of place.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from lns_ops import functional as lns
-from lns_ops.functional.indexed import power
+from lns_ops.functional import unclamped
+from lns_ops.functional.indexed import lookup, power
 from lns_ops.tensor import promotion
-from lns_ops.tensor.lns_tensor import LNSTensor, operands
+from lns_ops.tensor.lns_tensor import LNSTensor, gradient, operands
+from lns_ops.tensor.ops.activations import exponents_of, power_of_each, power_parts
 from lns_ops.tensor.ops.arithmetic import binary, in_one_node
 from lns_ops.tensor.ops.products.chains import Chain, are_chained, chained, slope
 from lns_ops.tensor.registry import PAIRS, aten, replaces, torchs
@@ -64,6 +67,75 @@ def _powered(x: LNSTensor, p: float) -> Any:
         return LNSTensor(power(x.codes, p, x.fmt), x.fmt)
 
     return _Power.apply(made, x.fmt, (p,), 1.0, 1.0, x)  # type: ignore[no-untyped-call]
+
+
+class _PowerOfEach(torch.autograd.Function):
+    """``x^y`` of two tensors, with ``dx = dz y x^(y - 1)`` and ``dy = dz x^y log x``.
+
+    ``y`` may hold whole numbers. At a zero ``x`` the latter is 0, as torch's is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, y: Tensor) -> LNSTensor:
+        ctx.save_for_backward(x, y)
+        return power_of_each(aten.pow.Tensor_Tensor, x, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, y = ctx.saved_tensors
+        (wanted_x, wanted_y), fmt, dx, dy = ctx.needs_input_grad, x.fmt, None, None
+        grad = gradient(grad, fmt)
+        if torch.is_grad_enabled():  # the gradient is to be differentiated in its turn
+            if wanted_x:
+                dx = (grad * (y * x.pow(y - 1))).masked_fill(y == 0, 0.0)
+            if wanted_y:
+                dy = grad * (x.pow(y) * x.masked_fill(x == 0, 1.0).log())
+            return dx, dy
+        exponents = exponents_of(y, fmt, x.codes.device)
+        given = unclamped.unpacked(grad.codes, fmt)
+        if wanted_x:
+            base = x.codes.masked_fill(exponents == 0, fmt.bias)  # of which 0 is the gradient
+            steep = unclamped.times(given, power_parts(base, exponents - 1, fmt))
+            factor = LNSTensor.from_float(y, fmt) if not isinstance(y, LNSTensor) else y
+            steep = unclamped.times(steep, unclamped.unpacked(factor.codes, fmt))
+            dx = LNSTensor(unclamped.folded_parts(steep, x.shape, fmt), fmt)
+        if wanted_y:
+            log = lookup(x.codes.masked_fill(x.codes == 0, fmt.bias), "log", fmt)
+            steep = unclamped.times(given, power_parts(x.codes, exponents, fmt))
+            steep = unclamped.times(steep, unclamped.unpacked(log, fmt))
+            dy = LNSTensor(unclamped.folded_parts(steep, y.shape, fmt), fmt)
+        return dx, dy
+
+
+class _PowerOfNumber(torch.autograd.Function):
+    """``r = b^x`` for a number b, with ``dx = dz r log b``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, base: float) -> LNSTensor:
+        result = LNSTensor(lookup(x.codes, "power_of", x.fmt, base), x.fmt)
+        ctx.save_for_backward(result)
+        ctx.log = math.log(base)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return slope([(grad, 1), (result, 1)], result.fmt, result.shape, ctx.log), None
+
+
+class _Logarithm(torch.autograd.Function):
+    """A logarithm to another base than e, with ``dx = dz / (x log b)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: LNSTensor, function: str, log: float) -> LNSTensor:
+        ctx.save_for_backward(x)
+        ctx.log = log
+        return LNSTensor(lookup(x.codes, function, x.fmt), x.fmt)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return slope([(grad, 1), (x, -1)], x.fmt, x.shape, over=ctx.log), None, None
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -148,10 +220,52 @@ def square(input: LNSTensor) -> Any:
 
 @replaces(torch.pow, Tensor.pow, Tensor.__pow__)
 def pow(input: Any, exponent: Any) -> Any:
-    """Return powers, of which only those by a number have a gradient of their own."""
-    if _are_numbers(exponent) and are_chained(input):
+    """Return powers."""
+    if not are_chained(input, exponent):
+        return torchs(torch.pow, input, exponent)
+    if _are_numbers(exponent):
         return _powered(input, float(exponent))
-    return torchs(torch.pow, input, exponent)
+    if _are_numbers(input):
+        return _power_of(float(input), exponent)
+    if not _have_one_format(input, exponent) or exponent.dtype.is_complex:
+        return torchs(torch.pow, input, exponent)
+    if isinstance(input, LNSTensor) and not exponent.is_floating_point():
+        return _PowerOfEach.apply(input, exponent)  # type: ignore[no-untyped-call]
+    both = _in_one_format("pow", input, exponent)
+    return _PowerOfEach.apply(*both)  # type: ignore[no-untyped-call]
+
+
+def _power_of(base: float, x: LNSTensor) -> Any:
+    if base > 0:
+        return _PowerOfNumber.apply(x, base)  # type: ignore[no-untyped-call]
+    return torchs(torch.pow, base, x)
+
+
+@replaces(Tensor.__rpow__)
+def _rpow(input: LNSTensor, other: Any) -> Any:
+    """Return ``other^input``."""
+    return pow(other, input)
+
+
+@replaces(torch.exp2, Tensor.exp2, torch.special.exp2)
+def exp2(input: LNSTensor) -> Any:
+    """Return ``2^x``."""
+    return _power_of(2.0, input) if are_chained(input) else torchs(torch.exp2, input)
+
+
+def _logarithm(function: Callable[..., Any], base: float) -> Callable[..., Any]:
+    name, log = function.__name__, math.log(base)
+
+    def logarithm(input: LNSTensor) -> Any:
+        if are_chained(input):
+            return _Logarithm.apply(input, name, log)  # type: ignore[no-untyped-call]
+        return torchs(function, input)
+
+    return logarithm
+
+
+replaces(torch.log2, Tensor.log2)(_logarithm(torch.log2, 2))
+replaces(torch.log10, Tensor.log10)(_logarithm(torch.log10, 10))
 
 
 def _with_product(function: Callable[..., Any], power: int) -> Callable[..., Any]:
@@ -172,3 +286,33 @@ def _with_product(function: Callable[..., Any], power: int) -> Callable[..., Any
 
 replaces(torch.addcmul, Tensor.addcmul)(_with_product(torch.addcmul, 1))
 replaces(torch.addcdiv, Tensor.addcdiv)(_with_product(torch.addcdiv, -1))
+
+
+def _in_place(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``own``, a function in place, with the gradient that ``function`` has."""
+
+    def written(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, LNSTensor) and are_chained(input, *args):
+            result = function(input.clone(), *args, **kwargs)
+            if result.shape == input.shape:  # torch's own refuses another
+                return input.copy_(result)
+        return torchs(own, input, *args, **kwargs)
+
+    return written
+
+
+_IN_PLACE: dict[Callable[..., Any], tuple[Callable[..., Any], ...]] = {
+    torch.div: (Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__),
+    torch.reciprocal: (Tensor.reciprocal_, torch.reciprocal_),
+    torch.rsqrt: (Tensor.rsqrt_, torch.rsqrt_),
+    torch.square: (Tensor.square_, torch.square_),
+    torch.pow: (Tensor.pow_, Tensor.__ipow__),
+    torch.exp2: (Tensor.exp2_, torch.exp2_),
+    torch.log2: (Tensor.log2_, torch.log2_),
+    torch.log10: (Tensor.log10_, torch.log10_),
+    torch.addcmul: (Tensor.addcmul_,),
+    torch.addcdiv: (Tensor.addcdiv_,),
+}
+for _function, _all_own in _IN_PLACE.items():
+    for _own in _all_own:
+        replaces(_own)(_in_place(_function, _own))
