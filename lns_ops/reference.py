@@ -37,6 +37,7 @@ from lns_ops.spec.reference import (
     square,
     sub,
     sum,
+    sum_by_index,
     unpack,
 )
 from lns_ops.spec.reference_updates import (
@@ -96,5 +97,6 @@ __all__ = [
     "square",
     "sub",
     "sum",
+    "sum_by_index",
     "unpack",
 ]

@@ -4,13 +4,18 @@ The tables are those of :mod:`lns_ops.spec.unary_functions`.
 
 ``index_sum`` is what the gradients of gathers are made of (embedding, indexing, pooling), and it is
 deterministic on every device: the terms of a destination are added in ascending order of their
-position, as :func:`lns_ops.functional.sum` adds them, never by atomics.
+position, as :func:`lns_ops.functional.sum` adds them, never by atomics. In formats of up to four
+fraction bits, where 64 equal terms stick at a part of their sum, more than 16 terms are added as
+integers, which has one result in any order.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -19,9 +24,10 @@ from lns_ops.cpu.compiler.thread_pool import run
 from lns_ops.cpu.kernels import gather_gemm, segment_sum
 from lns_ops.cpu.kernels.gather_gemm import HIGHEST, LOWEST
 from lns_ops.cuda import indexed
-from lns_ops.functional.library import FORMAT, cached_format, define_operator, operators_for
-from lns_ops.spec.format import LNSFormat
-from lns_ops.spec.reference import BLOCK, LONG_SUM
+from lns_ops.functional.elementwise import encode
+from lns_ops.functional.library import FORMAT, OPS, cached_format, define_operator, operators_for
+from lns_ops.spec.format import LNSFormat, decode_significands
+from lns_ops.spec.reference import BLOCK, COARSE_BITS, FEW_TERMS, LONG_SUM, SUM_BITS
 from lns_ops.spec.unary_functions import table, undefined
 
 _GRAIN = 1 << 15
@@ -111,6 +117,8 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
 
     The sum goes by ascending i in the order of :func:`lns_ops.functional.sum`, so that more than
     ``LONG_SUM = 4096`` terms of one destination are cut into pieces of 4096; an empty sum is zero.
+    In formats of up to four fraction bits a sum of more than 16 terms is exact, and rounded once:
+    :func:`lns_ops.reference.sum_by_index` is the specification.
 
     Args:
         x: int16 codes ``[n, ...]``.
@@ -129,10 +137,12 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
             f"index of {index.numel()} for {x.shape[0]} rows of x: must be as many; give one index"
             " for each row"
         )
+    exact = fmt.fraction_bits <= COARSE_BITS and x.shape[0] > FEW_TERMS
     ordered, order = torch.sort(index.reshape(-1), stable=True)
     starts = torch.searchsorted(ordered, torch.arange(rows + 1, device=index.device))
     terms = x.flatten(1) if x.dim() > 1 else x.reshape(-1, 1)
-    ops = operators_for(terms)
+    ops, counts = operators_for(terms), starts.diff()[:, None]
+    given = index.reshape(-1), order, starts
     longest = x.shape[0]  # that a destination could have: which one has how many is data
     while longest > LONG_SUM:
         bounds, starts = _pieces(starts, terms.shape[0])
@@ -140,7 +150,66 @@ def index_sum(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> Tensor:
         order = torch.arange(terms.shape[0], device=index.device)
         longest = -(-longest // LONG_SUM)
     out = ops.segment_sum(terms, order, starts, fmt.bits, fmt.fraction_bits)
+    if exact:
+        out = _with_exact_sums(out, (x.reshape(x.shape[0], -1), *given), counts, fmt)
     return out.reshape(rows, *x.shape[1:])  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=16)
+def _units(fraction_bits: int) -> NDArray[np.int64]:
+    """Return the powers of two between 1 and 2, in units of the exact sums."""
+    return np.rint(decode_significands(fraction_bits) * 2.0**SUM_BITS).astype(np.int64)
+
+
+def _with_exact_sums(
+    sums: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor], counts: Tensor, fmt: LNSFormat
+) -> Tensor:
+    """Return sums by index, those of many terms :func:`lns_ops.reference.exact_sum`.
+
+    ``given`` are the terms ``[n, width]``, their index, the order in which that ascends, and where
+    each destination's terms start in it. On a CPU only sums of many terms are taken twice.
+    """
+    x, index, order, starts = given
+    many = counts > FEW_TERMS
+    if operators_for(x) is OPS:
+        return torch.where(many, _rounded(*_exact(x, index, len(sums), fmt), fmt), sums)
+    rows = many.nonzero()[:, 0]
+    if rows.numel():
+        sizes = rows.numel(), x.shape[1]
+        totals, highest = np.empty(sizes, np.int64), np.empty(sizes, np.int64)
+        run(
+            segment_sum.exact_sums, len(rows), max(1, _GRAIN // 16 * len(rows) // x.numel()),
+            flattened(x.contiguous().numpy()), totals.reshape(-1), highest.reshape(-1),
+            order.numpy(), starts.numpy(), rows.numpy(), _units(fmt.fraction_bits), x.shape[1],
+            fmt.bias, fmt.field_mask, fmt.fraction_bits,
+        )  # fmt: skip
+        sums[rows] = _rounded(torch.from_numpy(totals), torch.from_numpy(highest), fmt)
+    return sums
+
+
+def _exact(x: Tensor, index: Tensor, rows: int, fmt: LNSFormat) -> tuple[Tensor, Tensor]:
+    """Return exact sums by index as the kernel :func:`segment_sum.exact_sums` does, of all rows."""
+    f, at = fmt.fraction_bits, torch.where((index < 0) | (index >= rows), rows, index)
+    field, shape = x & fmt.field_mask, (rows + 1, x.shape[1])
+    log = field.long() - fmt.bias
+    highest = torch.full(shape, -fmt.bias, dtype=torch.int64, device=x.device).scatter_reduce(
+        0, at[:, None].expand(x.shape), log, "amax"
+    )
+    highest >>= f
+    terms = torch.from_numpy(_units(f)).to(x.device)[log & (1 << f) - 1]
+    terms = (terms >> (highest.index_select(0, at) - (log >> f)).clamp_(max=62)) * (field != 0)
+    terms = torch.where(x < 0, -terms, terms)
+    return torch.zeros_like(highest).index_add_(0, at, terms)[:rows], highest[:rows]
+
+
+def _rounded(total: Tensor, highest: Tensor, fmt: LNSFormat) -> Tensor:
+    """Return the codes of exact sums."""
+    f, wide = fmt.fraction_bits, LNSFormat(fmt.fraction_bits + 9, fmt.fraction_bits)
+    size = encode(total.abs().double(), wide)
+    log = size.long() - wide.bias + (highest - SUM_BITS << f)
+    field = (log + fmt.bias).clamp_(0, fmt.field_mask).masked_fill_(size == 0, 0)
+    negative = (total < 0) & (field > 0)
+    return torch.where(negative, field | fmt.sign_mask, field).to(torch.int16)
 
 
 def _pieces(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:

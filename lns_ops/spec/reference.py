@@ -55,6 +55,12 @@ ACCUMULATIONS = ("contract", "float32")
 BLOCK = 64
 LONG_SUM = BLOCK * BLOCK
 """The most terms that :func:`long_sum` adds in one piece: as many blocks as a block has terms."""
+COARSE_BITS = 4
+"""Formats of at most so many fraction bits keep a part of 64 equal terms: at 3 bits 0.35, at 4 bits
+0.7. Sums by index of more than :data:`FEW_TERMS` terms are exact in them (:func:`sum_by_index`)."""
+FEW_TERMS = 16
+SUM_BITS = 30
+"""The fraction bits of the terms of an exact sum, in units of the largest term's power of two."""
 NO_LOG = -(1 << 40)
 """The logarithm of zero: so far below every other that no comparison needs a special case."""
 ACC_MIN, ACC_MAX = 1 - (1 << 14), (1 << 15) + (1 << 14) - 1
@@ -220,6 +226,46 @@ def long_sum(x: Codes, axis: int, fmt: LNSFormat) -> Codes:
             [sum(terms[k : k + LONG_SUM], 0, fmt) for k in range(0, len(terms), LONG_SUM)]
         )
     return sum(terms, 0, fmt)
+
+
+def sum_by_index(x: Codes, index: NDArray[np.int64], rows: int, fmt: LNSFormat) -> Codes:
+    """Return ``out[r] = sum of x[i] over the i with index[i] = r``, ``[rows, ...]``.
+
+    It is :func:`long_sum` in ascending order of i, or in formats of up to :data:`COARSE_BITS` for
+    more than :data:`FEW_TERMS` terms :func:`exact_sum`.
+    """
+    parts = [np.asarray(x)[index == r] for r in range(rows)]
+    coarse = fmt.fraction_bits <= COARSE_BITS
+    return np.stack(
+        [
+            exact_sum(part, fmt) if coarse and len(part) > FEW_TERMS else long_sum(part, 0, fmt)
+            for part in parts
+        ]
+    )
+
+
+def exact_sum(x: Codes, fmt: LNSFormat) -> Codes:
+    """Sum along axis 0: integers are added, in any order, and the logarithm is rounded once.
+
+    A term is a whole number of units of 2^-30 of the power of two at or below the largest term;
+    what is less is cut off.
+    """
+    octave = 1 << fmt.fraction_bits
+    units = [int(v) for v in np.rint(decode_significands(fmt.fraction_bits) * 2.0**SUM_BITS)]
+    codes = np.asarray(x)
+    out = np.zeros(codes.shape[1:], np.int16)
+    for place in np.ndindex(*codes.shape[1:]):
+        signs, logs = unpack(codes[(slice(None), *place)], fmt)
+        highest, total = int(logs.max()) // octave, 0
+        for negative, log in zip(signs, logs, strict=True):
+            if log != NO_LOG:
+                power, fraction = divmod(int(log), octave)
+                term = units[fraction] >> (highest - power)
+                total += -term if negative else term
+        if total:
+            found = logarithm(float(abs(total)), fmt.fraction_bits) + (highest - SUM_BITS) * octave
+            out[place] = pack(np.array(total < 0), np.array(found), fmt)
+    return out
 
 
 def mean(x: Codes, axis: int, fmt: LNSFormat) -> Codes:

@@ -12,7 +12,7 @@ position, in blocks of 64, then the block totals. Words, limits and their arithm
 from __future__ import annotations
 
 import numpy as np
-from numba import int16, int32
+from numba import int16, int32, int64
 from numpy.typing import NDArray
 
 from lns_ops.cpu.compiler.intrinsics import get, look_up, put, scratch
@@ -88,4 +88,41 @@ def segment_sum(
                     )
             for j in range(columns):
                 put(out, r * width + first + j, code_of_word(get(total, j), bias_, mask_))
+    return 0
+
+
+@kernel
+def exact_sums(
+    x: _I16, totals: _I64, highest: _I64, order: _I64, starts: _I64, rows: _I64, units: _I64,
+    width: int, bias: int, mask: int, fraction_bits: int, start: int, stop: int,
+) -> int:  # fmt: skip
+    """Store exact sums of the terms of ``rows`` in units of 2^-30 of ``2^highest``.
+
+    ``highest`` is the power of two at or below the largest term; a unit of work is one of ``rows``.
+    :func:`lns_ops.spec.reference.exact_sum` is the specification.
+    """
+    bias_, mask_, f = int32(bias), int32(mask), int32(fraction_bits)
+    peak, total = scratch(STRIP, int32), scratch(STRIP, int64)
+    for n in range(start, stop):
+        r = get(rows, n)
+        for first in range(0, width, STRIP):
+            columns = min(STRIP, width - first)
+            peak[:columns] = 0
+            total[:columns] = 0
+            for k in range(get(starts, r), get(starts, r + 1)):
+                row = get(order, k) * width + first
+                for j in range(columns):
+                    put(peak, j, max(get(peak, j), int32(get(x, row + j)) & mask_))
+            for k in range(get(starts, r), get(starts, r + 1)):
+                row = get(order, k) * width + first
+                for j in range(columns):
+                    code = int32(get(x, row + j))
+                    log = int32((code & mask_) - bias_)
+                    down = (int32(get(peak, j) - bias_) >> f) - (log >> f)
+                    term = get(units, log & int32((1 << f) - 1)) >> min(down, int32(62))
+                    term = term if (code & mask_) > 0 else int64(0)
+                    put(total, j, get(total, j) + (-term if code < 0 else term))
+            for j in range(columns):
+                put(totals, n * width + first + j, get(total, j))
+                put(highest, n * width + first + j, int64(int32(get(peak, j) - bias_) >> f))
     return 0
