@@ -8,7 +8,9 @@
 ``exp(-0.003)`` to ``exp(-0.0054)``. ``exp`` warns if at least half of its negative arguments are
 off by more than half of themselves so. The first :data:`LOOKS` results after a conversion are
 looked at, on a GPU without waiting for them (:mod:`lns_ops.cuda.later`); not while a graph is
-traced or captured.
+traced or captured. Whether a result multiplies a state again and again, or is used once, as the
+standard deviation ``exp(log_sigma)``, cannot be told from ``exp``: one decay a step is another
+tensor each time. So the warning names both.
 
 Both are inherent in the format: such states belong in float32.
 """
@@ -94,9 +96,10 @@ def _judge(name: str, fmt: LNSFormat, conversions: int, counts: list[float]) -> 
     _left, _conversions = 0, _conversions + 1  # what is under way is not looked at
     warnings.warn(
         f"{name} in {fmt}: {count:,.0f} of {number:,.0f} results below 1, as 1 - {worst:.2g}, are"
-        f" nearer to 1 than a step of {fmt.epsilon:.2g} and count as 1 or as one step below it, so"
-        " a decay by them is too slow or too fast; compute such decays and the states that they"
-        " act on in float32 (x.to_float()), or leave out the module (filter_fn of"
-        " lns_ops.convert_)",
+        f" nearer to 1 than a step of {fmt.epsilon:.2g} and count as 1 or as one step below it. If"
+        " they multiply a state again and again, as decays do, it decays too slowly or too fast:"
+        " compute them and the state in float32 (x.to_float()), or leave out the module (filter_fn"
+        " of lns_ops.convert_). If each is used once, as a standard deviation exp(log_sigma), it is"
+        " off by half a step at most, and can stay",
         stacklevel=6,
     )

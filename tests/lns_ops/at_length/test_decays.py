@@ -84,6 +84,17 @@ def test_decays_of_exp_that_round_to_one_warn() -> None:
         slow.exp()
 
 
+def test_the_warning_names_what_can_stay() -> None:
+    """The exponential of a small log_sigma is no decay, which a call of exp does not tell."""
+    lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
+    log_sigma = lns(-0.002, -0.001).requires_grad_()
+    with pytest.warns(UserWarning, match=r"state again and again.*float32.*log_sigma.*can stay"):
+        sigma = log_sigma.exp()
+    exact = torch.tensor([-0.002, -0.001]).exp()
+    assert isinstance(sigma, LNSTensor)
+    assert ((sigma.detach() / exact).to_float() - 1).abs().max() < lns_ops.lns16.epsilon / 2
+
+
 def test_counts_that_are_not_there_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's, which the host reads where it comes by."""
     there = False

@@ -18,9 +18,9 @@ def test_kernel_has_the_bits_of_the_definition(fmt: LNSFormat) -> None:
     torch.manual_seed(0)
     field = torch.randint(0, fmt.field_mask + 1, (3, 40, 30), dtype=torch.int16)
     signs = torch.where(torch.rand(3, 40, 30) < 0.5, fmt.sign_mask, 0).to(torch.int16)
+    field[:, ::7, ::5] = 0
     x, y, z = (field | signs) * (field != 0)
     factors = [x, y[:1], z[:, :1]]
-    assert (x == 0).any() or fmt == lns16
     for powers in [(p,) for p in POWERS] + list(itertools.product(POWERS, repeat=2)):
         for number, over in ((1.0, 1.0), (-3.0, 7.0), (1e9, 1.0)):
             chosen = list(zip([*factors, y], (*powers, -1.0, 1.0), strict=False))

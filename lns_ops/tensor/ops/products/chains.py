@@ -83,7 +83,8 @@ def chained(
 ) -> LNSTensor:  # fmt: skip
     """Return ``made(*tensors)``, with the gradients of :class:`Chain`."""
     fmt = tensors[0].fmt  # type: ignore[attr-defined]
-    found: LNSTensor = Chain.apply(made, fmt, powers, number, over, *tensors)  # type: ignore[no-untyped-call]
+    given = made, fmt, powers, number, over, *tensors
+    found: LNSTensor = Chain.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
 
