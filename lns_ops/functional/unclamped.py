@@ -282,10 +282,20 @@ def folded_parts(x: Unclamped, shape: Sequence[int], fmt: LNSFormat) -> Tensor:
 def widened(codes: Tensor, fmt: LNSFormat) -> Tensor:
     """Return codes of :func:`roomiest` with the same values."""
     wide = roomiest(fmt)
-    return codes if wide == fmt else packed(unpacked(codes, fmt), wide)
+    if wide == fmt:
+        return codes
+    field = codes & fmt.field_mask
+    nonzero = field.neg().bitwise_right_shift_(15)
+    signs = (codes >> 15).bitwise_and_(wide.sign_mask)
+    return field.add_(wide.bias - fmt.bias).bitwise_or_(signs).bitwise_and_(nonzero)
 
 
 def narrowed(codes: Tensor, fmt: LNSFormat) -> Tensor:
     """Return the values of codes of :func:`roomiest`, clamped to ``fmt``."""
     wide = roomiest(fmt)
-    return codes if wide == fmt else packed(unpacked(codes, wide), fmt)
+    if wide == fmt:
+        return codes
+    field = (codes & wide.field_mask).sub_(wide.bias - fmt.bias).clamp_(0, fmt.field_mask)
+    nonzero = field.neg().bitwise_right_shift_(15)
+    signs = (codes >> 15).bitwise_and_(fmt.sign_mask).bitwise_and_(nonzero)
+    return field.bitwise_or_(signs)

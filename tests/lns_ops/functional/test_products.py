@@ -54,3 +54,15 @@ def test_the_operator_is_traced_with_shapes_alone() -> None:
     given = [x, y], [1.0, -1.0], 0, False, 16, 7
     assert torch.library.opcheck(torch.ops.lns_ops.product, given)
     assert torch.library.opcheck(torch.ops.lns_ops.product_parts, given)
+
+
+@pytest.mark.parametrize("fmt", [lns8, lns12, lns16, LNSFormat(14, 7), LNSFormat(9, 0)], ids=str)
+def test_a_wider_format_holds_the_same_values(fmt: LNSFormat) -> None:
+    wide = unclamped.roomiest(fmt)
+    codes = torch.from_numpy(fmt.codes())
+    found = unclamped.widened(codes, fmt)
+    assert torch.equal(found, unclamped.packed(unclamped.unpacked(codes, fmt), wide))
+    every = torch.from_numpy(wide.codes())
+    clamped = unclamped.packed(unclamped.unpacked(every, wide), fmt)
+    assert torch.equal(unclamped.narrowed(every, fmt), clamped)
+    assert torch.equal(unclamped.narrowed(found, fmt), codes)
