@@ -12,8 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lns_ops import functional as lns
@@ -118,23 +120,25 @@ def _counts(
     stride: Any,
     padding: Any,
     include_pad: bool,
-) -> Tensor:
-    """Return how many values each position averages, float64 of shape ``positions``."""
-    lengths = []
+) -> NDArray[np.float64]:
+    """Return how many values each position averages, in the shape ``positions``.
+
+    It is no tensor, so that compiled code knows the numbers.
+    """
+    total = np.ones(())
     for length, n, k, s, p in zip(size, positions, kernel, stride, padding, strict=True):
         starts = [i * s - p for i in range(n)]
         ends = [min(start + k, length + p) for start in starts]
         if not include_pad:
             starts, ends = [max(start, 0) for start in starts], [min(end, length) for end in ends]
-        lengths.append(
-            torch.tensor(
-                [end - start for start, end in zip(starts, ends, strict=True)], dtype=torch.float64
-            )
-        )
-    total = lengths[0]
-    for further in lengths[1:]:
-        total = total[..., None] * further
+        lengths = [int(end - start) for start, end in zip(starts, ends, strict=True)]
+        total = total[..., None] * np.array(lengths, np.float64)
     return total
+
+
+def _by_counts(x: Tensor, counts: NDArray[np.float64]) -> Tensor:
+    """Return counts on the device of ``x``."""
+    return torch.tensor(counts.tolist(), dtype=torch.float64, device=x.device)
 
 
 def _pool_arguments(
@@ -169,9 +173,9 @@ def _divided(
     number = override
     if not number:
         counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-        number = counts.reshape(-1)[0].item()
-        if bool((counts != number).any()):
-            return unclamped.divided(codes, counts.to(x.device), fmt)
+        number = counts.flat[0]
+        if (counts != number).any():
+            return unclamped.divided(codes, _by_counts(x, counts), fmt)
     return binary(aten.div.Tensor, LNSTensor(codes, fmt), float(number)).codes  # stays off a GPU
 
 
@@ -185,7 +189,7 @@ def _average(
     is looked at on a CPU only, because a GPU would be waited for.
     """
     counts = _counts(x.shape[-len(kernel) :], positions, kernel, stride, padding, include_pad)
-    if not override and bool((counts == len(taps)).all()):
+    if not override and (counts == len(taps)).all():
         return lns.mean(taps, [0], fmt)
     total = lns.sum(taps, [0], fmt)
     usual = _divided(total, x, positions, kernel, stride, padding, include_pad, override, fmt)
@@ -197,7 +201,7 @@ def _average(
     if override:
         wide = unclamped.scaled(wide, 1, float(override), fmt)
     else:
-        wide = unclamped.over_counts(wide, counts.to(x.device), fmt)
+        wide = unclamped.over_counts(wide, _by_counts(x, counts), fmt)
     return torch.where(beyond, unclamped.packed(wide, fmt), usual)
 
 

@@ -89,3 +89,16 @@ def test_shares_of_overlapping_windows_do_not_underflow(options: dict[str, Any])
     error = (found.to_float().double() - exact.grad)[kept].norm() / exact.grad[kept].norm()
     assert kept.any()
     assert error < 0.02
+
+
+@pytest.mark.parametrize("include_pad", [True, False])
+def test_averages_at_the_border_are_compiled(include_pad: bool) -> None:
+    def averaged(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=include_pad)
+
+    x = LNSTensor.from_float(torch.rand(1, 2, 8, 8) * 20_000, lns12).requires_grad_()
+    expected: Any = averaged(x)
+    found: Any = torch.compile(averaged, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(expected.codes, found.codes)
+    (first,), (second,) = (torch.autograd.grad(y.sum(), [x]) for y in (expected, found))
+    assert torch.equal(first.codes, second.codes)  # type: ignore[attr-defined]
