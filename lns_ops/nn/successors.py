@@ -59,7 +59,7 @@ def _of_its_kind(
     """Encode or decode what is about to be assigned to parameters."""
     if not metadata.get("assign_to_params_buffers", False):
         return
-    for name, parameter in layer.named_parameters(recurse=False):
+    for name, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
