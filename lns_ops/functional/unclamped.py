@@ -77,8 +77,10 @@ def raised_to_each(codes: Tensor, exponents: Tensor, fmt: LNSFormat) -> Unclampe
     """Return powers of codes by float64 exponents, broadcast; otherwise as :func:`raised`."""
     x = unpacked(codes, fmt)
     logs = (x.logs.double() * exponents).round_().clamp_(-_FURTHEST, _FURTHEST).int()
-    odd, ones = exponents.remainder(2) == 1, exponents == 0
-    return Unclamped(logs, torch.where(odd, x.signs, 0), torch.where(ones, -1, x.alive))
+    half = exponents * 0.5
+    odd = -(half.sub_(half.floor()) == 0.5).to(torch.int16)
+    ones = -(exponents == 0).to(torch.int16)
+    return Unclamped(logs, x.signs & odd, x.alive | ones)
 
 
 def times(x: Unclamped, y: Unclamped) -> Unclamped:
