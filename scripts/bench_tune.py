@@ -18,6 +18,10 @@ is measured is the start of Python processes, not either engine. Trials sleep or
             the local engine and by this one, in turns, of which the best counts: trials a second
             from the first start to the last end; fails if a figure or the SHA-256 of the weights
             differs
+    gangs   seconds from a gang's start to each stage, by a bare TorchTrainer whose loop imports
+            torch, meets the other ranks and reports once, and by the engine with ``gang=train`` and
+            ``gang=forked``; as many gangs as ``--turns``, one after the other: the first loads
+            files that the others find in memory
 
 Either begins to count when its first trial begins. Ray starts once, for all parts.
 """
@@ -31,9 +35,11 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,8 @@ import ray
 import torch
 from bench.view import View
 from ray import tune
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
 from study.api import Outcome, run_study
@@ -279,7 +287,116 @@ def _weights(trial: Any) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-PARTS = {"use": use, "noop": noop, "rate": rate, "grid": grid}
+class Titles:
+    """Notes when processes of this machine are first seen with a title, ten times a second.
+
+    Args:
+        wanted: part of a title, by the name under which its times are kept.
+    """
+
+    def __init__(self, **wanted: str) -> None:
+        self._wanted, self._over = wanted, threading.Event()
+        self._seen: dict[tuple[str, str], float] = {}
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Titles:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def times(self, name: str) -> list[float]:
+        """Return the times at which processes with such a title were first seen, in order."""
+        return sorted(time for (kind, _), time in self._seen.items() if kind == name)
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            for folder in Path("/proc").glob("[0-9]*"):
+                try:
+                    title = (folder / "cmdline").read_text(errors="replace")
+                except OSError:
+                    continue
+                for name, part in self._wanted.items():
+                    if part in title:
+                        self._seen.setdefault((name, folder.name), time.time())
+
+
+def _bare_loop(config: dict[str, Any]) -> None:
+    """Train nothing, and note the stages of a rank."""
+    entered = time.time()
+    import torch.distributed  # as a user's loop does
+
+    imported = time.time()
+    torch.distributed.barrier()
+    met = time.time()
+    ray.train.report({"validation/error": 0.1})
+    stages = {"loop": entered, "imports": imported, "met": met, "report": time.time()}
+    with Path(config["log"], str(os.getpid())).open("w") as file:
+        json.dump(stages, file)
+
+
+def gangs(options: argparse.Namespace) -> None:
+    """Report the stages of a gang's start."""
+    for turn in range(options.turns):
+        for name in ("bare TorchTrainer", "gang=train", "gang=forked"):
+            begin = _bare_gang if name.startswith("bare") else partial(_gang, name[5:])
+            for stage, seconds in begin(options.workers).items():
+                report(f"{options.workers} workers, {name}, gang {turn}: {stage}", seconds, "s")
+
+
+TITLES = {"controller": "TrainController", "worker": "RayTrainWorker"}
+
+
+def _bare_gang(workers: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder, Titles(**TITLES) as titles:
+        Path(folder, "log").mkdir()
+        called = time.time()
+        TorchTrainer(
+            _bare_loop,
+            train_loop_config={"log": f"{folder}/log"},
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(storage_path=folder, name="bare"),
+        ).fit()
+        returned = time.time()
+        ranks = [json.loads(file.read_text()) for file in Path(folder, "log").iterdir()]
+    last = {stage: max(rank[stage] for rank in ranks) for stage in ranks[0]}
+    return _since(called, titles, last | {"end": returned})
+
+
+def _gang(kind: str, workers: int) -> dict[str, float]:
+    trial = TrialConfig(
+        data=DataConfig(name="digits", validation_size=300),
+        model=ModelConfig(hidden=[16]),
+        workers=workers,
+        epochs=2,
+    )
+    with tempfile.TemporaryDirectory() as storage, Titles(**TITLES) as titles:
+        study = StudyConfig(
+            name="gangs", trial=trial, rows=[RowConfig(label="a")], storage=storage,
+            tracking_uri="none", engine="ray", gang=kind, seeds=[0, 1], max_concurrent=1,
+        )  # fmt: skip
+        outcome = run_study(study, View(), lambda line: None)
+        assert all(trial.status == FINISHED for trial in outcome.state.trials)
+        name = outcome.state.trials[-1].id  # hosts have started and are warm by then
+        events = [event for event in read_ledger(study.folder) if event.get("trial") == name]
+    times = {event["event"]: event["time"] for event in reversed(events)}
+    stages = {"report": times["report"], "end": times["finished"]}
+    return _since(times["started"], titles, stages)
+
+
+def _since(began: float, titles: Titles, stages: dict[str, float]) -> dict[str, float]:
+    """Return the seconds from ``began`` to each stage; the first are those of the processes."""
+    workers = [each for each in titles.times("worker") if each > began]
+    seen = {"controller": [each for each in titles.times("controller") if each > began]}
+    seen |= {"first worker": workers[:1], "last worker": workers[-1:]}
+    found = {name: times[0] for name, times in seen.items() if times}
+    return {name: when - began for name, when in (found | stages).items()}
+
+
+PARTS = {"use": use, "noop": noop, "rate": rate, "grid": grid, "gangs": gangs}
 
 
 def main() -> None:
@@ -290,6 +407,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help="parts to run (default: all)")
     parser.add_argument("--slots", type=int, default=os.cpu_count())
     parser.add_argument("--trials", type=int, default=1000, help="of noop")
+    parser.add_argument("--workers", type=int, default=2, help="of a gang")
     parser.add_argument("--seconds", type=float, nargs="*", default=[0.5, 2.0, 5.0, 20.0])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
