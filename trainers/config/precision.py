@@ -43,9 +43,9 @@ class PrecisionConfig:
         gradient_format: format of the gradients of a simulated format; None for ``format``.
         master_format: format of the finer copies of the weights to which a simulated format adds
             updates; None for no copies.
-        sum_format: binary float to which the running sums of linear layers are rounded after every
-            addition, in simulated formats (:class:`lns_ops.formats.Accumulation`); None for sums in
-            float32.
+        sum_format: binary float to which the running sums of linear layers and convolutions are
+            rounded after every addition, in simulated formats
+            (:class:`lns_ops.formats.Accumulation`); None for sums in float32.
         sum_block: number of terms that are summed in ``sum_format`` before a new sum starts; None
             for a single sum.
         sum_of_blocks: format in which the sums of blocks are added: ``float32``, or ``format`` for
@@ -176,7 +176,7 @@ class PrecisionConfig:
 
     @property
     def sums(self) -> Accumulation | None:
-        """How the sums of linear layers are rounded, or None for sums in float32."""
+        """How sums of linear layers and convolutions are rounded; None for sums in float32."""
         if self.sum_format is None:
             return None
         promote = "float32" if self.sum_of_blocks == "float32" else None

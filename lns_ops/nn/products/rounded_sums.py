@@ -103,6 +103,16 @@ torch.library.register_fake(_NAME, _empty, lib=LIBRARY)
 torch.library.register_vmap(_NAME, _mapped, lib=LIBRARY)
 
 
+def rounded_product(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
+    """Return ``x @ y``, float32, with rounded sums; not differentiable."""
+    fmt, terms = sums.number_format, x_MK.shape[1]
+    found: Tensor = OPS.rounded_product(
+        x_MK, y_KN, fmt.mantissa_bits, fmt.min_exponent, fmt.largest, fmt.saturates,
+        sums.block or max(terms, 1), sums.promote is not None,
+    )  # fmt: skip
+    return found
+
+
 class _Product(torch.autograd.Function):
     """The product of two matrices, and both of its gradients, with rounded sums."""
 
@@ -110,12 +120,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
-        fmt, terms = sums.number_format, x_MK.shape[1]
-        found: Tensor = OPS.rounded_product(
-            x_MK.detach(), y_KN.detach(), fmt.mantissa_bits, fmt.min_exponent, fmt.largest,
-            fmt.saturates, sums.block or max(terms, 1), sums.promote is not None,
-        )  # fmt: skip
-        return found
+        return rounded_product(x_MK.detach(), y_KN.detach(), sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -228,7 +228,7 @@ class Owner(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "layer", [nn.Conv2d(1, 2, 3), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2), Owner()],
+    "layer", [nn.ConvTranspose2d(1, 2, 3), nn.LSTM(2, 3), nn.MultiheadAttention(4, 2), Owner()],
     ids=lambda layer: type(layer).__name__,
 )  # fmt: skip
 def test_other_layers_with_products_are_refused(layer: nn.Module) -> None:
