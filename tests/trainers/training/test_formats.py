@@ -57,7 +57,13 @@ SUMS = [
     PrecisionConfig(
         format="float8_e4m3fn", sum_format="float(8,13)", sum_block=128, kahan_sum=True
     ),
-    PrecisionConfig(format="bfloat16", sum_format="bfloat16", sum_block=16, sum_of_blocks="format"),
+    PrecisionConfig(
+        format="bfloat16",
+        sum_format="bfloat16",
+        sum_block=16,
+        sum_order="tree",
+        sum_of_blocks="format",
+    ),
 ]
 
 
