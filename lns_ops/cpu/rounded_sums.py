@@ -25,6 +25,7 @@ def rounded_product(
     saturates: bool,
     block: int,
     promote: bool,
+    tree: bool,
 ) -> NDArray[np.float32]:
     """Return ``x @ y``, float32, whose running sums are rounded after every addition.
 
@@ -37,6 +38,7 @@ def rounded_product(
         saturates: whether a larger sum becomes ``largest``; else it is infinite.
         block: number of terms of a block.
         promote: whether sums of blocks are added in float32; else in the format of sums.
+        tree: whether the terms of a block are added in pairs; else one after the other.
     """
     (rows, inner), columns = x_MK.shape, y_KN.shape[1]
     out = np.empty((rows, columns), np.float32)
@@ -46,7 +48,7 @@ def rounded_product(
         rounded_sums.matmul, rows * strips, grain, dense(x_MK).reshape(-1),
         dense(y_KN).reshape(-1), out.reshape(-1), rows, inner, columns, 52 - mantissa_bits,
         min_exponent + 1023, _pattern(largest), _pattern(largest if saturates else math.inf),
-        block, int(promote),
+        block, int(promote), int(tree),
     )  # fmt: skip
     return out
 

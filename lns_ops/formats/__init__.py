@@ -15,7 +15,7 @@ tensor([3.1250e-01, 4.4800e+02])
 their names too.
 """
 
-from lns_ops.formats.accumulator import Accumulation
+from lns_ops.formats.accumulator import ORDERS, Accumulation
 from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat
 from lns_ops.formats.blocks.block_floating_point import BlockFloatingPoint
 from lns_ops.formats.blocks.microscaling import Microscaling
@@ -42,6 +42,7 @@ from lns_ops.formats.tapered import LogarithmicTakum, Posit, Takum
 __all__ = [
     "HELP",
     "NVFP4",
+    "ORDERS",
     "P3109",
     "Accumulation",
     "BlockFloatingPoint",

@@ -8,6 +8,13 @@ float32 (``promote="float32"``) or to ``format`` (``promote=None``)::
     s_0 = 0,  s_k = q(s_(k-1) + x_k y_k)          within a block
     t_0 = 0,  t_b = fl(t_(b-1) + s of block b)    over the blocks
 
+With ``order="tree"`` a block is summed in pairs instead, as an adder tree does: every product is
+rounded, then neighbours are added, then the sums of neighbours, until one is left; the last of an
+odd number waits for the next level. So errors grow with the logarithm of the number of terms. One
+block of all terms is pairwise summation::
+
+    s_0k = q(x_k y_k),  s_lk = q(s_(l-1)(2k) + s_(l-1)(2k+1))
+
 A product of two float32 numbers is exact, and the sum before the rounding is one in float64. ``q``
 rounds to nearest, ties to even, and saturates or overflows as the format does.
 
@@ -26,7 +33,7 @@ from lns_ops.formats.floating_point import FloatFormat
 from lns_ops.formats.registry import parse
 
 PROMOTIONS = (None, "float32")
-ORDERS = ("sequential",)
+ORDERS = ("sequential", "tree")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Accumulation:
     Attributes:
         format: format of the running sum, a binary float: ``float(8,13)``, ``bfloat16``.
         block: number of terms of a block; None for all of a sum.
-        order: order of the additions within a block: ``sequential``.
+        order: order of the additions within a block: ``sequential``, or ``tree``, in pairs.
         promote: ``float32`` if sums of blocks are added in float32, None if in ``format``.
 
     Raises:
@@ -66,8 +73,8 @@ class Accumulation:
             )
         if self.order not in ORDERS:
             raise ValueError(
-                f"accumulation: order={self.order!r} must be {ORDERS[0]!r}, the only order there"
-                " is; leave it out"
+                f"accumulation: order={self.order!r} must be one of {', '.join(ORDERS)}; use for"
+                " example 'tree', which adds in pairs"
             )
         if self.promote not in PROMOTIONS:
             raise ValueError(

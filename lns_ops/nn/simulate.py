@@ -14,7 +14,8 @@ it enters or leaves a layer; layers that call no ``forward`` of their children
 (``nn.MultiheadAttention``'s output projection) are rounded at their own border only; losses are
 float32. Linear layers in ``float8_e4m3fn`` on a GPU that has them (Hopper) really multiply in 8
 bits, see :mod:`lns_ops.nn.float8_linear`. With an :class:`~lns_ops.formats.Accumulation` the sums
-of linear layers are rounded as they grow (:mod:`lns_ops.nn.products.rounded_sums`).
+of linear layers and convolutions are rounded as they grow
+(:mod:`lns_ops.nn.products.rounded_sums`).
 
 *Loss scaling.* float16 gradients below 2^-24 vanish. Scaling the loss by S, which scales every
 gradient, moves them into range; here gradients are rounded as ``q(S g) / S``, the same values. S is
@@ -38,6 +39,11 @@ from lns_ops.functional.library import refuse_distributed
 from lns_ops.nn import own_products
 from lns_ops.nn.float8_linear import Float8Linear, real_format
 from lns_ops.nn.layer_kinds import has_own_forward, multiplies, without_nested_tensors
+from lns_ops.nn.products.rounded_convolutions import (
+    RoundedSumsConv1d,
+    RoundedSumsConv2d,
+    RoundedSumsConv3d,
+)
 from lns_ops.nn.products.rounded_sums import RoundedSumsLinear
 from lns_ops.nn.products.two_forms import in_two_forms
 from lns_ops.nn.successors import forget_kinds, keep_kinds
@@ -47,6 +53,18 @@ INITIAL_LOSS_SCALE = 2.0**16
 GROWTH_INTERVAL = 2_000
 _EXACT = (nn.ReLU, nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 """The layers whose outputs are among their inputs, which are on the grid already."""
+_ROUNDED_SUMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RoundedSumsLinear,
+    nn.Conv1d: RoundedSumsConv1d,
+    nn.Conv2d: RoundedSumsConv2d,
+    nn.Conv3d: RoundedSumsConv3d,
+}
+"""The layer with rounded sums for each of torch's that there is one for."""
+_PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    Float8Linear: nn.Linear,
+    **{rounded: plain for plain, rounded in _ROUNDED_SUMS.items()},
+}
+"""Torch's layer for each that :func:`simulate_` puts in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +74,7 @@ class Simulation:
     Attributes:
         format: format of parameters and activations.
         gradient_format: format of the gradients of both.
-        accumulation: how products of linear layers are summed; None for float32.
+        accumulation: how products of linear layers and convolutions are summed; None for float32.
         root: the module that :func:`simulate_` was called with; it has the buffers ``loss_scale``
             and ``growth_tracker`` if gradients are scaled.
     """
@@ -241,8 +259,8 @@ def simulate_(
         fmt: the format, or its name (:func:`lns_ops.formats.parse`).
         gradient_format: format of gradients that need another (``float8_e5m2`` for its range);
             None for ``fmt``.
-        accumulation: how products of linear layers, forward and backward, are summed; None for
-            float32. Other layers with products are refused then.
+        accumulation: how products of linear layers and convolutions, forward and backward, are
+            summed; None for float32. Other layers with products are refused then.
         filter_fn: ``filter_fn(layer, name)``: which layers; None for all.
 
     Returns:
@@ -275,14 +293,14 @@ def simulate_(
 
 
 def _refuse_other_products(layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuse layers that compute products and are not nn.Linear."""
+    """Refuse layers that compute products and have no form with rounded sums."""
     for name, layer in layers:
         others = multiplies(layer) or own_products.found_in(layer)
-        if type(layer) is not nn.Linear and others:
+        if type(layer) not in _ROUNDED_SUMS and others:
             raise ValueError(
                 f"accumulation with layer {name or '(root)'!r}, a {type(layer).__name__}: only the"
-                " sums of nn.Linear are rounded so far; leave accumulation out, or this layer in"
-                " float32 with filter_fn"
+                " sums of nn.Linear and nn.Conv1d to 3d can be rounded; leave accumulation out, or"
+                " this layer in float32 with filter_fn"
             )
 
 
@@ -294,8 +312,8 @@ def _attach(layer: nn.Module, simulation: Simulation) -> None:
         layer.register_forward_pre_hook(_Inputs(simulation), with_kwargs=True)
     if not isinstance(layer, _EXACT):
         layer.register_forward_hook(_Outputs(simulation))
-    if type(layer) is nn.Linear and simulation.accumulation is not None:
-        layer.__class__ = RoundedSumsLinear
+    if simulation.accumulation is not None and type(layer) in _ROUNDED_SUMS:
+        layer.__class__ = _ROUNDED_SUMS[type(layer)]
     elif type(layer) is nn.Linear and real_format(simulation.format, simulation.gradient_format):
         layer.__class__ = Float8Linear
     layer.simulation = simulation  # type: ignore[assignment]
@@ -321,8 +339,7 @@ def stop_(module: nn.Module) -> nn.Module:
             continue
         remove_forward_hooks(layer, (_Inputs, _Outputs))
         forget_kinds(layer)
-        if type(layer) in (Float8Linear, RoundedSumsLinear):
-            layer.__class__ = nn.Linear
+        layer.__class__ = _PLAIN.get(type(layer), type(layer))
         simulation: Any = layer.simulation
         if simulation.scaled and hasattr(simulation.root, "loss_scale"):
             del simulation.root.loss_scale, simulation.root.growth_tracker

@@ -38,9 +38,6 @@ def _plain(config: TrialKeys) -> bool:
 
 
 LOOP = "trainable.name"
-NOT_LINEAR = ("cnn", "resnet", "lstm")
-"""The models with matrix products outside linear layers."""
-
 RULES: tuple[Rule, ...] = (
     Rule(
         (LOOP, "sync.name"),
@@ -203,9 +200,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("precision.sum_format", "model.name"),
-        lambda c: c.precision.sum_format is not None and c.model.name in NOT_LINEAR,
-        "only the sums of linear layers are rounded so far",
-        "model.name=mlp, or leave out precision.sum_format",
+        lambda c: c.precision.sum_format is not None and c.model.name == "lstm",
+        "only the sums of linear layers and convolutions can be rounded",
+        "another model, or leave out precision.sum_format",
     ),
     Rule(
         ("layout.schedule", "precision.loss_scale"),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lns_ops.format import LNSFormat
-from lns_ops.formats import Accumulation, Logarithmic, NumberFormat, parse
+from lns_ops.formats import ORDERS, Accumulation, Logarithmic, NumberFormat, parse
 from lns_ops.spec.reference import ACCUMULATIONS
 from lns_ops.spec.reference_updates import ARITHMETICS
 from trainers.config.validation import at_least, one_of, plain_values, require
@@ -43,11 +43,13 @@ class PrecisionConfig:
         gradient_format: format of the gradients of a simulated format; None for ``format``.
         master_format: format of the finer copies of the weights to which a simulated format adds
             updates; None for no copies.
-        sum_format: binary float to which the running sums of linear layers are rounded after every
-            addition, in simulated formats (:class:`lns_ops.formats.Accumulation`); None for sums in
-            float32.
+        sum_format: binary float to which the running sums of linear layers and convolutions are
+            rounded after every addition, in simulated formats
+            (:class:`lns_ops.formats.Accumulation`); None for sums in float32.
         sum_block: number of terms that are summed in ``sum_format`` before a new sum starts; None
             for a single sum.
+        sum_order: order in which the terms of a block are added in ``sum_format``:
+            ``sequential``, or ``tree``, in pairs.
         sum_of_blocks: format in which the sums of blocks are added: ``float32``, or ``format`` for
             ``sum_format``.
         loss_scale: power of two by which gradients are multiplied in backward, so that fewer
@@ -65,6 +67,7 @@ class PrecisionConfig:
     master_format: str | None = None
     sum_format: str | None = None
     sum_block: int | None = None
+    sum_order: str = ORDERS[0]
     sum_of_blocks: str = "float32"
     loss_scale: float | None = None
 
@@ -72,6 +75,7 @@ class PrecisionConfig:
         one_of("precision.scope", self.scope, SCOPES)
         one_of("precision.update_arithmetic", self.update_arithmetic, ARITHMETICS)
         one_of("precision.accumulation", self.accumulation, ACCUMULATIONS)
+        one_of("precision.sum_order", self.sum_order, ORDERS)
         one_of("precision.sum_of_blocks", self.sum_of_blocks, SUM_BLOCK_FORMATS)
         at_least(
             "precision.sum_block", self.sum_block, 1, "use for example precision.sum_block=128"
@@ -134,11 +138,15 @@ class PrecisionConfig:
     def _check_sums(self) -> None:
         """Refuse a sum format that is not a binary float, and options of sums without a format."""
         if self.sum_format is None:
-            for key, default in (("sum_block", None), ("sum_of_blocks", SUM_BLOCK_FORMATS[0])):
+            for key, default in (
+                ("sum_block", None),
+                ("sum_order", ORDERS[0]),
+                ("sum_of_blocks", SUM_BLOCK_FORMATS[0]),
+            ):
                 if (value := getattr(self, key)) != default:
                     raise ValueError(
                         f"precision.{key}={value} with precision.sum_format=null: sums are float32,"
-                        " which has no blocks; leave it out, or use for example"
+                        " which has no blocks and no order; leave it out, or use for example"
                         " precision.sum_format=float(8,13)"
                     )
             return
@@ -176,11 +184,13 @@ class PrecisionConfig:
 
     @property
     def sums(self) -> Accumulation | None:
-        """How the sums of linear layers are rounded, or None for sums in float32."""
+        """How sums of linear layers and convolutions are rounded; None for sums in float32."""
         if self.sum_format is None:
             return None
         promote = "float32" if self.sum_of_blocks == "float32" else None
-        return Accumulation(format=self.sum_format, block=self.sum_block, promote=promote)
+        return Accumulation(
+            format=self.sum_format, block=self.sum_block, order=self.sum_order, promote=promote
+        )
 
     @property
     def gradient_scale(self) -> float:

@@ -16,6 +16,8 @@ from lns_ops.cpu.compiler.object_cache import kernel
 
 STRIP = 64
 """Columns of the result that a unit of work computes."""
+LEVELS = 33
+"""Levels of a tree of additions, for up to 2^32 terms."""
 _F32 = NDArray[np.float32]
 
 
@@ -39,7 +41,7 @@ def rounded(v: Any, shift: Any, lowest: Any, limit: Any, beyond: Any) -> Any:
 @kernel
 def matmul(
     x: _F32, y: _F32, out: _F32, M: int, K: int, N: int, shift: int, lowest: int, limit: int,
-    beyond: int, block: int, promote: int, start: int, stop: int,
+    beyond: int, block: int, promote: int, tree: int, start: int, stop: int,
 ) -> int:  # fmt: skip
     """Multiply (M, K) by (K, N) into (M, N).
 
@@ -48,6 +50,7 @@ def matmul(
     shift_, lowest_ = int64(shift), int64(lowest)
     limit_, beyond_ = double_of(int64(limit)), double_of(int64(beyond))
     total, part = scratch(STRIP, float64), scratch(STRIP, float64)
+    waiting = scratch(STRIP * LEVELS, float64)
     for unit in range(start, stop):
         i, first = unit % M, unit // M * STRIP
         width = min(STRIP, N - first)
@@ -59,8 +62,28 @@ def matmul(
             for k in range(k0, min(K, k0 + block)):
                 factor = float64(get(x, i * K + k))
                 for j in range(width):
-                    v = get(part, j) + factor * float64(get(y, k * N + first + j))
+                    before = float64(0.0) if tree == 1 else get(part, j)
+                    v = before + factor * float64(get(y, k * N + first + j))
                     put(part, j, rounded(v, shift_, lowest_, limit_, beyond_))
+                if tree == 1:  # the sums that wait are those of the ones in the binary number
+                    level = int64(0)
+                    while (int64(k - k0) >> level) & int64(1):
+                        for j in range(width):
+                            v = get(waiting, level * STRIP + j) + get(part, j)
+                            put(part, j, rounded(v, shift_, lowest_, limit_, beyond_))
+                        level += int64(1)
+                    for j in range(width):
+                        put(waiting, level * STRIP + j, get(part, j))
+            if tree == 1:
+                count, found = int64(min(K, k0 + block) - k0), int64(0)
+                for level in range(LEVELS):
+                    if (count >> int64(level)) & int64(1):
+                        for j in range(width):
+                            v = get(waiting, level * STRIP + j)
+                            if found:
+                                v = rounded(v + get(part, j), shift_, lowest_, limit_, beyond_)
+                            put(part, j, v)
+                        found = int64(1)
             for j in range(width):
                 v = get(total, j) + get(part, j)
                 if promote == 1:

@@ -48,6 +48,7 @@ def reference(
     saturates: bool,
     block: int,
     promote: bool,
+    tree: bool,
 ) -> Tensor:
     """Return ``x @ y``, float32, term by term: the definition.
 
@@ -60,17 +61,31 @@ def reference(
         saturates: whether a larger sum becomes ``largest``; else it is infinite.
         block: number of terms of a block.
         promote: whether sums of blocks are added in float32; else in the format of sums.
+        tree: whether the terms of a block are added in pairs; else one after the other.
     """
     x, y = x_MK.double(), y_KN.double()
     to_format = (mantissa_bits, min_exponent, largest, saturates)
     total = x.new_zeros(x.shape[0], y.shape[1])
     for first in range(0, x.shape[1], block):
-        running = torch.zeros_like(total)
-        for k in range(first, min(first + block, x.shape[1])):
-            running = round_float(running + x[:, k, None] * y[k], *to_format)
+        products = (x[:, k, None] * y[k] for k in range(first, min(first + block, x.shape[1])))
+        if tree:
+            running = _in_pairs([round_float(each, *to_format) for each in products], to_format)
+        else:
+            running = torch.zeros_like(total)
+            for each in products:
+                running = round_float(running + each, *to_format)
         total = total + running
         total = total.float().double() if promote else round_float(total, *to_format)
     return total.float()
+
+
+def _in_pairs(terms: list[Tensor], to_format: tuple[int, int, float, bool]) -> Tensor:
+    """Return the sum of terms by a tree of additions; an odd one out waits for the next level."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        last = terms[-1:] if len(terms) % 2 else []
+        terms = [round_float(a + b, *to_format) for a, b in pairs] + last
+    return terms[0]
 
 
 def _computed(x: Tensor, y: Tensor, *sums: Any) -> Tensor:
@@ -78,7 +93,7 @@ def _computed(x: Tensor, y: Tensor, *sums: Any) -> Tensor:
     left, right = eager_values(x), eager_values(y)
     if left is None or right is None:
         return reference(x, y, *sums)
-    names = ("mantissa_bits", "min_exponent", "largest", "saturates", "block", "promote")
+    names = ("mantissa_bits", "min_exponent", "largest", "saturates", "block", "promote", "tree")
     return torch.from_numpy(cpu.rounded_product(left, right, **dict(zip(names, sums, strict=True))))
 
 
@@ -96,11 +111,22 @@ def _mapped(info: Any, in_dims: Any, x: Tensor, y: Tensor, *sums: Any) -> tuple[
 
 LIBRARY.define(
     "rounded_product(Tensor x, Tensor y, int mantissa_bits, int min_exponent, float largest,"
-    " bool saturates, int block, bool promote) -> Tensor"
+    " bool saturates, int block, bool promote, bool tree) -> Tensor"
 )
 LIBRARY.impl("rounded_product", _computed, "CompositeExplicitAutograd")
 torch.library.register_fake(_NAME, _empty, lib=LIBRARY)
 torch.library.register_vmap(_NAME, _mapped, lib=LIBRARY)
+
+
+def rounded_product(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
+    """Return ``x @ y``, float32, with rounded sums; not differentiable."""
+    fmt, terms = sums.number_format, x_MK.shape[1]
+    found: Tensor = OPS.rounded_product(
+        x_MK, y_KN, fmt.mantissa_bits, fmt.min_exponent, fmt.largest, fmt.saturates,
+        sums.block or max(terms, 1), sums.promote is not None,
+        sums.order == "tree",
+    )  # fmt: skip
+    return found
 
 
 class _Product(torch.autograd.Function):
@@ -110,12 +136,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x_MK: Tensor, y_KN: Tensor, sums: Accumulation) -> Tensor:
-        fmt, terms = sums.number_format, x_MK.shape[1]
-        found: Tensor = OPS.rounded_product(
-            x_MK.detach(), y_KN.detach(), fmt.mantissa_bits, fmt.min_exponent, fmt.largest,
-            fmt.saturates, sums.block or max(terms, 1), sums.promote is not None,
-        )  # fmt: skip
-        return found
+        return rounded_product(x_MK.detach(), y_KN.detach(), sums)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -202,6 +202,10 @@ def test_refusals_name_value_rule_and_remedy(make: type, values: dict[str, Any],
             r"precision.sum_block=0: must be a whole number of at least 1; use for example",
         ),
         (
+            {"format": "int8", "sum_format": "bfloat16", "sum_order": "random"},
+            r"precision.sum_order='random': must be one of sequential, tree",
+        ),
+        (
             {"format": "int8", "sum_format": "bfloat16", "sum_of_blocks": "float64"},
             r"precision.sum_of_blocks='float64': must be one of float32, format",
         ),
