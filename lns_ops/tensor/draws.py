@@ -3,21 +3,12 @@
 ``exponential_`` draws numbers above 0, so that code takes their logarithm; ``uniform_(0, 1)`` draws
 numbers below 1. Rounded to nearest, some of them would be 0 or 1: in lns12 one exponential draw in
 131,000 is below the smallest magnitude, and one uniform draw in 93 is nearest to 1.
-
-Two distributions of torch get samples of their own, so that ``log`` and ``logit`` take them.
-``Exponential`` divides a draw by its rate; zeros become the smallest magnitude, as those of
-``Gamma`` do in torch. ``Beta`` takes a part of a Dirichlet draw, whose parts add up to 1, so one
-may be 1; it becomes the number below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
-
 import torch
-from torch import Tensor, distributions
+from torch import Tensor
 
 from lns_ops import functional as lns
 from lns_ops.spec.format import LNSFormat
@@ -67,29 +58,3 @@ def own_limit(value: object, fmt: LNSFormat) -> object:
     below_one = 1 / (1 + fmt.epsilon)
     own = {_TINY: fmt.smallest, 1 - _EPS: below_one, _EPS - 1: -below_one}
     return own.get(value, value) if type(value) is float else value
-
-
-def _changed(kind: Any, change: Callable[[Any, LNSFormat], Tensor]) -> None:
-    """Have a distribution of torch change its samples that are LNSTensors."""
-    own = kind.rsample
-
-    @wraps(own)
-    def rsample(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        value: Tensor = own(self, *args, **kwargs)
-        fmt = getattr(value, "fmt", None)
-        return change(value, fmt) if isinstance(fmt, LNSFormat) else value
-
-    kind.rsample = rsample
-
-
-def _above_zero(value: Tensor, fmt: LNSFormat) -> Tensor:
-    value.detach().clamp_(min=fmt.smallest)
-    return value
-
-
-def _below_one(value: Tensor, fmt: LNSFormat) -> Tensor:
-    return value * torch.where(value.detach() >= 1, 1 / (1 + fmt.epsilon), 1.0)
-
-
-_changed(distributions.Exponential, _above_zero)
-_changed(distributions.Beta, _below_one)
