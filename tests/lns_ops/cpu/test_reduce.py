@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lns_ops import LNSFormat, cpu, lns8, lns12, lns16, reference
 from lns_ops.cpu import kernel_choice
 from lns_ops.cpu.simd import reduce
-from lns_ops.functional.elementwise import _whole
+from lns_ops.functional.elementwise import whole
 
 FORMATS = [lns12, lns16, lns8, LNSFormat(10, 7), LNSFormat(12, 5)]
 Codes = NDArray[np.int16]
@@ -126,6 +126,6 @@ def test_broadcasts_are_torchs(shape: tuple[int, ...]) -> None:
         for drop in range(len(shape) + 1):
             sizes = [size if kept else 1 for size, kept in zip(shape, keep, strict=True)][drop:]
             x = torch.randint(-999, 999, sizes, dtype=torch.int16)
-            whole = _whole(x, torch.Size(shape))
-            assert whole.is_contiguous()
-            assert torch.equal(whole, x.expand(shape))
+            filled = whole(x, torch.Size(shape))
+            assert filled.is_contiguous()
+            assert torch.equal(filled, x.expand(shape))
