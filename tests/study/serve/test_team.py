@@ -367,12 +367,12 @@ def test_a_ledger_is_sent_by_who_has_logged_in(
     arguments = ("sync", study.slug, "--storage", study.storage, "--tracking-uri", team[0])
     assert_refused(
         lns_study(*arguments, cwd=tmp_path),
-        "asks for a login",
+        "requires a valid login",
         "MLFLOW_TRACKING_USERNAME",
         "MLFLOW_TRACKING_PASSWORD",
     )
     log_in(monkeypatch, ("ada", "a wrong password"))
-    assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "requires a valid login")
     log_in(monkeypatch, ADA)
     done = lns_study(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -409,7 +409,7 @@ def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
         lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD"
     )
     assert_refused(
-        lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "asks for a login"
+        lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "valid login"
     )
     done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
     assert done.returncode == 0, done.stderr
@@ -430,7 +430,7 @@ def test_a_study_feeds_a_teams_server_while_it_runs(
         f"tracking_uri={team[0]}",
         "--plain",
     )
-    assert_refused(lns_study(*arguments, cwd=tmp_path), "asks for a login")
+    assert_refused(lns_study(*arguments, cwd=tmp_path), "requires a valid login")
     log_in(monkeypatch, ADA)
     done = lns_study(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
