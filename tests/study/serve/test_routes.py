@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from study.serve.mlflow_server import LOGINS, STORE
+from study.serve.mlflow_server import LOGINS, SECRET, STORE
 from study.serve.routes import ALLOWED, is_allowed
-from study.serve.team import PASSWORD, SECRET, auth_settings
+from study.serve.team import PASSWORD, auth_settings
 
 REFUSED = {
     "* /ajax-api/3.0/mlflow/assistant/**": "runs shell commands as the server's user",
