@@ -38,6 +38,7 @@ from typing import Any
 from urllib.parse import quote
 
 from study.serve.logins import WRONG_SECONDS, Logins, TooManyLoginsError
+from study.serve.routes import refuse_name
 
 HEALTH = "/health"
 """Path of the health check, which needs no token or login."""
@@ -162,6 +163,9 @@ class Guard:
     async def _pass_on(self, scope: Scope, path: str, receive: Any, send: Send) -> None:
         """Let the application answer a request of somebody who may ask."""
         method = scope["method"]
+        if refusal := refuse_name(path, scope.get("query_string", b"")):
+            await _say(send, 400, refusal)
+            return
         if not self._is_allowed(method, path):
             text = "This server answers what browsing and logging of studies need, and not this."
             await _say(send, 404, text)

@@ -487,3 +487,12 @@ def test_a_flood_of_wrong_passwords_is_refused_and_who_was_in_stays_in(tmp_path:
         assert found[401] <= found[429], found
         assert found.total() == found[401] + found[429]
         assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a" * 300, "%00", "%ff", ".", "a/./b", "a/../b", "a/"])
+def test_an_odd_name_of_an_artifact_is_answered_400(team: tuple[str, int], name: str) -> None:
+    path = f"/api/2.0/mlflow-artifacts/artifacts/{name}"
+    for method in ("PUT", "GET", "DELETE"):
+        status, text = ask(team[0], method, path, "x", ADMIN)
+        assert (status, text.startswith("artifact ")) == (400, True), text
