@@ -120,6 +120,20 @@ def is_login(user: str, password: str) -> bool:
     return auth._authenticate_cached(user, password) is not None
 
 
+def is_remembered_login(user: str, password: str) -> bool:
+    """Return whether MLflow's server has found user name and password valid a moment ago.
+
+    The public function checks the password if they are not in its cache (MLflow 3.17).
+    """
+    from mlflow.server import auth
+
+    cache = auth._USER_AUTH_CACHE
+    if cache is None:
+        return False
+    with auth._USER_AUTH_CACHE_LOCK:
+        return auth._auth_cache_key(user, password) in cache
+
+
 def draining_nodes() -> set[str]:
     """Return the ids of nodes that are draining; ``ray.nodes()`` does not show this (Ray 2.60)."""
     from ray._private.state import state

@@ -19,8 +19,9 @@ origin. So addresses with the token are not sent in referrers (``Referrer-Policy
 cannot contact other servers (:data:`POLICY`).
 
 **Login.** MLflow itself reads a request's body before it checks the login, and serves some routes
-(its version, static files) without a login. The guard checks the login first. A request other than
-an artifact upload may have a body of at most :data:`MOST_BYTES`.
+(its version, static files) without a login. The guard checks the login first, within the limits of
+:mod:`study.serve.logins`. A request other than an artifact upload may have a body of at most
+:data:`MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
+
+from study.serve.logins import WRONG_SECONDS, Logins, TooManyLoginsError
+from study.serve.routes import refuse_name
 
 HEALTH = "/health"
 """Path of the health check, which needs no token or login."""
@@ -64,6 +69,12 @@ if (token) location.replace("/" + token + "/" + location.hash);
 """
 """Page at ``/`` and, with the correct token, at ``/TOKEN``; it saves or reads the token."""
 
+RETRY_AFTER = f"{WRONG_SECONDS / 2:.0f}"
+"""Seconds after which a client whose login cannot be checked now should ask again."""
+BUSY = (
+    "Too many logins are being checked, or too many passwords were wrong for this user name; ask"
+    f" again in {RETRY_AFTER} s."
+)
 PORTS = {"http": ":80", "https": ":443"}
 """Default ports, which browsers leave out of an origin."""
 
@@ -89,7 +100,7 @@ class Guard:
         is_allowed: returns whether a method and a decoded path are served.
         hosts: allowed values of ``Host``, with and without port.
         token: the secret; "" if the application uses logins, or is open to everybody.
-        is_login: returns whether a user name and password are valid; None without logins.
+        logins: checks user names and passwords; None without logins.
         command: command that prints the link with the token.
     """
 
@@ -100,11 +111,11 @@ class Guard:
         hosts: Iterable[str],
         *,
         token: str = "",
-        is_login: Callable[[str, str], bool] | None = None,
+        logins: Logins | None = None,
         command: str = "",
     ) -> None:
         self._application, self._token, self._is_allowed = application, token, is_allowed
-        self._hosts, self._is_login = frozenset(hosts), is_login
+        self._hosts, self._logins = frozenset(hosts), logins
         self._headers = HEADERS | ({"Referrer-Policy": "no-referrer"} if token else {})
         self._text = (
             f"Open the link that `{command}` has printed, with its token; MLflow's clients, at this"
@@ -138,8 +149,22 @@ class Guard:
                 await self._ask(method, path, send)
                 return
             path = path if inside is None else inside
-        if self._is_login is not None and not await self._logs_in(scope):
-            await _say(send, 401, "Log in first.", ask="Basic")
+        if self._logins is not None:
+            try:
+                logged_in, receive = await _logs_in(self._logins, scope, receive)
+            except TooManyLoginsError:
+                await _say(send, 429, BUSY, more={"Retry-After": RETRY_AFTER})
+                return
+            if not logged_in:
+                await _say(send, 401, "Log in first.", ask="Basic")
+                return
+        await self._pass_on(scope, path, receive, send)
+
+    async def _pass_on(self, scope: Scope, path: str, receive: Any, send: Send) -> None:
+        """Let the application answer a request of somebody who may ask."""
+        method = scope["method"]
+        if refusal := refuse_name(path, scope.get("query_string", b"")):
+            await _say(send, 400, refusal)
             return
         if not self._is_allowed(method, path):
             text = "This server answers what browsing and logging of studies need, and not this."
@@ -156,16 +181,6 @@ class Guard:
         headers = [pair for pair in scope["headers"] if pair[0] != b"origin"]
         scope = {**scope, "path": path, "raw_path": quote(path).encode(), "headers": headers}
         await self._application(scope, receive, send)
-
-    async def _logs_in(self, scope: Scope) -> bool:
-        """Return whether a request has the name and password of a user."""
-        assert self._is_login is not None
-        for name, value in scope["headers"]:
-            kind, _, secret = value.decode("latin-1").partition(" ")
-            if name == b"authorization" and kind.lower() == "basic":
-                user, _, password = _decoded(secret).partition(":")
-                return await asyncio.to_thread(self._is_login, user, password)
-        return False
 
     def _refuse_strangers(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return why a request's host or origin is rejected, or "" if both are allowed."""
@@ -204,6 +219,46 @@ class Guard:
             await _say(send, 401, GATE.format(text=self._text), "text/html")
         else:
             await _say(send, 401, self._text)
+
+
+async def _logs_in(logins: Logins, scope: Scope, receive: Any) -> tuple[bool, Any]:
+    """Return whether a request has the name and password of a user, and its ``receive`` function.
+
+    Raises:
+        TooManyLoginsError: the login cannot be checked now.
+    """
+    for name, value in scope["headers"]:
+        kind, _, secret = value.decode("latin-1").partition(" ")
+        if name == b"authorization" and kind.lower() == "basic":
+            user, _, password = _decoded(secret).partition(":")
+            if logins.is_remembered(user, password):
+                return True, receive
+            if _has_body(scope):  # to notice that the client leaves, its body would be read
+                return await logins.check(user, password), receive
+            check = asyncio.ensure_future(logins.check(user, password))
+            return await _unless_left(check, receive), _replay(b"", receive)
+    return False, receive
+
+
+async def _unless_left(check: asyncio.Future[bool], receive: Any) -> bool:
+    """Return the result of a check; cancel it and return False if the client disconnects.
+
+    The request must not have a body: its one message, an empty body, is taken.
+    """
+
+    async def leaves() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    left = asyncio.ensure_future(leaves())
+    try:
+        either: set[asyncio.Future[Any]] = {check, left}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return check.done() and check.result()
+    finally:
+        left.cancel()
+        check.cancel()
+        await asyncio.gather(check, left, return_exceptions=True)
 
 
 def _secrets(scope: Scope) -> Iterator[str]:
@@ -274,10 +329,24 @@ def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
 
 
 async def _say(
-    send: Send, status: int, text: str, kind: str = "text/plain", ask: str = "Bearer"
+    send: Send,
+    status: int,
+    text: str,
+    kind: str = "text/plain",
+    ask: str = "Bearer",
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Send a complete response; ``ask`` is the authentication scheme for status 401."""
-    fields = {"Content-Type": f"{kind}; charset=utf-8", "Cache-Control": "no-store"}
+    """Send a complete response.
+
+    Args:
+        send: the ASGI ``send`` function.
+        status: HTTP status.
+        text: the body.
+        kind: the body's media type.
+        ask: authentication scheme for status 401.
+        more: additional headers.
+    """
+    fields = {"Content-Type": f"{kind}; charset=utf-8", "Cache-Control": "no-store", **more}
     if status == HTTPStatus.UNAUTHORIZED:
         fields["WWW-Authenticate"] = ask if ask == "Bearer" else f'{ask} realm="mlflow"'
     encoded = [(name.lower().encode(), value.encode()) for name, value in fields.items()]

@@ -19,14 +19,17 @@ before the server starts, so no other process can take the port. The database's 
 from __future__ import annotations
 
 import argparse
+import hmac
 import os
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
-from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES, is_login
+from study._compat import MLFLOW_SERVED_BY, MLFLOW_SERVER_VARIABLES, is_login, is_remembered_login
 from study.serve.confined import confine
 from study.serve.guard import Guard
+from study.serve.logins import FileSet, Logins
 from study.serve.routes import is_allowed
 from study.serve.team_guard import refuse_places
 from study.tracking.database_file import watch_engines
@@ -39,6 +42,10 @@ STORE = "MLFLOW_BACKEND_STORE_URI"
 HOSTS = "MLFLOW_SERVER_ALLOWED_HOSTS"
 LOGINS = "MLFLOW_AUTH_CONFIG_PATH"
 """Environment variable with the path of MLflow's login settings; set for a team's server."""
+SECRET = "MLFLOW_FLASK_SERVER_SECRET_KEY"
+"""Environment variable with the secret key of a team's server; its processes share it."""
+KNOWN = "known"
+"""Folder beside the login settings with digests of logins that were valid."""
 DESTINATION = MLFLOW_SERVER_VARIABLES["ARTIFACTS_DESTINATION_ENV_VAR"]
 """Environment variable with the folder or address where the server stores artifacts."""
 ROOT = "mlflow-artifacts:/"
@@ -74,9 +81,16 @@ def application() -> Guard:
         is_allowed,
         os.environ[HOSTS].split(","),
         token=os.environ.pop(TOKEN, ""),
-        is_login=is_login if LOGINS in os.environ else None,
+        logins=_logins() if LOGINS in os.environ else None,
         command="lns-study ui",
     )
+
+
+def _logins() -> Logins:
+    """Return what checks the logins of a team; its processes know each other's valid logins."""
+    key = hmac.digest(os.environ[SECRET].encode(), b"known logins", "sha256")
+    known = FileSet(Path(os.environ[LOGINS]).parent / KNOWN)
+    return Logins(is_login, is_remembered_login, known=known, key=key)
 
 
 def _make_database(uri: str) -> None:

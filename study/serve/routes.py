@@ -10,6 +10,19 @@ routes that are neither allowed here nor listed there as forbidden.
 from __future__ import annotations
 
 import re
+from urllib.parse import parse_qs
+
+MOST_OF_A_PART = 255
+"""Maximum length of a file's or folder's name in bytes, on Linux."""
+MOST_OF_A_NAME = 1024
+"""Maximum length of an artifact's name with its folders in bytes, as in S3."""
+MOST_SHOWN = 60
+_ARTIFACT = re.compile(
+    r"(?s)/(?:ajax-)?api/2\.0/mlflow-artifacts/(?:artifacts|presigned|mpu/[a-z]+)/(.+)"
+)
+_ARTIFACT_QUERY = re.compile(
+    r"/get-artifact|/(?:ajax-)?api/2\.0/(?:mlflow/artifacts/list|mlflow-artifacts/artifacts)"
+)
 
 ALLOWED = """
 GET     /
@@ -127,3 +140,46 @@ def is_allowed(method: str, path: str) -> bool:
         path: decoded path, as passed to MLflow's application.
     """
     return bool(_ALLOWED.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}"))
+
+
+def refuse_name(path: str, query: bytes) -> str:
+    """Return why a request's artifact has an impossible name, or "".
+
+    MLflow answers 500 to most of these names, with a traceback in its log.
+
+    Args:
+        path: decoded path, with U+FFFD in the place of bytes that are not UTF-8.
+        query: query string.
+    """
+    if found := _ARTIFACT.fullmatch(path):
+        odd = {"", ".", ".."} & set(found[1].split("/"))
+        return _refuse_text(found[1]) or (
+            f"{_short(found[1])}: a part is {min(odd)!r}; use another name" if odd else ""
+        )
+    if not _ARTIFACT_QUERY.fullmatch(path):
+        return ""
+    names = parse_qs(query.decode("latin-1"), errors="replace").get("path", [])
+    return next(filter(None, map(_refuse_text, names)), "")
+
+
+def _refuse_text(name: str) -> str:
+    if "\ufffd" in name:
+        return f"{_short(name)}: an artifact's name must be UTF-8"
+    if re.search(r"[\x00-\x1f\x7f]", name):
+        return f"{_short(name)}: an artifact's name must not have a control character"
+    size, longest = len(name.encode()), max(len(part.encode()) for part in name.split("/"))
+    if longest > MOST_OF_A_PART:
+        return (
+            f"{_short(name)}: a part of an artifact's name has {longest:,} bytes, and the maximum"
+            f" is {MOST_OF_A_PART}; use a shorter name"
+        )
+    if size > MOST_OF_A_NAME:
+        return (
+            f"{_short(name)}: an artifact's name has {size:,} bytes, and the maximum is"
+            f" {MOST_OF_A_NAME:,}; use a shorter name"
+        )
+    return ""
+
+
+def _short(name: str) -> str:
+    return f"artifact {name!r}" if len(name) <= MOST_SHOWN else f"artifact {name[:MOST_SHOWN]!r}..."

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from study.ledger.storage import check_writable
-from study.serve.mlflow_server import LOGINS, STORE
+from study.serve.mlflow_server import LOGINS, SECRET, STORE
 from study.serve.ui import ENVIRONMENT, EVERYWHERE, command, listen, run
 from study.tracking.address import FILE, HOST
 from study.tracking.database_file import SIDES, check_files
@@ -39,7 +39,6 @@ from study.tracking_uri import without_password
 
 PASSWORD = "MLFLOW_AUTH_ADMIN_PASSWORD"
 USER = "MLFLOW_AUTH_ADMIN_USERNAME"
-SECRET = "MLFLOW_FLASK_SERVER_SECRET_KEY"
 SHORTEST_PASSWORD = 12
 """Minimum length of a password in MLflow, in characters."""
 AUTH_CACHE_SECONDS = 60

@@ -3,6 +3,7 @@ the library that changed."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_mlflow_reads_requests_into_messages() -> None:
     ):
         message = _compat.request_message(CreateExperiment())
     assert message.artifact_location == "file:///b", "MLflow: its server reads requests otherwise"
+
+
+def test_mlflow_remembers_valid_logins() -> None:
+    """In its source: importing it needs a database and a settings file."""
+    spec = importlib.util.find_spec("mlflow.server.auth")
+    assert spec is not None
+    assert spec.origin is not None
+    text = Path(spec.origin).read_text()
+    for part in (
+        "_USER_AUTH_CACHE: TTLCache[tuple[str, bytes], User] | None = (",
+        "_USER_AUTH_CACHE_LOCK = threading.Lock()",
+        "def _auth_cache_key(username: str, password: str) -> tuple[str, bytes]:",
+        "def _authenticate_cached(username: str, password: str) -> User | None:",
+    ):
+        assert part in text, f"MLflow: its server remembers logins otherwise: {part}"
 
 
 def test_mlflow_tables_have_the_indices_that_statistics_are_set_for() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from typing import Any
 
 import pytest
 
-from study.serve.guard import MOST_BYTES, POLICY, Guard, with_port
+from study.serve.guard import MOST_BYTES, POLICY, RETRY_AFTER, Guard, with_port
+from study.serve.logins import CHECKS, MOST_OF_A_NAME, Logins
 
 NAME, PORT = "mlflow.example.org", 5001
 ADA = "Basic " + base64.b64encode(b"ada:secret").decode()
@@ -20,15 +22,24 @@ class Asked:
 
     def __init__(self, guard: Guard, heard: list[Any]) -> None:
         self._guard, self.heard, self.read = guard, heard, 0
+        self.leaves = False
 
-    def __call__(
+    def __call__(self, *request: Any, **fields: Any) -> tuple[int, dict[str, str]]:
+        """Return status and headers; what is read of the body is counted in ``read``."""
+        return asyncio.run(self.answer(*request, **fields))
+
+    async def answer(
         self, path: str = "/", method: str = "GET", body: list[bytes] | None = None, **fields: str
     ) -> tuple[int, dict[str, str]]:
-        """Return status and headers; what is read of the body is counted in ``read``."""
+        """Return the same within a running loop."""
         parts, sent = list(body or [b""]), list[Any]()
         self.read = 0
 
         async def receive() -> dict[str, Any]:
+            if self.leaves and not parts:
+                return {"type": "http.disconnect"}
+            if not parts:
+                await asyncio.Event().wait()  # as long as the client stays
             part = parts.pop(0)
             self.read += len(part)
             return {"type": "http.request", "body": part, "more_body": bool(parts)}
@@ -39,7 +50,7 @@ class Asked:
         fields = {"host": f"{NAME}:{PORT}", **fields}
         headers = [(key.replace("_", "-").encode(), text.encode()) for key, text in fields.items()]
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
-        asyncio.run(self._guard(scope, receive, send))
+        await self._guard(scope, receive, send)
         answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
         return sent[0]["status"], answered
 
@@ -119,7 +130,7 @@ def is_ada(user: str, password: str) -> bool:
 @pytest.mark.parametrize("login", ["", "Basic !", "Bearer secret", ADA[:-4]])
 @pytest.mark.parametrize("length", [{"content_length": "9"}, {"transfer_encoding": "chunked"}])
 def test_no_body_is_read_before_a_login(path: str, login: str, length: dict[str, str]) -> None:
-    ask = guarded(is_login=is_ada)
+    ask = guarded(logins=Logins(is_ada))
     status, headers = ask(path, "POST", [b"x" * 9], authorization=login, **length)
     assert (status, headers["www-authenticate"]) == (401, 'Basic realm="mlflow"')
     assert (ask.read, ask.heard) == (0, [])
@@ -128,7 +139,7 @@ def test_no_body_is_read_before_a_login(path: str, login: str, length: dict[str,
 
 
 def test_a_call_has_a_bounded_body_and_an_artifact_is_passed_on_as_it_comes() -> None:
-    ask, part = guarded(is_login=is_ada), b"x" * 2**20
+    ask, part = guarded(logins=Logins(is_ada)), b"x" * 2**20
     parts = [part] * (MOST_BYTES // 2**20 + 1)
     whole = str(sum(map(len, parts)))
     assert ask(CALL, "POST", parts, authorization=ADA, content_length=whole)[0] == 413
@@ -141,10 +152,47 @@ def test_a_call_has_a_bounded_body_and_an_artifact_is_passed_on_as_it_comes() ->
 
 
 def test_without_a_login_only_health_is_answered() -> None:
-    ask = guarded(is_login=is_ada)
+    ask = guarded(logins=Logins(is_ada))
     for path in ("/", "/static-files/x.js", "/api/3.0/mlflow/server-info", "/version", "/health/"):
         for method in ("GET", "HEAD", "OPTIONS", "DELETE"):
             assert ask(path, method)[0] == 401, path
     assert ask.heard == []
     assert ask("/health")[0] == 200
     assert ask("/version", authorization=ADA)[0] == 200
+
+
+def test_who_gives_too_many_wrong_passwords_is_asked_to_wait() -> None:
+    ask = guarded(logins=Logins(is_ada))
+    wrong = [
+        "Basic " + base64.b64encode(f"bob:{number}".encode()).decode()
+        for number in range(MOST_OF_A_NAME + 1)
+    ]
+    statuses = [ask("/version", authorization=login) for login in wrong]
+    assert [status for status, _ in statuses] == [401] * MOST_OF_A_NAME + [429]
+    assert statuses[-1][1]["retry-after"] == RETRY_AFTER
+    assert ask("/version", authorization=ADA)[0] == 200
+
+
+def test_the_password_of_a_client_that_has_left_is_not_checked() -> None:
+    """Two checks run until the client behind them has left, so its own does not begin."""
+    gate, asked = threading.Event(), []
+
+    def is_login(user: str, password: str) -> bool:
+        asked.append(user)
+        return gate.wait(60)
+
+    logins = Logins(is_login)
+    ask = guarded(logins=logins)
+
+    async def scene() -> None:
+        before = [asyncio.create_task(logins.check(f"{number}", "x")) for number in range(CHECKS)]
+        await asyncio.sleep(0)
+        ask.leaves = True
+        status = await ask.answer(authorization=ADA)
+        assert status[0] == 401
+        gate.set()
+        await asyncio.gather(*before)
+
+    asyncio.run(scene())
+    assert "ada" not in asked
+    assert ask.heard == []

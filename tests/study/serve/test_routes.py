@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from study.serve.mlflow_server import LOGINS, STORE
-from study.serve.routes import ALLOWED, is_allowed
-from study.serve.team import PASSWORD, SECRET, auth_settings
+from study.serve.mlflow_server import LOGINS, SECRET, STORE
+from study.serve.routes import ALLOWED, is_allowed, refuse_name
+from study.serve.team import PASSWORD, auth_settings
 
 REFUSED = {
     "* /ajax-api/3.0/mlflow/assistant/**": "runs shell commands as the server's user",
@@ -170,3 +170,43 @@ def test_another_spelling_of_a_path_is_another_path(path: str) -> None:
     assert not is_allowed("get", "/get-artifact")
     assert not is_allowed("OPTIONS", "/get-artifact")
     assert not is_allowed("DELETE", "/get-artifact")
+
+
+ARTIFACT = "/api/2.0/mlflow-artifacts/artifacts/1/run/artifacts/"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a" * 256, "256 bytes"),
+        ("é" * 128, "256 bytes"),
+        ("a/" * 600 + "b", "1,024"),
+        ("a\0b", "control character"),
+        ("a\nb", "control character"),
+        ("\x7f", "control character"),
+        ("\ufffd.txt", "UTF-8"),
+        (".", "'.'"),
+        ("a/./b", "'.'"),
+        ("..", "'..'"),
+        ("a/../b", "'..'"),
+        ("a/", "''"),
+        ("/etc/passwd", "''"),
+    ],
+)
+def test_an_odd_name_of_an_artifact_is_refused_in_words(name: str, said: str) -> None:
+    for path in (ARTIFACT, ARTIFACT.replace("/api", "/ajax-api"), ARTIFACT.replace(
+            "artifacts/1", "mpu/create/1")):  # fmt: skip
+        refusal = refuse_name(path + name, b"")
+        assert said in refusal
+        assert len(refusal) < 300
+
+
+def test_an_odd_name_in_a_query_is_refused_and_usual_names_are_not() -> None:
+    for path in ("/get-artifact", "/api/2.0/mlflow/artifacts/list", ARTIFACT.split("/1/")[0]):
+        for value in ("a" * 300, "%00", "%ff"):
+            assert refuse_name(path, f"run_uuid=1&path={value}".encode())
+        for value in ("", "report/report.html", ".", "report/", "%C3%A9", "a%20b"):
+            assert refuse_name(path, f"run_uuid=1&path={value}".encode()) == ""
+    for name in ("report.html", "a b/ä.png", "~", "..a", "a:b", "*", "a" * 255):
+        assert refuse_name(ARTIFACT + name, b"") == ""
+    assert refuse_name("/", b"path=%00") == ""

@@ -12,7 +12,9 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -23,7 +25,8 @@ import pytest
 from study.config import StudyConfig
 from study.ledger.log import FILE, read_ledger
 from study.ledger.state import fold
-from study.serve.team import PASSWORD, SECRET, Team, auth_settings, check
+from study.serve.mlflow_server import KNOWN, SECRET
+from study.serve.team import PASSWORD, Team, auth_settings, check
 from study.tracking.payload import expected_points
 from tests.study.cli.test_entry import assert_refused, lns_study
 from tests.study.conftest import made_up_events, write_ledger
@@ -353,7 +356,8 @@ def test_two_workers_answer_and_nothing_secret_is_in_a_command_line(team: tuple[
     settings = Path(variables["MLFLOW_AUTH_CONFIG_PATH"])
     assert settings.stat().st_mode & 0o077 == 0
     assert server.cwd() == str(settings.parent)
-    assert {file.name for file in settings.parent.iterdir()} == {settings.name}
+    assert {file.name for file in settings.parent.iterdir()} == {settings.name, KNOWN}
+    assert (settings.parent / KNOWN).stat().st_mode & 0o077 == 0
     assert ask(address, "GET", "/health")[0] == 200
 
 
@@ -409,7 +413,8 @@ def test_a_password_in_the_uri_logs_in_and_later_comes_from_the_environment(
         lns_study(*arguments, cwd=tmp_path), "ada:***@", "not stored", "MLFLOW_TRACKING_PASSWORD"
     )
     assert_refused(
-        lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"), "valid login"
+        lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD="wrong"),
+        "requires a valid login",
     )
     done = lns_study(*arguments, cwd=tmp_path, MLFLOW_TRACKING_PASSWORD=ADA[1])
     assert done.returncode == 0, done.stderr
@@ -467,3 +472,27 @@ def test_users_stay_and_the_first_password_is_asked_for_once(tmp_path: Path) -> 
         with team_server(uri, tmp_path, "--workers", "1", **environment) as (address, _):
             assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
             assert ask(address, "POST", SEARCH, ANY, ("admin", ""))[0] == 401
+
+
+@pytest.mark.slow
+def test_a_flood_of_wrong_passwords_is_refused_and_who_was_in_stays_in(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'team.db'}"
+    with team_server(uri, tmp_path, "--workers", "1", **{PASSWORD: ADMIN[1]}) as (address, _):
+        assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
+        with ThreadPoolExecutor(60) as many:
+            wrong = [many.submit(ask, address, "GET", "/", None, ("admin", f"{number}"))
+                     for number in range(60)]  # fmt: skip
+            assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
+        found = Counter(asked.result()[0] for asked in wrong)
+        assert found[401] <= found[429], found
+        assert found.total() == found[401] + found[429]
+        assert ask(address, "POST", SEARCH, ANY, ADMIN)[0] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a" * 300, "%00", "%ff", ".", "a/./b", "a/../b", "a/"])
+def test_an_odd_name_of_an_artifact_is_answered_400(team: tuple[str, int], name: str) -> None:
+    path = f"/api/2.0/mlflow-artifacts/artifacts/{name}"
+    for method in ("PUT", "GET", "DELETE"):
+        status, text = ask(team[0], method, path, "x", ADMIN)
+        assert (status, text.startswith("artifact ")) == (400, True), text
