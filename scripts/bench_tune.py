@@ -287,15 +287,16 @@ def _weights(trial: Any) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
+TITLES = {"controller": "TrainController", "worker": "RayTrainWorker"}
+"""Parts of the titles of Ray Train's processes."""
+
+
 class Titles:
-    """Notes when processes of this machine are first seen with a title, ten times a second.
+    """Notes when processes of this machine are first seen with one of :data:`TITLES`, ten times a
+    second."""
 
-    Args:
-        wanted: part of a title, by the name under which its times are kept.
-    """
-
-    def __init__(self, **wanted: str) -> None:
-        self._wanted, self._over = wanted, threading.Event()
+    def __init__(self) -> None:
+        self._over = threading.Event()
         self._seen: dict[tuple[str, str], float] = {}
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -318,7 +319,7 @@ class Titles:
                     title = (folder / "cmdline").read_text(errors="replace")
                 except OSError:
                     continue
-                for name, part in self._wanted.items():
+                for name, part in TITLES.items():
                     if part in title:
                         self._seen.setdefault((name, folder.name), time.time())
 
@@ -340,17 +341,17 @@ def _bare_loop(config: dict[str, Any]) -> None:
 def gangs(options: argparse.Namespace) -> None:
     """Report the stages of a gang's start."""
     for turn in range(options.turns):
-        for name in ("bare TorchTrainer", "gang=train", "gang=forked"):
-            begin = _bare_gang if name.startswith("bare") else partial(_gang, name[5:])
+        for name, begin in (
+            ("bare TorchTrainer", _bare_gang),
+            ("gang=train", partial(_gang, "train")),
+            ("gang=forked", partial(_gang, "forked")),
+        ):
             for stage, seconds in begin(options.workers).items():
                 report(f"{options.workers} workers, {name}, gang {turn}: {stage}", seconds, "s")
 
 
-TITLES = {"controller": "TrainController", "worker": "RayTrainWorker"}
-
-
 def _bare_gang(workers: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder, Titles(**TITLES) as titles:
+    with tempfile.TemporaryDirectory() as folder, Titles() as titles:
         Path(folder, "log").mkdir()
         called = time.time()
         TorchTrainer(
@@ -373,7 +374,7 @@ def _gang(kind: str, workers: int) -> dict[str, float]:
         workers=workers,
         epochs=2,
     )
-    with tempfile.TemporaryDirectory() as storage, Titles(**TITLES) as titles:
+    with tempfile.TemporaryDirectory() as storage, Titles() as titles:
         study = StudyConfig(
             name="gangs", trial=trial, rows=[RowConfig(label="a")], storage=storage,
             tracking_uri="none", engine="ray", gang=kind, seeds=[0, 1], max_concurrent=1,
@@ -389,10 +390,9 @@ def _gang(kind: str, workers: int) -> dict[str, float]:
 
 def _since(began: float, titles: Titles, stages: dict[str, float]) -> dict[str, float]:
     """Return the seconds from ``began`` to each stage; the first are those of the processes."""
-    workers = [each for each in titles.times("worker") if each > began]
-    seen = {"controller": [each for each in titles.times("controller") if each > began]}
-    seen |= {"first worker": workers[:1], "last worker": workers[-1:]}
-    found = {name: times[0] for name, times in seen.items() if times}
+    controllers, workers = ([t for t in titles.times(kind) if t > began] for kind in TITLES)
+    found = {"controller": controllers[0]} if controllers else {}
+    found |= {"first worker": workers[0], "last worker": workers[-1]} if workers else {}
     return {name: when - began for name, when in (found | stages).items()}
 
 

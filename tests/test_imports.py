@@ -109,7 +109,6 @@ BY_NAME = {
 }
 """Files that import a module by a name that they compute, which no other rule here sees."""
 LONGER = {
-    "lns_ops/cpu/kernels/rounded_sums.py:matmul",
     "lns_ops/cpu/simd/avx2.py:_addition",
     "lns_ops/cpu/simd/avx512.py:matmul",
     "lns_ops/cpu/simd/avx512.py:product",

@@ -38,6 +38,7 @@ def _plain(config: TrialKeys) -> bool:
 
 
 LOOP = "trainable.name"
+
 RULES: tuple[Rule, ...] = (
     Rule(
         (LOOP, "sync.name"),

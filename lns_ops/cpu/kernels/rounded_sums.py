@@ -38,6 +38,42 @@ def rounded(v: Any, shift: Any, lowest: Any, limit: Any, beyond: Any) -> Any:
     return -beyond if found < -limit else found
 
 
+@helper
+def add_in_pairs(
+    part: Any, waiting: Any, index: Any, width: Any, shift: Any, lowest: Any, limit: Any,
+    beyond: Any,
+) -> None:  # fmt: skip
+    """Add the term ``index`` of each column to the sums of as many terms that wait for it.
+
+    A sum of ``2^level`` terms waits at each one of the binary number ``index``.
+    """
+    level = int64(0)
+    while (int64(index) >> level) & int64(1):
+        for j in range(width):
+            v = get(waiting, level * STRIP + j) + get(part, j)
+            put(part, j, rounded(v, shift, lowest, limit, beyond))
+        level += int64(1)
+    for j in range(width):
+        put(waiting, level * STRIP + j, get(part, j))
+
+
+@helper
+def add_waiting(
+    part: Any, waiting: Any, count: Any, width: Any, shift: Any, lowest: Any, limit: Any,
+    beyond: Any,
+) -> None:  # fmt: skip
+    """Add the sums that wait after ``count`` terms, the smallest first."""
+    found = int64(0)
+    for level in range(LEVELS):
+        if (int64(count) >> int64(level)) & int64(1):
+            for j in range(width):
+                v = get(waiting, level * STRIP + j)
+                if found:
+                    v = rounded(v + get(part, j), shift, lowest, limit, beyond)
+                put(part, j, v)
+            found = int64(1)
+
+
 @kernel
 def matmul(
     x: _F32, y: _F32, out: _F32, M: int, K: int, N: int, shift: int, lowest: int, limit: int,
@@ -65,25 +101,11 @@ def matmul(
                     before = float64(0.0) if tree == 1 else get(part, j)
                     v = before + factor * float64(get(y, k * N + first + j))
                     put(part, j, rounded(v, shift_, lowest_, limit_, beyond_))
-                if tree == 1:  # the sums that wait are those of the ones in the binary number
-                    level = int64(0)
-                    while (int64(k - k0) >> level) & int64(1):
-                        for j in range(width):
-                            v = get(waiting, level * STRIP + j) + get(part, j)
-                            put(part, j, rounded(v, shift_, lowest_, limit_, beyond_))
-                        level += int64(1)
-                    for j in range(width):
-                        put(waiting, level * STRIP + j, get(part, j))
+                if tree == 1:
+                    add_in_pairs(part, waiting, k - k0, width, shift_, lowest_, limit_, beyond_)
             if tree == 1:
-                count, found = int64(min(K, k0 + block) - k0), int64(0)
-                for level in range(LEVELS):
-                    if (count >> int64(level)) & int64(1):
-                        for j in range(width):
-                            v = get(waiting, level * STRIP + j)
-                            if found:
-                                v = rounded(v + get(part, j), shift_, lowest_, limit_, beyond_)
-                            put(part, j, v)
-                        found = int64(1)
+                count = min(K, k0 + block) - k0
+                add_waiting(part, waiting, count, width, shift_, lowest_, limit_, beyond_)
             for j in range(width):
                 v = get(total, j) + get(part, j)
                 if promote == 1:

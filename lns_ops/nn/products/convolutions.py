@@ -19,6 +19,25 @@ from lns_ops.tensor.limits import underflow
 from lns_ops.tensor.ops import convolution as transposed
 
 
+def gradients_of(
+    result: str, a: Tensor, b: Tensor, grad: Tensor
+) -> tuple[tuple[str, Tensor, Tensor], tuple[str, Tensor, Tensor]]:
+    """Return what the gradients of both operands of a convolution are, and their operands.
+
+    Args:
+        result: what was computed of ``a`` and ``b``: ``y`` of x and w, ``x`` of y and w, or ``w``
+            of y and x.
+        a: first operand.
+        b: second operand.
+        grad: gradient of the result; it takes the place of the result among the operands.
+    """
+    return {
+        "y": (("x", grad, b), ("w", grad, a)),
+        "x": (("y", grad, b), ("w", a, grad)),
+        "w": (("y", b, grad), ("x", a, grad)),
+    }[result]
+
+
 class _ConvolutionMatmul(torch.autograd.Function):
     """A convolution ``y = x * w``, or one of its gradients, in LNS; float32 in and out.
 
@@ -51,16 +70,10 @@ class _ConvolutionMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
         underflow.warn_of_underflow(grad, ctx.options[1])
-        # operands of each result, with the incoming gradient in the place of that result
-        of_a, of_b = {
-            "y": (("x", grad, b, a), ("w", grad, a, b)),
-            "x": (("y", grad, b, a), ("w", a, grad, b)),
-            "w": (("y", b, grad, a), ("x", a, grad, b)),
-        }[ctx.result]
         grads = [
             _convolved(wanted, p, q, tuple(like.shape[2:]), ctx.options) if needed else None
-            for needed, (wanted, p, q, like) in zip(
-                ctx.needs_input_grad[1:3], (of_a, of_b), strict=True
+            for needed, like, (wanted, p, q) in zip(
+                ctx.needs_input_grad[1:3], (a, b), gradients_of(ctx.result, a, b, grad), strict=True
             )
         ]
         return None, *grads, None, None

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from lns_ops._compat import reversed_padding
 from lns_ops.formats import Accumulation
+from lns_ops.functional.convolution import sliding_windows, zero_padded
+from lns_ops.nn.products.convolutions import gradients_of
 from lns_ops.nn.products.rounded_sums import rounded_product
 from lns_ops.nn.products.two_forms import in_two_forms
 
@@ -42,23 +44,18 @@ class _Geometry(NamedTuple):
     dilation: Size
     groups: int
 
-    @property
-    def output(self) -> Size:
-        """The spatial size of the output."""
-        zipped = zip(self.input, self.kernel, self.stride, self.dilation, strict=True)
-        return tuple((n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zipped)
 
+def _columns(x: Tensor, geometry: _Geometry) -> tuple[Tensor, Size]:
+    """Return the windows of a padded ``[N, G C, *S]`` as ``[G, N P, C T]``, and their positions.
 
-def _columns(x: Tensor, kernel: Size, stride: Size, dilation: Size, groups: int) -> Tensor:
-    """Return the windows of ``[N, G C, *S]``: ``[G, N P, C T]`` for P positions and T taps."""
-    for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
-        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    dims = len(kernel)
-    positions = x.shape[2 : 2 + dims]
-    images, channels = x.shape[0], x.shape[1] // groups
-    split = x.reshape(images, groups, channels, math.prod(positions), math.prod(kernel))
-    rows = images * math.prod(positions)
-    return split.permute(1, 0, 3, 2, 4).reshape(groups, rows, channels * math.prod(kernel))
+    T is the number of taps, and P that of positions.
+    """
+    _, kernel, stride, dilation, groups = geometry
+    windows = sliding_windows(x, kernel, stride, dilation)
+    positions = tuple(windows.shape[2 + len(kernel) :])
+    terms = x.shape[1] // groups * math.prod(kernel)
+    split = windows.reshape(x.shape[0], groups, terms, math.prod(positions))
+    return split.permute(1, 0, 3, 2).reshape(groups, -1, terms), positions
 
 
 def _multiply(x_GMK: Tensor, y_GKN: Tensor, sums: Accumulation) -> Tensor:
@@ -68,61 +65,45 @@ def _multiply(x_GMK: Tensor, y_GKN: Tensor, sums: Accumulation) -> Tensor:
 
 def _output(x: Tensor, w: Tensor, geometry: _Geometry, sums: Accumulation) -> Tensor:
     """Return the convolution of a padded ``[N, G C, *S]`` by ``[G O, C, *K]``: ``[N, G O, *P]``."""
-    _, kernel, stride, dilation, groups = geometry
-    columns = _columns(x, kernel, stride, dilation, groups)
-    w_GKO = w.reshape(groups, w.shape[0] // groups, -1).transpose(1, 2)
-    out = _multiply(columns, w_GKO, sums)
-    out = out.reshape(groups, x.shape[0], -1, w.shape[0] // groups)
-    return out.permute(1, 0, 3, 2).reshape(x.shape[0], w.shape[0], *geometry.output)
+    groups, images, outputs = geometry.groups, x.shape[0], w.shape[0]
+    columns, positions = _columns(x, geometry)
+    w_GKO = w.reshape(groups, outputs // groups, -1).transpose(1, 2)
+    out = _multiply(columns, w_GKO, sums).reshape(groups, images, -1, outputs // groups)
+    return out.permute(1, 0, 3, 2).reshape(images, outputs, *positions)
 
 
 def _of_input(grad: Tensor, w: Tensor, geometry: _Geometry, sums: Accumulation) -> Tensor:
     """Return the gradient of the padded input."""
     size, kernel, stride, dilation, groups = geometry
-    sizes = (s * (p - 1) + 1 for p, s in zip(geometry.output, stride, strict=True))
-    spread = grad.new_zeros(*grad.shape[:2], *sizes)
+    lengths = [s * (p - 1) + 1 for p, s in zip(grad.shape[2:], stride, strict=True)]
+    spread = grad.new_zeros(*grad.shape[:2], *lengths)
     places: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
     spread[places] = grad
-    amounts: list[int] = []
-    for n, k, d, length in zip(
-        reversed(size),
-        reversed(kernel),
-        reversed(dilation),
-        reversed(spread.shape[2:]),
-        strict=True,
-    ):
-        amounts += [d * (k - 1), n - length]
-    dims = range(2, w.dim())
+    before = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    after = [n - length for n, length in zip(size, lengths, strict=True)]
     per_group = w.reshape(groups, -1, *w.shape[1:]).transpose(1, 2)
-    turned = per_group.reshape(-1, *per_group.shape[2:]).flip(*dims)
-    ones = (1,) * len(kernel)
-    padded = F.pad(spread, amounts)
-    inner = _Geometry(tuple(padded.shape[2:]), kernel, ones, dilation, groups)
-    return _output(padded, turned, inner, sums)
+    turned = per_group.reshape(-1, *per_group.shape[2:]).flip(*range(2, w.dim()))
+    dense = geometry._replace(stride=(1,) * len(kernel))
+    return _output(zero_padded(spread, before, after), turned, dense, sums)
 
 
 def _of_weight(grad: Tensor, x: Tensor, geometry: _Geometry, sums: Accumulation) -> Tensor:
     """Return the gradient of the weight from a padded input."""
-    _, kernel, stride, dilation, groups = geometry
-    columns = _columns(x, kernel, stride, dilation, groups)
-    images, outputs = grad.shape[0], grad.shape[1] // groups
-    rows = grad.reshape(images, groups, outputs, -1).permute(1, 2, 0, 3)
-    found = _multiply(rows.reshape(groups, outputs, -1), columns, sums)
-    return found.reshape(grad.shape[1], x.shape[1] // groups, *kernel)
+    groups, (images, outputs) = geometry.groups, grad.shape[:2]
+    columns, _ = _columns(x, geometry)
+    rows = grad.reshape(images, groups, outputs // groups, -1).permute(1, 2, 0, 3)
+    found = _multiply(rows.reshape(groups, outputs // groups, -1), columns, sums)
+    return found.reshape(outputs, x.shape[1] // groups, *geometry.kernel)
 
 
 _RESULTS = {"y": _output, "x": _of_input, "w": _of_weight}
-_OPERANDS = {
-    "y": (("x", "grad", "b"), ("w", "grad", "a")),
-    "x": (("y", "grad", "b"), ("w", "a", "grad")),
-    "w": (("y", "b", "grad"), ("x", "a", "grad")),
-}
-"""What the gradients of both operands are computed from. The operands of a result: ``y`` from x and
-w, ``x`` from y and w, ``w`` from y and x."""
 
 
 class _Convolution(torch.autograd.Function):
-    """A convolution of a padded input, or one of its gradients, with rounded sums."""
+    """A convolution of a padded input, or one of its gradients, with rounded sums.
+
+    ``result`` says which; see :func:`~lns_ops.nn.products.convolutions.gradients_of`.
+    """
 
     generate_vmap_rule = True
 
@@ -138,11 +119,10 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b = ctx.saved_tensors
-        given = {"a": a, "b": b, "grad": grad}
         grads = [
-            _convolved(wanted, given[p], given[q], ctx.geometry, ctx.sums) if needed else None
+            _convolved(wanted, p, q, ctx.geometry, ctx.sums) if needed else None
             for needed, (wanted, p, q) in zip(
-                ctx.needs_input_grad[1:3], _OPERANDS[ctx.result], strict=True
+                ctx.needs_input_grad[1:3], gradients_of(ctx.result, a, b, grad), strict=True
             )
         ]
         return None, *grads, None, None
