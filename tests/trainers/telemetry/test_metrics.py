@@ -354,10 +354,12 @@ def test_the_ceiling_is_measured_once_for_each_kernel() -> None:
 @needs_gpu
 def test_a_gpu_tells_energy_and_activity() -> None:
     training = Training(replace(BASE, device="cuda", precision=KAHAN, telemetry=True))
-    found = [told(training.train_epoch()) for _ in range(2)][1]
+    epochs = [told(training.train_epoch()) for _ in range(2)]
+    found = epochs[1]
     assert set(found) >= set(PARTS) | {"peak_memory_bytes", "macs_per_step", "ceiling_fraction"}
     assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
-    assert found.get("joules", 1.0) > 0
+    # Energy predicted too high is taken from a later epoch, which may be left with none.
+    assert sum(epoch.get("joules", 1.0) for epoch in epochs) > 0
     assert all(0 <= found.get(name, 0.0) <= 1 for name in GPM)
 
 
