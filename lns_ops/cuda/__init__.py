@@ -27,6 +27,7 @@ from lns_ops.cuda.formats import (
 )
 from lns_ops.cuda.gemm import TILES, Tile, linear, matmul
 from lns_ops.cuda.normalization import normalize, normalize_backward
+from lns_ops.cuda.rounded_sums import rounded_product
 from lns_ops.cuda.runtime import REPLICATED_FRACTION_BITS, kernel_info, unavailable
 from lns_ops.cuda.sums import sum
 from lns_ops.cuda.updates import (
@@ -40,6 +41,7 @@ __all__ = [
     "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
     "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
     "matmul", "mul", "normalize", "normalize_backward", "quantize_floats", "quantize_integers",
-    "quantize_logarithms", "raise_only_when_asked", "raise_seen", "random_bits", "sgd_update_",
-    "sgd_update_float32_", "sqrt", "sub", "sum", "unavailable",
+    "quantize_logarithms", "raise_only_when_asked", "raise_seen", "random_bits",
+    "rounded_product", "sgd_update_", "sgd_update_float32_", "sqrt", "sub", "sum",
+    "unavailable",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ against the reference, gradients, and networks."""
 from __future__ import annotations
 
 import copy
-import math
 from fractions import Fraction
 from typing import Any
 
@@ -300,17 +299,32 @@ def test_bad_accumulations_are_refused(values: dict[str, Any], said: str) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_gpu_has_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize("shape", [(5, 70, 9), (300, 33, 410), (2, 5000, 3), (1100, 20, 1300)])
+def test_a_gpu_has_the_same_bits(name: str, shape: tuple[int, int, int]) -> None:
+    """Small and large results, long sums, any float32 and operands of any strides."""
+    rows, terms, columns = shape
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(5, 70, generator=generator), torch.randn(70, 9, generator=generator)
-    x[0, 3], x[1, 2], y[4, 4] = math.inf, 1e-42, 3e38
+    x = torch.randn(rows, terms, generator=generator)
+    y = torch.randn(terms, columns, generator=generator)
+    words = torch.randint(-(2**31), 2**31, (terms,), generator=generator, dtype=torch.int64)
+    x[0], x[1, 2], y[3, 1] = words.int().view(torch.float32), 1e-42, 3e38
     for sums in (
         Accumulation(format=name),
         Accumulation(format=name, block=16, promote=None),
         Accumulation(format=name, order="tree"),
+        Accumulation(format=name, block=7, order="tree", promote=None),
     ):
         left = x.cuda().requires_grad_()
         found = product(left, y.cuda(), sums)
         assert same(found.detach().cpu(), product(x, y, sums))
         (gradient,) = torch.autograd.grad(found, left, torch.ones_like(found))
-        assert same(gradient.cpu(), product(torch.ones(5, 9), y.t(), sums))
+        assert same(gradient.cpu(), product(torch.ones(rows, columns), y.t(), sums))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(0, 3, 2), (2, 0, 3), (2, 3, 0)])
+def test_products_of_nothing_on_a_gpu(shape: tuple[int, int, int]) -> None:
+    rows, terms, columns = shape
+    found = product(torch.ones(rows, terms).cuda(), torch.ones(terms, columns).cuda(), HOPPER)
+    assert torch.equal(found.cpu(), torch.full((rows, columns), float(terms)))
