@@ -51,8 +51,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 LAST = 10
 """Number of epochs at the end of a study without faults, so that a fault occurs before the end."""
-STILL_SECONDS = 60.0
-"""Maximum time between two events in the ledger, including starts and drawing of the report."""
+STILL_SECONDS = 180.0
+"""Maximum time between two events in the ledger, including starts and drawing of the report.
+
+Four gangs of Ray Train import torch in some 20 processes: 72 s on two busy cores.
+"""
 ON_CLUSTER, DAMAGE = ("raylet", "agents"), ("ledger", "checkpoint", "database")
 FAULTS = (
     "driver",
