@@ -22,6 +22,7 @@ from lns_ops.cuda.faults import check_faults, count_faults_apart, raise_only_whe
 from lns_ops.cuda.formats import (
     quantize_floats,
     quantize_integers,
+    quantize_listed,
     quantize_logarithms,
     random_bits,
 )
@@ -41,7 +42,7 @@ __all__ = [
     "REPLICATED_FRACTION_BITS", "TILES", "Tile", "adam_update_", "adam_update_float32_", "add",
     "check_faults", "count_faults_apart", "decode", "div", "encode", "kernel_info", "linear",
     "matmul", "mul", "normalize", "normalize_backward", "quantize_floats", "quantize_integers",
-    "quantize_logarithms", "raise_only_when_asked", "raise_seen", "random_bits",
-    "rounded_product", "sgd_update_", "sgd_update_float32_", "sqrt", "sub", "sum",
-    "unavailable",
+    "quantize_listed", "quantize_logarithms", "raise_only_when_asked", "raise_seen",
+    "random_bits", "rounded_product", "sgd_update_", "sgd_update_float32_", "sqrt", "sub",
+    "sum", "unavailable",
 ]  # fmt: skip

@@ -106,6 +106,41 @@ def quantize_integers(x: Tensor, width: int, length: int, bits: int) -> Tensor:
     return _quantize(x, width, length, _INTEGERS, ((1 << bits - 1) - 1, bits - 1))
 
 
+@lru_cache(maxsize=16)
+def _listed(device: int) -> runtime.CudaKernel:
+    source = runtime.kernel_source("listed.cu")
+    function = runtime.compile_function(source, "lns_quantize_listed", (), device)
+    return runtime.CudaKernel(function, "PPqPPPii", 0)
+
+
+atexit.register(_listed.cache_clear)  # before CuPy goes; see lns_ops.cuda.runtime
+
+
+def quantize_listed(
+    x: Tensor, cells: Tensor, ends: Tensor, levels: Tensor, shift: int, not_a_real: bool
+) -> Tensor:
+    """Round to the nearest of a list, as :func:`lns_ops.formats.list_rounding.index` finds it.
+
+    Args:
+        x: float32, any shape.
+        cells: int32; see :class:`lns_ops.formats.tabulated.Grid`, as for the next three.
+        ends: float32.
+        levels: float32.
+        shift: bits that ``cells`` leaves out.
+        not_a_real: whether infinities become a NaN.
+    """
+    x, device = x.contiguous(), x.get_device()
+    out = torch.empty_like(x)
+    if x.numel():
+        kernel = _listed(device)
+        kernel(
+            runtime.grid_of(x.numel(), device, kernel=kernel), THREADS, device,
+            x.data_ptr(), out.data_ptr(), x.numel(), cells.data_ptr(), ends.data_ptr(),
+            levels.data_ptr(), shift, int(not_a_real),
+        )  # fmt: skip
+    return out
+
+
 def _quantize(
     x: Tensor, width: int, length: int, fmt: LNSFormat | int, arguments: tuple[int, ...]
 ) -> Tensor:

@@ -11,8 +11,8 @@ boundary between two neighbours need not be their mean: posits and takums round 
 Rounding at random takes one of the two neighbours in proportion to the distance, whatever the
 boundary, so that the expected value is exact. A value beyond the list saturates.
 
-:class:`Table` reads such a list from a file. Limits: rounding takes torch's operations on every
-device, and has no kernel of its own.
+:class:`Table` reads such a list from a file. Rounding to nearest is one kernel on GPUs with CuPy.
+Limits: on CPUs, at random, and to lists without such a table it takes torch's operations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32
+from lns_ops.formats.base import Encoded, ErrorModel, NumberFormat, as_float32, on_gpu
 from lns_ops.spec.format import NonFiniteError
 
 if TYPE_CHECKING:
@@ -203,9 +203,13 @@ class Listed(NumberFormat):
         """Return ``x`` on the grid, without the detour over codes; a NaN stays one."""
         import torch
 
+        from lns_ops import cuda
         from lns_ops.formats.list_rounding import index, kept
 
         x = as_float32(x)
+        if random is None and on_gpu(x) and self.grid.shift is not None:
+            arrays = (kept(self, name, x) for name in ("cells", "ends", "levels"))
+            return cuda.quantize_listed(x, *arrays, self.grid.shift, self.not_a_real)
         found = kept(self, "levels", x)[index(self, x, random)]
         return torch.where(x.isfinite() if self.not_a_real else ~x.isnan(), found, torch.nan)
 

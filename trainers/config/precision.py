@@ -183,6 +183,15 @@ class PrecisionConfig:
         return fmt.lns if isinstance(fmt, Logarithmic) else None
 
     @property
+    def sums_of_codes(self) -> str:
+        """:attr:`accumulation`, and ``contract`` for formats without codes of LNS arithmetic.
+
+        It is a setting of the whole process, and ``float32`` may switch torch's float32 products
+        to TF32 for a moment, so that trials without LNS products must not run beside it.
+        """
+        return "contract" if self.lns_format is None else self.accumulation
+
+    @property
     def sums(self) -> Accumulation | None:
         """How sums of linear layers and convolutions are rounded; None for sums in float32."""
         if self.sum_format is None:

@@ -414,16 +414,16 @@ class TrialKeys:
         """Whether a GPU replays the trial's steps from a CUDA graph, perhaps without the update.
 
         Trials with user code are not captured, as the code would only run once instead of in every
-        step. Nor are models with random numbers and activation checkpoints, as a graph cannot reset
-        their generators, or with simulated formats or autocast, which are untested.
+        step. Of networks other than mlp and cnn, neither are those with activation checkpoints,
+        whose generators a graph cannot reset, nor those with autocast, which are untested.
         """
         own = self.own_loop or self.model.own or self.loss.own
         on_host = self.memory.offload_optimizer or self.autocast == "float16"
         in_parts = self.workers > 1 or self.layout.pairwise
         if own or on_host or in_parts or self.data.num_workers is not None:
             return False
-        tried = self.autocast == "none" and not self.precision.simulated
-        return self.model.feedforward or (tried and not self.memory.activation_checkpoints)
+        plain = self.autocast == "none" and not self.memory.activation_checkpoints
+        return self.model.feedforward or plain
 
     @property
     def recurrence_fused(self) -> bool:

@@ -68,10 +68,11 @@ def check(config: TrialConfig, info: DatasetInfo) -> None:
 def _answers_each(config: TrialConfig) -> int:
     """Check the trial's task and return the number of answers per example.
 
-    A built-in model is trained with one configuration of sizes; for others it is only constructed.
+    A built-in model with built-in data and loss is trained once, with the first sizes and the first
+    number format of the study; with others it is only constructed.
     """
-    parts = (config.data, config.loss, config.metrics, config.precision)
-    task = repr((config.model, *parts))
+    parts = (config.data, config.loss, config.metrics)
+    task = repr((config.model, *parts, config.precision))
     if task not in _answers:
         if config.own_code:
             forget()
@@ -83,7 +84,7 @@ def _answers_each(config: TrialConfig) -> int:
             args = {key: value for key, value in given if type(value) not in (int, float)}
             kind = repr((config.model.name, args, *parts))
             if kind in _answers:
-                make_whole_model(config, load_data(config))
+                apply_precision(make_whole_model(config, load_data(config)), config.precision)
             else:
                 _answers[kind] = _check_task(config)
             _answers[task] = _answers[kind]

@@ -103,7 +103,7 @@ class Training:
         self._change_options()
         components, telemetry = self._components, self._components.telemetry
         # The setting is process-wide, and the process also runs other trials.
-        with matmul_accumulation(self.config.precision.accumulation):
+        with matmul_accumulation(self.config.precision.sums_of_codes):
             telemetry.begin()
             start, before = time.perf_counter(), components.sent
             try:
@@ -132,7 +132,7 @@ class Training:
     def test(self) -> dict[str, float]:
         """Return ``test/loss``, ``test/error`` and ``test/NAME`` of the current weights, as
         :meth:`train_epoch` does for validation."""
-        with matmul_accumulation(self.config.precision.accumulation):
+        with matmul_accumulation(self.config.precision.sums_of_codes):
             self.tested = self._evaluate(self.data.test, "test")
         return dict(self.tested)
 
@@ -202,7 +202,7 @@ class Training:
         every = self.config.analysis_every
         if not every or self.epoch % every or self.diverged:
             return {}
-        with matmul_accumulation(self.config.precision.accumulation), self.sync.evaluating():
+        with matmul_accumulation(self.config.precision.sums_of_codes), self.sync.evaluating():
             first = self.data.train.head(self.config.batch_size)
             return analysis_metrics(self.model, self.config, first, self._components.loss)
 

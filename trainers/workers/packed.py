@@ -70,7 +70,7 @@ class Host:
         if self._key is None:
             self._device = resolve_device(config.device)
             check_device(self._device)
-            set_matmul_accumulation(config.precision.accumulation)
+            set_matmul_accumulation(config.precision.sums_of_codes)
             sys.setswitchinterval(SWITCH_SECONDS)
             self._key = key_of(config)
         if key_of(config) != self._key:

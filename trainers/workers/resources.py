@@ -127,7 +127,7 @@ class WorkerResources(NamedTuple):
 
 def key_of(config: TrialConfig) -> tuple[Any, ...]:
     """Return the process-wide settings, which concurrent trials in a process must share."""
-    return (config.device, config.threads, config.precision.accumulation)
+    return (config.device, config.threads, config.precision.sums_of_codes)
 
 
 def gpus_of(values: Mapping[str, Any]) -> float:

@@ -7,9 +7,9 @@
 // -D: WIDE; TREE, whether the terms of a block are added in pairs, else one after the other.
 typedef long long i64;
 typedef unsigned int u32;
+#include "rounding.cuh"
 
 constexpr int SIDE = 16, TILE = SIDE * WIDE, SLAB = 16, THREADS = SIDE * SIDE;
-constexpr int LEVELS = 33;  // of a tree of at most 2^32 terms
 
 #define EACH                                         \
     _Pragma("unroll") for (int i = 0; i < WIDE; i++) \
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_products(Sums& sums, const Terms& x, const T
 // The running sums of a block of terms.
 #if TREE
 struct Block {
-    static constexpr int TOGETHER = 8;
+    static constexpr int TOGETHER = 8, LEVELS = 33;  // for up to 2^32 terms
     Sums part;
     Sums waiting[LEVELS];  // a sum of 2^level terms waits at each one of the binary number `count`
     i64 count;
@@ -143,7 +143,7 @@ struct Slab {
 #pragma unroll
         for (int n = 0; n < EACH_THREAD; n++) {
             const int2 at = place(threadIdx.x + n * THREADS, by_term == 1);
-            slab[at.y][at.x] = held[n];
+            slab[at.y][at.x] = as_double(held[n]);
         }
     }
 };
@@ -155,7 +155,7 @@ struct Total {
     __device__ __forceinline__ void add(Sums& total, const Sums& part, const Rounder& round) const {
         EACH total[i][j] = __dadd_rn(total[i][j], part[i][j]);
         if (promote) {
-            EACH total[i][j] = (double)__double2float_rn(total[i][j]);
+            EACH total[i][j] = as_double(nearest_float(total[i][j]));
         } else {
             round(total);
         }
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (parts) {
                 EACH {
                     const i64 m = row + r + SIDE * i, n = column + c + SIDE * j;
-                    if (m < M && n < N) parts[(b * M + m) * N + n] = sums.part[i][j];
+                    if (m < M && n < N) parts[(b * M + m) * N + n] = nearest_float(sums.part[i][j]);
                 }
             } else {
                 totals.add(total, sums.part, round);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (parts) return;
     EACH {
         const i64 m = row + r + SIDE * i, n = column + c + SIDE * j;
-        if (m < M && n < N) out[m * N + n] = total[i][j];
+        if (m < M && n < N) out[m * N + n] = nearest_float(total[i][j]);
     }
 }
 
@@ -229,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (n >= count) return;
     Sums total = {{0.0}};
     for (i64 b = 0; b < blocks; b++) {
-        const Sums part = {{parts[b * count + n]}};
+        const Sums part = {{as_double(parts[b * count + n])}};
         totals.add(total, part, round);
     }
-    out[n] = total[0][0];
+    out[n] = nearest_float(total[0][0]);
 }
 #endif

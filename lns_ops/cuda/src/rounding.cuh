@@ -1,6 +1,8 @@
 #pragma once
 
 // Operations with an explicit rounding mode: the assembler fuses a product and a sum without one.
+// They keep subnormal numbers too, which CuPy's option -ftz=true takes for zero in the language's
+// own operations, comparisons and conversions of floats.
 __device__ __forceinline__ float rounded_sum(float x, float y) {
     float z;
     asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -23,6 +25,26 @@ __device__ __forceinline__ float over(float x, float y) {
     float z;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
+}
+
+__device__ __forceinline__ bool at_least(float x, float y) {
+    int found;
+    asm("{ .reg .pred p; setp.ge.f32 p, %1, %2; selp.s32 %0, 1, 0, p; }"
+        : "=r"(found)
+        : "f"(x), "f"(y));
+    return found;
+}
+
+__device__ __forceinline__ double as_double(float x) {
+    double y;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float nearest_float(double x) {
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
 }
 
 // The rounding of weight + update: to nearest, with Kahan compensation, or at random.

@@ -24,6 +24,7 @@ NAMES = [
     *(f"{base}/{granularity}" for base in BASES for granularity in ("tensor", "channel", "block")),
     *(f"int{bits}{granularity}" for bits in (2, 4, 8, 12) for granularity in ("", "/channel")),
     "float8_e4m3fn", "float8_e5m2",
+    "posit(8)", "posit(16)", "posit(12,1)", "takum(8)", "takum_log(16)", "posit(8)/channel",
 ]  # fmt: skip
 SHAPES = [
     (), (1,), (7,), (32,), (70_000,), (1, 1), (3, 33), (64, 128), (2, 3, 5, 7), (5, 1500),

@@ -152,12 +152,25 @@ NETWORKS = {
     ),
 }
 
+OF_NETWORKS = {
+    "everywhere": PrecisionConfig(format="lns16"),
+    "kahan": PrecisionConfig(format="lns16", kahan_sum=True),
+    "bfloat16": PRECISIONS["bfloat16"],
+    "scaled lns": PRECISIONS["scaled lns"],
+    "float8": PRECISIONS["float8"],
+    "posit": PrecisionConfig(format="posit(16)", kahan_sum=True),
+    "nvfp4": PrecisionConfig(format="nvfp4", kahan_sum=True),
+    "rounded sums": PrecisionConfig(format="bfloat16", sum_format="float(8,13)", sum_block=128),
+}
+
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    ("precision", "network"),
+    [pair for pair in product(OF_NETWORKS, NETWORKS) if pair != ("rounded sums", "lstm")],
+)
 @pytest.mark.parametrize("decay", ["constant", "cosine"])
-@pytest.mark.parametrize("precision", ["everywhere", "kahan"])
 def test_graphs_of_networks_that_draw_random_numbers_and_vary_their_rate(
     precision: str, decay: str, network: str
 ) -> None:
@@ -166,7 +179,7 @@ def test_graphs_of_networks_that_draw_random_numbers_and_vary_their_rate(
         BASE,
         model=model,
         data=data,
-        precision=replace(PRECISIONS[precision], format="lns16"),
+        precision=OF_NETWORKS[precision],
         optimizer=OPTIMIZERS["adamw"],
         lr_schedule=LRSchedule(decay=decay),
         layout=Layout(micro_batches=2),

@@ -51,7 +51,7 @@ LOADED = DataConfig(name="data.py:make", num_workers=1)
         (replace(SMALL, model=VARIANT, precision=PrecisionConfig(format="lns16")), 1 / 12, 1),
         (replace(SMALL, model=ModelConfig(name="lstm"), batch_size=512), 1 / 4, 1),
         (replace(SMALL, model=ModelConfig(name="lstm", args={"dropout": 0.1})), 1.0, 1),
-        (replace(SMALL, model=ModelConfig(name="lstm"), precision=BFLOAT16), 1.0, 1),
+        (replace(SMALL, model=ModelConfig(name="lstm"), precision=BFLOAT16), 1 / 12, 1),
         (replace(SMALL, workers=2), 1.0, 1),
         (replace(SMALL, memory=MemoryConfig(offload_optimizer=True)), 1.0, 1),
         (replace(SMALL, autocast="float16"), 1.0, 1),
