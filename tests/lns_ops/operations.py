@@ -2,9 +2,8 @@
 
 The tests run it, and docs/operations.md shows it.
 
-Names are those of torch's OpInfo database
-(``torch.testing._internal.common_methods_invocations.op_db``), whose sample inputs are the test
-bed.
+Names are from torch's OpInfo database
+(``torch.testing._internal.common_methods_invocations.op_db``), whose sample inputs the tests use.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ nn.functional.selu nn.functional.softplus nn.functional.logsigmoid nn.functional
 nn.functional.hardsigmoid nn.functional.leaky_relu nn.functional.prelu nn.functional.softshrink norm
 norm.fro norm.inf linalg.norm linalg.vector_norm nn.functional.local_response_norm
 """)
-"""One rounding: results are within half an ulp of float64's."""
+"""One rounding: results are within half an ulp of float64."""
 
 SUMS = _names("""
 sum mean cumsum sum_to_size mm bmm mv dot vdot inner matmul __rmatmul__ einsum tensordot addmm addmv
@@ -72,8 +71,8 @@ nn.functional.layer_norm nn.functional.group_norm nn.functional.normalize nn.fun
 nn.functional.tanhshrink nn.functional.glu nn.functional.scaled_dot_product_attention
 _segment_reduce.lengths _segment_reduce.offsets
 """)
-"""Several operations: the whole result is within ``COMPOSED_HALF_ULPS`` half-ulps of float64's, in
-the norm."""
+"""Several operations: the whole result is within ``COMPOSED_HALF_ULPS`` half-ulps of float64 in the
+norm."""
 
 IN_FLOAT32 = _names("""
 log_softmax nn.functional.cross_entropy nn.functional.nll_loss nn.functional.mse_loss
@@ -85,7 +84,7 @@ nn.functional.gaussian_nll_loss nn.functional.ctc_loss nn.functional.cosine_embe
 nn.functional.triplet_margin_loss nn.functional.triplet_margin_with_distance_loss
 nn.functional.multilabel_soft_margin_loss
 """)
-"""Losses: torch's own, of the decoded values."""
+"""Losses: torch's own on the decoded values."""
 
 DECODED = _names("""
 sin cos tan asin acos atan sinh cosh asinh acosh atanh sinc erf erfc erfinv lgamma digamma logit
@@ -99,8 +98,8 @@ nn.functional.grid_sample nn.functional.interpolate.bicubic nn.functional.max_un
 nn.functional.max_unpool2d scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean
 scatter_reduce.prod fft.fft fft.rfft stft view_as_complex to half double long bfloat16
 """)
-"""No arithmetic of their own in LNS: torch's own in float32, encoded once; so are gradients.
-Complex, boolean and integer results stay what they are."""
+"""No LNS arithmetic: torch computes in float32, and the result is encoded once; the same for
+gradients. Complex, boolean and integer results are not encoded."""
 
 SUM_HALF_ULPS, COMPOSED_HALF_ULPS = 16, 24
 GROUPS = {
