@@ -57,7 +57,7 @@ def test_mlflow_reads_requests_into_messages() -> None:
 
 
 def test_mlflow_remembers_valid_logins() -> None:
-    """In its source: importing it needs a database and a settings file."""
+    """From its source: importing it needs a database and a settings file."""
     spec = importlib.util.find_spec("mlflow.server.auth")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""The answer in words, from made-up ledgers."""
+"""The answer in sentences, from made-up ledgers."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Pretend:
         )
 
     def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
-        """The trials that were run, in order."""
+        """The trials that ran, in order."""
         done: list[PlannedTrial] = []
         running: list[PlannedTrial] = []
         while len(done) < at_most:
@@ -123,6 +123,6 @@ def rates(trial: PlannedTrial) -> list[float]:
 
 
 def errors_of(trial: PlannedTrial) -> list[float]:
-    """Made-up errors by epoch: they fall the faster, the nearer the rate is to 0.03."""
+    """Made-up errors by epoch: they fall faster the nearer the rate is to 0.03."""
     steps = [1 / (1 + math.log10(rate / 0.03) ** 2) for rate in rates(trial)]
     return [math.exp(-0.3 * total) for total in itertools.accumulate(steps)]

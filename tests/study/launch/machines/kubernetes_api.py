@@ -85,7 +85,7 @@ class KubernetesApi(ThreadingHTTPServer):
 
 
 def _fault(live: dict[str, Any] | None, new: dict[str, Any]) -> str:
-    """What a cluster says against an object; "" if it takes it."""
+    """Return the cluster's objection to an object; "" if it accepts it."""
     notes = new["metadata"].get("annotations", {})
     if sum(len(key.encode()) + len(value.encode()) for key, value in notes.items()) > (
         MOST_ANNOTATIONS
@@ -100,7 +100,7 @@ def _fault(live: dict[str, Any] | None, new: dict[str, Any]) -> str:
 
 
 def _merged(live: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
-    """The object with what was sent, mapping by mapping."""
+    """Return the object with the sent values, merged mapping by mapping."""
     inner = {
         key: _merged(live[key], value)
         for key, value in sent.items()
@@ -112,7 +112,7 @@ def _merged(live: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
 def _fields(
     value: dict[str, Any], at: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every field of an object, with its path."""
+    """Yield every field of an object, with its path."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _fields(inner, (*at, key))
@@ -121,7 +121,7 @@ def _fields(
 
 
 def _discovery(path: str) -> dict[str, Any] | None:
-    """What the server says of itself at a path; None at that of an object."""
+    """Return the server's description of itself at a path; None for the path of an object."""
     if path == "/version":
         return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
     if path == "/api":
@@ -164,7 +164,7 @@ def _resources(version: str, kind: str) -> dict[str, Any]:
 
 
 def _schema(version: str, kind: str) -> dict[str, Any]:
-    """The part of a schema in which ``kubectl`` finds that the server validates fields itself."""
+    """The part of a schema by which ``kubectl`` knows that the server validates fields itself."""
     group = version.rpartition("/")[0]
     patch = {
         "parameters": [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}],
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: KubernetesApi
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def kubernetes_api() -> Iterator[KubernetesApi]:
-    """A server that answers while the context lasts."""
+    """Run a server while the context lasts."""
     with KubernetesApi() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
