@@ -1,4 +1,4 @@
-"""The pinned versions of constraints.txt, held against the public lists of vulnerabilities."""
+"""The pinned versions of constraints.txt, checked against public lists of vulnerabilities."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def faults(dependencies: list[dict[str, Any]]) -> dict[str, str]:
-    """The faults that a later version mends, and the versions that could not be looked up; a skip
-    where that is all of them, for which a database that does not answer is taken for one without
-    them."""
+    """Return vulnerabilities that a later version fixes, and versions that could not be looked up.
+    Skips if no version could be looked up: an unreachable database looks like one without these
+    packages."""
     unknown = {each["name"]: each["skip_reason"] for each in dependencies if "skip_reason" in each}
     if dependencies and len(unknown) == len(dependencies):
         pytest.skip(

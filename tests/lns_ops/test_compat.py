@@ -1,5 +1,5 @@
-"""Private names of other libraries still are what this package takes them for; each failure names
-the library that changed."""
+"""Private names of other libraries are still as this package expects; each failure names the
+library that changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class _Seen(Tensor):
-    """A subclass that notes what torch calls it with."""
+    """A subclass that records torch's calls."""
 
     functions: list[Any] = []  # noqa: RUF012
 
@@ -319,7 +319,8 @@ print({_compat.COMPILER!r} in sys.modules, len(dynamo._waiting))
 
 
 def test_torch_optimizers_load_the_compiler() -> None:
-    """The compiler is what both :mod:`lns_ops.optim` and :mod:`lns_ops.tensor.dynamo` keep out."""
+    """It is the compiler that both :mod:`lns_ops.optim` and :mod:`lns_ops.tensor.dynamo`
+    exclude."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True
     )
@@ -381,7 +382,7 @@ def test_numba_compiles_for_the_processor_that_machine_code_is_kept_for() -> Non
 
 
 def test_numpy_arrays_lie_in_memory_as_kernels_read_them() -> None:
-    """It raises what is wrong."""
+    """It raises an error if the layout differs."""
     object_cache._check_array_layout.__wrapped__()
 
 
