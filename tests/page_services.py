@@ -31,9 +31,9 @@ class Service:
     """A service of a page's commands.
 
     Attributes:
-        variables: what the commands find in their environment.
-        stands_for: what is put in place of words of the page.
-        storage: folder of the studies that they run; None if these lie in no folder.
+        variables: environment variables of the commands.
+        stands_for: replacements for words of the page.
+        storage: folder of the studies that they run; None if they do not use a folder.
     """
 
     variables: dict[str, str] = field(default_factory=dict)

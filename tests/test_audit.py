@@ -15,8 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 def faults(dependencies: list[dict[str, Any]]) -> dict[str, str]:
     """Return vulnerabilities that a later version fixes, and versions that could not be looked up.
-    Skips if no version could be looked up: an unreachable database looks like one without these
-    packages."""
+    Skips if none could be looked up: an unreachable database looks like an empty one."""
     unknown = {each["name"]: each["skip_reason"] for each in dependencies if "skip_reason" in each}
     if dependencies and len(unknown) == len(dependencies):
         pytest.skip(

@@ -105,7 +105,7 @@ def test_losses_that_differ_by_nothing_hold_where_configurations_are_many(gans: 
     found = gans.judge_losses(f1_of(gans, worse, 100))
     assert found["verdict"] == "holds"
     assert f"holds if all lie below {gans.SIMILAR} F1" in found["note"]  # the page shows its rule
-    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 show too little
+    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 are too few
 
 
 def test_a_loss_that_did_not_train_keeps_the_claim_open(gans: ModuleType) -> None:

@@ -129,7 +129,7 @@ def test_torch_says_whether_a_transform_goes_on() -> None:
     asks(torch.ones(2))
     torch.func.grad(asks)(torch.ones(2))
     torch.func.vmap(asks)(torch.ones(2, 2))
-    assert said == [False, True, True], "torch: transforms are told otherwise"
+    assert said == [False, True, True], "torch: transforms are detected differently"
 
 
 def test_torch_tells_of_forward_mode() -> None:
@@ -139,7 +139,7 @@ def test_torch_tells_of_forward_mode() -> None:
     torch.func.jvp(
         lambda x: (said.append(_compat.is_forward_mode()), x)[1], (torch.ones(1),), (torch.ones(1),)
     )
-    assert said == [False, True, True], "torch: forward mode is told otherwise"
+    assert said == [False, True, True], "torch: forward mode is detected differently"
 
 
 def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
@@ -241,7 +241,7 @@ def test_torch_draws_shares_by_the_function_that_is_replaced(
 def test_torch_operators_say_what_they_write_to() -> None:
     operators = (aten.add.Tensor, aten.add_.Tensor, aten.add.out)
     written = [[a.name for a in _compat.written_arguments(each)] for each in operators]
-    assert written == [[], ["self"], ["out"]], "torch: schemas say otherwise what is written to"
+    assert written == [[], ["self"], ["out"]], "torch: schemas show writes differently"
 
 
 def test_torch_multiplies_float8() -> None:
@@ -328,7 +328,7 @@ def test_torch_optimizers_load_the_compiler() -> None:
     assert ours == "False", "torch: Optimizer wraps its methods otherwise, ours load the compiler"
     assert theirs == "True 0", (
         "torch: its optimizers load no compiler any more (without_compiler can go), or the compiler"
-        " was not told of the functions that wait for it"
+        " does not know the functions that wait for it"
     )
 
 
@@ -399,6 +399,6 @@ def test_torch_modules_keep_what_they_register_in_three_tables() -> None:
 def test_torch_tells_its_operators_and_their_kernels() -> None:
     names = _compat.operator_names()
     assert "aten::relu" in names, "torch: operators are named otherwise"
-    assert _compat.has_kernel("aten::relu", "CPU"), "torch: kernels are told by other keys"
+    assert _compat.has_kernel("aten::relu", "CPU"), "torch: kernels are found by other keys"
     module = torch.nn.functional.gelu.__module__
     assert module.startswith(_compat.WRITTEN_IN_CPP), f"torch: gelu's module is {module}"

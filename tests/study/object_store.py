@@ -30,7 +30,7 @@ class Line:
     """A TCP connection from a port of its own to a server.
 
     Attributes:
-        change: what is done to the bytes on their way to the server.
+        change: changes the bytes on their way to the server.
         left: bytes that still get through to the server; None for all.
     """
 

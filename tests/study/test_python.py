@@ -318,7 +318,7 @@ def test_ask_and_tell(algorithm: str, tiny: Tiny) -> None:
     assert list(found.trials["error"]).count("no luck") == 1
     before = len(read_ledger(found.folder))
     study.create(found.config)
-    assert len(read_ledger(found.folder)) == before  # nothing is planned anew
+    assert len(read_ledger(found.folder)) == before  # nothing new is planned
 
 
 def test_a_ledger_that_was_replaced_by_one_as_long_is_read_again(tiny: Tiny) -> None:

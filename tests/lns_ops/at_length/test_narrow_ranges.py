@@ -296,4 +296,4 @@ def test_counts_beyond_the_range() -> None:
     rows = F.embedding(torch.zeros(1000, dtype=torch.long), weight, scale_grad_by_freq=True)
     rows.backward(encoded(torch.full((1000, 3), 0.6), "lns8"))
     assert weight.grad is not None
-    assert weight.grad[0].to_float().sum() > 0.5  # 1.8, but for what sticks at 3 fraction bits
+    assert weight.grad[0].to_float().sum() > 0.5  # 1.8 without stagnation at 3 fraction bits

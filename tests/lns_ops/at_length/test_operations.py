@@ -1,10 +1,10 @@
-"""Every differentiable operation on long, large and offset inputs, beside float64 on the same ones.
+"""Every differentiable operation on long, large and offset inputs, compared with float64.
 
-Small samples near zero do not show what sticks, saturates or cancels. Inputs are encoded first, and
-float64 gets the values that their codes stand for, so only the operation itself is measured, at two
-widths of the fraction: with two more bits rounding errors fall to a quarter and faults stay.
+Small samples near zero do not show sums that stagnate, saturation or cancellation. Inputs are
+encoded first, and float64 gets the decoded values, so only the operation itself is measured. Two
+formats are used: with two more fraction bits rounding errors fall to a quarter, and faults stay.
 
-A new operation, or one with a fault at length, gets a row in :data:`CASES`.
+A new operation, or one with a fault on long inputs, gets a row in :data:`CASES`.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def sharded(rank: int, folder: str) -> dict[str, Any]:
 
 
 def trained(model: nn.Module, optimizer: Made, parts: list[slice]) -> None:
-    """Run some steps with the mean of the gradients of parts of the batch."""
+    """Run some steps with the mean gradient over parts of the batch."""
     (x, y), made = batch(), optimizer(model)
     for _ in range(STEPS):
         grads = []

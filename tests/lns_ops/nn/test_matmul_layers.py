@@ -338,7 +338,7 @@ def test_layers_are_traced_by_fx(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gru", "lstm-cell", "attention", "bilinear", "subclass"])
 def test_layers_that_keep_their_forward_are_compiled(name: str) -> None:
-    """In one graph, whose products are LNS, too; the bits equal those of calls."""
+    """In one graph, whose products are LNS, too; its bits equal the separate calls'."""
     make, inputs = TRACED[name]
     torch.compiler.reset()
     layer, given = convert_(make(), lns8), inputs()

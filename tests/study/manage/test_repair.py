@@ -431,7 +431,7 @@ def test_a_damaged_study_is_shown_and_says_so(
         ["import", "tiny", "tiny"],
         ["resume", "tiny", "--plain"],
     ):
-        assert main([*command, "--storage", study.storage]) == 2  # what is missing must not spread
+        assert main([*command, "--storage", study.storage]) == 2  # a loss must not spread
         assert "--repair" in capsys.readouterr().err
 
 

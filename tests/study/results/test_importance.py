@@ -61,7 +61,7 @@ def test_importance_of_a_key_with_many_values_takes_no_walk_for_each_of_their_co
 
 
 def test_a_choice_whose_values_were_tried_too_seldom_has_no_importance(tiny: Tiny) -> None:
-    """Ordered by a metric of each, they would explain all of it."""
+    """Ordered by the only metric that each has, they would explain all of the variance."""
     widths = [[each] for each in range(1, 15)]
     space = {"model.hidden": {"grid": widths}, "optimizer.lr": {"grid": [0.01, 0.1]}}
     study = tiny(

@@ -48,9 +48,9 @@ class Pretend:
     Args:
         plan: the study's.
         curve: the errors that a trial reports.
-        history: the ledger of an earlier run, which this one goes on with.
-        slots: how many trials run at a time, taking turns.
-        fails: which trials fail instead.
+        history: the ledger of an earlier run, which this run continues.
+        slots: number of trials that run at a time, taking turns.
+        fails: tells which trials fail.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def test_a_seed_gives_the_same_and_another_seed_others() -> None:
     other = made.draw(2).x.clone()
     assert torch.equal(made.draw(1).x, first)
     assert not torch.equal(other, first)
-    assert made.draw(1).x.data_ptr() == made.draw(2).x.data_ptr()  # as a captured graph reads it
+    assert made.draw(1).x.data_ptr() == made.draw(2).x.data_ptr()  # as in a captured graph
 
 
 @pytest.fixture

@@ -105,8 +105,8 @@ def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_pa
 
 
 def apart(rank: int, folder: str) -> dict[str, Any]:
-    """Two ranks that are more than their time limit for meeting apart, once in all training and
-    once in a part of it."""
+    """Sum a number on two ranks in the whole group, then in a part of it. Each time one rank is
+    later than the time limit for joining the group."""
     process_group.leave()
     process_group.join("gloo", f"file://{folder}/again", rank, WORLD, timedelta(seconds=1))
     sums = []

@@ -387,7 +387,7 @@ def test_the_digest_of_a_package_is_that_of_all_its_files(
     monkeypatch.syspath_prepend(tmp_path / "alone")
     before = digest_package("alone:make")
     (tmp_path / "alone" / "neighbour.py").write_text("# other")
-    assert digest_package("alone:make") == before  # a module in a folder of its name is no package
+    assert digest_package("alone:make") == before  # a module in a folder of its name, not a package
     for absent in ("layered.net:make", "json.nothing:x", "json.decoder.more:x"):
         assert digest_package(absent) == MISSING
 

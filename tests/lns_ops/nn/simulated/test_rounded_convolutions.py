@@ -58,7 +58,7 @@ CASES = [
 
 
 def total(terms: list[torch.Tensor], others: list[torch.Tensor], sums: Accumulation) -> float:
-    """The sum of products of two lists of numbers."""
+    """Return the dot product of two lists."""
     return product(torch.stack(terms)[None], torch.stack(others)[:, None], sums).item()
 
 

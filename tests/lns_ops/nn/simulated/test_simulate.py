@@ -409,7 +409,7 @@ def test_updates_on_a_gpu_are_those_of_the_cpu(name: str, update: str) -> None:
 def test_the_compensation_of_the_format_is_not_the_optimizers_own(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """Each update equals that of an optimizer without compensation; the format's compensation is
+    """Each update equals an optimizer's without compensation; the format's compensation is
     separate."""
     torch.manual_seed(0)
     net = simulate_(nn.Linear(8, 4), "bfloat16")

@@ -118,7 +118,7 @@ def test_the_gradient_of_a_deviation_of_many_values_is_not_lost_on_the_way() -> 
     assert exact.grad is not None
     held = exact.grad.abs() > 1.2 * lns8.smallest
     assert (x.grad.to_float()[held] != 0).all()
-    x.std(correction=299.9999).backward()  # not one of them may be divided by less than fits
+    x.std(correction=299.9999).backward()  # no divisor below the smallest magnitude
 
 
 @pytest.mark.parametrize(("fmt", "slope"), [(lns12, 10_000.0), (lns8, 16.0)], ids=str)

@@ -26,7 +26,7 @@ SHAPE = WorkerResources.of(CONFIG)
 
 
 def training(trial: str, folder: Path, seconds: float = 0.01) -> Message:
-    """Return what makes a process train a sleeping trial."""
+    """Return the spec of a sleeping trial for a process."""
     config = CONFIG.to_dict()
     config["optimizer"]["lr"] = seconds
     plan = {

@@ -1,9 +1,9 @@
-"""What Docker Compose does with ``conf/cluster/compose.yaml``, done on loopback without Docker.
+"""Does what Docker Compose does with ``conf/cluster/compose.yaml``, on loopback without Docker.
 
-Each service's own command line runs as it stands, but for what only a container has: the names of
-services become addresses of 127.0.0.1, ``/run/secrets`` and volumes become folders, and the
-programs of the image are those of this checkout. Images of others are stood in for: PostgreSQL by
-the tests' own, the object store by moto's.
+Each service's own command line runs unchanged, except for the parts that need a container: the
+names of services become addresses of 127.0.0.1, ``/run/secrets`` and volumes become folders, and
+this checkout has the programs of the image. Other images are replaced: PostgreSQL by the tests'
+own, the object store by moto's.
 """
 
 from __future__ import annotations

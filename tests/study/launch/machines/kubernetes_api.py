@@ -1,13 +1,13 @@
 """An API server of Kubernetes for tests: ``kubectl`` itself talks to it, over HTTP on loopback.
 
-It knows ConfigMaps, Jobs and RayJobs, keeps what it is sent in memory, and refuses what a cluster
-refuses: annotations of more than 256 KiB, a ConfigMap of more than 1 MiB, other data of an
-immutable one, and a server-side apply that would change a field which another manager has set
-without ``force``. No operator runs: what is applied has the status that the test gave.
+It knows ConfigMaps, Jobs and RayJobs, keeps them in memory, and refuses what a cluster refuses:
+annotations of more than 256 KiB, a ConfigMap of more than 1 MiB, other data for an immutable
+ConfigMap, and a server-side apply without ``force`` that would change another manager's field. No
+operator runs: applied objects have the status that the test sets.
 
 Source: https://kubernetes.io/docs/reference/using-api/server-side-apply/, validation/objectmeta.go
 of apimachinery (TotalAnnotationSizeLimitB), core/validation (MaxSecretSize). Limits: no schemas,
-no watches, lists of an object are one field, managers give no field up.
+no watches, a list in an object is one field, managers never give up a field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class KubernetesApi(ThreadingHTTPServer):
-    """The server; ``objects`` has what is stored by path, ``applied`` the bodies of applies."""
+    """The server; ``objects`` has the stored objects by path, ``applied`` the bodies of applies."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
