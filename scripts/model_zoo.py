@@ -63,6 +63,17 @@ LIBRARIES = ("transformers", "timm", "torchvision")
 FAR, TIMES = 0.1, 5
 """Results count as wrong above this distance from float32, and above this multiple of bfloat16's.
 """
+WORDS = (
+    "- *Trains*: every loss is finite, and the loss fell or the parameters moved.",
+    "- *In part*: the network trains, but in scope `matmul` some products with weights stay"
+    " float32 (`lns_ops.float32_products`). Such networks are not counted.",
+    "- *Save, copy, inference*: after saving and loading, and after a deep copy, the network"
+    " gives the same bits under `torch.inference_mode`.",
+    "- *Off*: the distance between the outputs of the first step and float32's with the same"
+    " seeds, `|y - y32| / |y32|`. bfloat16, which has as many bits, is beside it to compare."
+    " A distance above ten per cent and above five times bfloat16's counts as wrong.",
+)
+"""The page's definitions."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 NETWORKS = [*parts.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
 """All networks. Importing the modules added the handwritten networks to the first list."""
@@ -297,14 +308,7 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
         "This page lists networks from other projects that were converted to lns16 and trained for"
         f" {STEPS} steps of `lns_ops.optim.Adam`. They are small and without pretrained weights."
         f" {today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}.",
-        "- *Trains*: every loss is finite, and the loss fell or the parameters moved.",
-        "- *In part*: the network trains, but in scope `matmul` some products with weights stay"
-        " float32 (`lns_ops.float32_products`). Such networks are not counted.",
-        "- *Save, copy, inference*: after saving and loading, and after a deep copy, the network"
-        " gives the same bits under `torch.inference_mode`.",
-        "- *Off*: the distance between the outputs of the first step and float32's with the same"
-        " seeds, `|y - y32| / |y32|`. bfloat16, which has as many bits, is beside it to compare."
-        " A distance above ten per cent and above five times bfloat16's counts as wrong.",
+        *WORDS,
         f"The script has {len(NETWORKS)} networks; {len(rows)} were run. {len(judged)} of them"
         f" train in float32. Of these, {share['everywhere']} train in scope `everywhere`,"
         f" {share['matmul']} in `matmul`, and {partly} more in part. {len(copies)} trained networks"
