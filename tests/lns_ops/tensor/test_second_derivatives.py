@@ -59,7 +59,7 @@ def penalised(layer: nn.Module, fmt: str | None, floats: bool) -> list[Tensor | 
     """Return a net's gradients of the gradient penalty, with this layer in the net."""
     torch.manual_seed(0)
     layer = copy.deepcopy(layer)
-    for part in layer.modules():  # differs from the values when the tests were collected
+    for part in layer.modules():  # new weights, independent of the collection
         if isinstance(part, nn.Conv2d | nn.LSTM):
             part.reset_parameters()
     model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -262,8 +262,7 @@ def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(
 def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:
-    """Otherwise they would have had slots from the trial's restart until its checkpoint was
-    read."""
+    """Otherwise they would have the seconds from the restart until the checkpoint was read."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
     run.take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(1), metrics(2)]))])

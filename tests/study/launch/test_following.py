@@ -195,8 +195,8 @@ def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 APPLY = """\
 [[ $* == *--server-side* ]] || [ "$(stat --format=%s "${@: -1}")" -le 262144 ] || {
 echo 'metadata.annotations: Too long: may not be more than 262144 bytes' >&2; exit 1; }"""
-"""Return a cluster's response to ``apply`` of the file in the last argument; the client makes a
-copy of it."""
+"""Shell lines that answer ``apply`` of the file in the last argument as a cluster does. A
+client-side apply copies the file into an annotation, which has a maximum size."""
 
 
 def kubectl(programs: Path, states: list[str], job: str, logs: str = "true") -> None:

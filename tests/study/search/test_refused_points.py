@@ -124,7 +124,7 @@ def test_halving_takes_as_many_valid_configurations_as_it_is_told(searched: Make
 
 
 def test_a_population_has_no_warm_up_longer_than_its_first_generation(searched: Make) -> None:
-    """A generation is a trial of fewer epochs, which fits fewer settings."""
+    """A generation is a trial with fewer epochs, so a warm-up may be too long for it."""
     space = """
 space:
   lr_schedule.warmup_epochs: {grid: [0.0, 3.0]}

@@ -145,8 +145,8 @@ def test_members_that_fail_are_replaced_and_a_dead_population_ends(bred: Make) -
 
 @pytest.mark.slow
 def test_populations_find_better_than_their_first_members_would_have(bred: Make) -> None:
-    """Over eight searches; PB2 learns where the error falls fastest, a random search moves by
-    fifths."""
+    """Over eight searches; PB2 learns where the error falls fastest, PBT changes values randomly by
+    a fifth."""
     found: dict[str, list[float]] = {"pbt": [], "pb2": [], "first": []}
     for seed in range(8):
         for scheduler in ("pbt", "pb2"):

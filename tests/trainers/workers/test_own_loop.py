@@ -90,8 +90,8 @@ def test_every_report_is_an_epoch_and_what_it_returns_is_final(
 
 
 def test_what_a_loop_imports_is_imported_anew_for_each_trial(alone: Hosted, tmp_path: Path) -> None:
-    """The process stays. The first trial changed a module beside the file, and later changed the
-    file itself."""
+    """The process stays. The first trial changed a module beside the loop's file, and the module's
+    file was edited after it."""
     loop, neighbour = tmp_path / "counting.py", tmp_path / "counted.py"
     loop.write_text(
         "import counted\nfrom trainers import report\n\n"
