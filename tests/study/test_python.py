@@ -52,7 +52,7 @@ def make_net(inputs, classes):
     return nn.Linear(inputs, classes)
 """
 WAIT = 300.0
-"""Seconds after which a process hangs."""
+"""Seconds after which a process counts as hung."""
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def key_of(override: str) -> str:
 
 
 def remedies(message: str, key: str) -> list[str]:
-    """Return the values of a key in the last part of an error."""
+    """Return the settings of a key that the last part of an error shows."""
     found = SHOWN.findall(message.rpartition("; ")[2])
     return [shown for shown in found if key_of(shown) == key and "..." not in shown]
 

@@ -51,7 +51,7 @@ def run_tiny(folder: Path, *overrides: str) -> tuple[StudyConfig, Outcome]:
 
 
 def killing_once(killed: list[str]) -> Callable[[Event], None]:
-    """Kill the process of the first trial that reports its second epoch, and record the trial."""
+    """Return a reaction that kills the process of the first trial at its second epoch, once."""
 
     def react(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not killed:

@@ -177,7 +177,7 @@ class Twin:
         self._trial = dataclasses.replace(trial, row="again")
 
     def next(self, state: StudyState) -> list[PlannedTrial]:
-        """These ids never change."""
+        """Return the same trial every time."""
         return [self._trial]
 
 

@@ -449,7 +449,7 @@ def test_a_standing_bar_has_its_figure_above_the_dots_of_its_seeds(tiny: Tiny) -
 
 @pytest.mark.parametrize(("low", "high"), [(8.7, 14.5), (2.0, 2.4), (7.0, 80.0), (0.01, 90.0)])
 def test_a_logarithmic_axis_has_labels_enough_to_read_it(low: float, high: float) -> None:
-    """The range 8.7 to 14.5 had one, 10."""
+    """The range 8.7 to 14.5 had one label, 10."""
     figure, axes = canvas(LIGHT)
     axes.plot([0, 1], [low, high])
     value_axis(axes, Metric(name="validation/error"), [low, high])

@@ -24,8 +24,8 @@ from tests.study.search.conftest import Pretend, bowl, steady
 Tiny = Callable[..., StudyConfig]
 REPETITIONS = 400
 CERTAIN = 0.9999
-"""Number of repetitions for which a correct test's rejections are within the bounds; the random
-numbers are always the same."""
+"""Probability with which a correct test's rejections are within the bounds; the random numbers are
+always the same."""
 FOUR_ROWS = (
     "rows=[{label: a}, {label: b, overrides: {precision.format: lns16}}, {label: c, overrides:"
     " {precision.format: lns12}}, {label: d, overrides: {batch_size: 16}}]"

@@ -16,7 +16,7 @@ from trainers.data import datasets, prepare
 from trainers.data.split import DatasetInfo
 
 TIME = 10**18
-"""Return when every file was last changed, in ns."""
+"""Time of every file's last change, in ns."""
 FILES = [f"{part}-{what}" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")]
 
 

@@ -144,8 +144,8 @@ def test_spans_of_a_step_are_added_up_and_a_rest_belongs_to_the_last() -> None:
 
 
 COLLECTIVES = [[3.0, 1.0], [1.0, 2.0]]
-"""The seconds of two steps of two workers: the first worker waits two seconds for the second, then
-one second."""
+"""The seconds of two steps of two workers: in the first step the first worker waits two seconds, in
+the second step the second worker waits one."""
 
 
 def waits(rank: int) -> dict[str, float]:
