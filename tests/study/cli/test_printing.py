@@ -139,7 +139,7 @@ def test_no_control_character_of_a_ledger_is_in_what_a_page_draws(tiny: Tiny) ->
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Return the texts in JSON's values, including names."""
+    """Yield the texts in JSON's values, including names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
