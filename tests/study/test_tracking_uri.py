@@ -119,7 +119,7 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without it, the message names what is missing and nothing is done."""
+    """Without it, the message names the missing password and nothing is done."""
     study = tracked("kept secret", f"tracking_uri={server.uri.replace('//', f'//ada:{SECRET}@')}")
     write_ledger(study, made_up_events(study))
     module._given.clear()

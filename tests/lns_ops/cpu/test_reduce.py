@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def held(fmt: LNSFormat) -> Codes:
-    """The format's codes in ascending order, except those that lanes leave to gathers."""
+    """The format's codes in ascending order, except codes that lanes leave to gathers."""
     codes = fmt.codes()
     magnitude = np.abs(reference.decode(codes, fmt))
     return (

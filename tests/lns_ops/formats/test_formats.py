@@ -254,7 +254,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def in_torch(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
-    """The operations with which :meth:`Scaled.quantize` rounds if there is no kernel."""
+    """The operations with which :meth:`Scaled.quantize` rounds without a kernel."""
     assert isinstance(fmt, formats.Scaled)
     up, down = (fmt._spread(scale, x) for scale in fmt._scales(x))
     if isinstance(fmt.base, FloatFormat):

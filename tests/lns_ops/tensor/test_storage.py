@@ -341,7 +341,7 @@ def test_views_in_inference_mode(name: str) -> None:
 
 
 def test_moving_averages_are_kept_in_float32() -> None:
-    """In LNS a decay of 0.999 never moves the value; the warning names what does."""
+    """In LNS a decay of 0.999 never moves the value; the warning names the remedy."""
     model, decay = layer(), get_ema_multi_avg_fn(0.999)
     stuck = AveragedModel(model, multi_avg_fn=decay)
     average = AveragedModel(revert_(copy.deepcopy(model)), multi_avg_fn=decay)

@@ -87,7 +87,7 @@ def test_what_is_shown_of_a_best_row_is_what_decides(tiny: Tiny) -> None:
 
 
 def test_a_row_that_cannot_be_tested_keeps_a_claim_open(tiny: Tiny) -> None:
-    """It is better by 0.29 at all three seeds, so there is no interval; 0.3 is allowed."""
+    """It is better by 0.29 at all three seeds, which gives no interval; 0.3 is allowed."""
     ours = WORSE[:3]
     errors = {"a": ours, "b": [x - 0.29 for x in ours], "c": [x + 9 + y for x, y in
               zip(ours, BETTER, strict=False)]}  # fmt: skip

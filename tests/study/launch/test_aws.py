@@ -28,7 +28,7 @@ def config() -> dict[str, Any]:
 
 
 def test_nothing_is_installed_into_the_containers(config: dict[str, Any]) -> None:
-    """Ray's defaults would install another Ray if none is installed, and boto3."""
+    """Ray's defaults would install another Ray if Ray is missing, and boto3."""
     for name in ("setup_commands", "head_setup_commands", "worker_setup_commands"):
         assert config[name] == [], name
 

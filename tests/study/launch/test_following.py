@@ -159,7 +159,7 @@ sys.exit(subprocess.call([sys.executable, "-c", supervisor, sys.argv[1]]))
 def test_a_jobs_command_takes_the_python_of_the_raylet_above_it(
     programs: Path, folder: str | None
 ) -> None:
-    """Or with the one on the PATH if there is no other; it prints which."""
+    """Or with the one on the PATH as a last choice; it prints which."""
     program(programs, "python", 'echo "of the PATH: $*"')
     own = programs.parent / (folder or "nowhere") / "bin" / "python"
     if folder:

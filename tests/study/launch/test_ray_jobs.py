@@ -43,7 +43,7 @@ def launch(
 
 
 def _paste(command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a terminal that has none of the launch's variables."""
+    """Run a command in a terminal without the launch's variables."""
     bare = {name: value for name, value in env.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["bash", "-c", command]

@@ -1,4 +1,4 @@
-"""Commands on a study in an object store, each from a machine that has no cache of it."""
+"""Commands on a study in an object store, each from a machine without its cache."""
 
 from __future__ import annotations
 

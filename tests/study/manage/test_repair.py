@@ -86,7 +86,7 @@ def table(state: StudyState) -> str:
 
 
 def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
-    """Every trial has finished once; figures and table equal those of the undamaged study."""
+    """Every trial has finished once; figures and table equal the undamaged study's."""
     events = read_ledger(study.folder)
     assert open_ledger(study.folder).damage == []
     state = fold(events)

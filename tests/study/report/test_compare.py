@@ -365,7 +365,7 @@ def test_there_is_no_gap_before_both_rows_are_whole(tiny: Tiny) -> None:
 
 
 def test_early_rounds_of_halving_are_in_no_figure(tiny: Tiny) -> None:
-    """Also while there is no later round yet."""
+    """Also before a later round exists."""
     study = tiny(
         "halved",
         SEARCH[0],

@@ -1,4 +1,4 @@
-"""The report is complete, self-contained and escaped, and shows what is missing."""
+"""The report is complete, self-contained and escaped, and shows missing parts."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_search_broken_off_proposes_what_it_would_have(
     searched: Make, algorithm: str, broken_off: int
 ) -> None:
     """From the ledger alone: the same configurations follow (for nsga2 as many, of the same
-    generations), and none is proposed twice."""
+    generations), and each is proposed once."""
     space = (
         "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0,"
         " 0.9]}}\nsearch: {num_samples: 16}\n"

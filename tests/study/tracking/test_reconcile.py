@@ -332,7 +332,7 @@ def go_on(study: StudyConfig, seeds: list[int]) -> None:
 
 
 def stored_runs(study: StudyConfig) -> dict[str, Any]:
-    """Return all copies' runs of a study in their store, by id; none is deleted."""
+    """Return all copies' runs of a study in their store, by id, without deleting any."""
     client = connect(study.tracking)
     experiment = client.get_experiment_by_name(study.name)
     return {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}

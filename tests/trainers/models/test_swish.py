@@ -46,7 +46,7 @@ def betas(model: nn.Module) -> list[float]:
 
 
 def test_each_layer_has_a_beta_of_one_whatever_the_seed() -> None:
-    """Also for the cnn; the weights equal those of the network with a constant beta."""
+    """Also for the cnn; the weights equal the ones in the network with a constant beta."""
     for config in (LEARNED, ModelConfig(name="cnn", channels=[2], hidden=[8], args=LEARNED.args)):
         model = make_model(config, (1, 8, 8) if config.name == "cnn" else (64,), 10, 5)
         assert betas(model) == [1.0, 1.0]

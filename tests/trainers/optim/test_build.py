@@ -102,7 +102,7 @@ def test_every_optimizer_has_a_recipe() -> None:
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("adadelta",)])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_step_is_that_of_the_mean(name: str, batch: int) -> None:
-    """The sum of 64 equal gradients moves weights like one of them; only adadelta's eps is not
+    """The sum of 64 equal gradients moves weights like a single one; only adadelta's eps is not
     scaled with the gradient."""
     weights = []
     for size in (1, batch):

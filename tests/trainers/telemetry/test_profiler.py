@@ -26,7 +26,7 @@ BASE = TrialConfig(
 
 
 def events(content: bytes) -> list[dict[str, Any]]:
-    """Return the events of a trace that have a duration: those that Perfetto draws."""
+    """Return the events of a trace that have a duration, which Perfetto draws."""
     found = [
         event
         for event in json.loads(gzip.decompress(content))["traceEvents"]

@@ -116,7 +116,7 @@ def test_a_host_that_is_idle_while_no_trial_waits_ends_and_is_made_once_one_wait
     assert used(False, 2.0) == ["busy"]
     nodes.append(node("new"))
     assert used(False, 1.0) == ["busy"]
-    assert actors.made == ["busy", "idle"]  # none is created while no trial waits
+    assert actors.made == ["busy", "idle"]  # no host is created while no trial waits
     used(True, 1.0)
     assert actors.made == ["busy", "idle", "idle", "new"]
 
