@@ -61,10 +61,22 @@ import lns_ops
 STEPS, SCOPES = 11, ("everywhere", "matmul")
 LIBRARIES = ("transformers", "timm", "torchvision")
 FAR, TIMES = 0.1, 5
-"""Distance from float32's results, and times bfloat16's, from which results are taken for wrong."""
+"""Results count as wrong above this distance from float32, and above this multiple of bfloat16's.
+"""
+WORDS = (
+    "- *Trains*: every loss is finite, and the loss fell or the parameters moved.",
+    "- *In part*: the network trains, but in scope `matmul` some products with weights stay"
+    " float32 (`lns_ops.float32_products`). Such networks are not counted.",
+    "- *Save, copy, inference*: after saving and loading, and after a deep copy, the network"
+    " gives the same bits under `torch.inference_mode`.",
+    "- *Off*: the distance between the outputs of the first step and float32's with the same"
+    " seeds, `|y - y32| / |y32|`. bfloat16, which has as many bits, is beside it to compare."
+    " A distance above ten per cent and above five times bfloat16's counts as wrong.",
+)
+"""The page's definitions."""
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 NETWORKS = [*parts.NETWORKS, *huggingface.NETWORKS, *vision.NETWORKS]
-"""All networks; those by hand have entered the first list as their modules were imported."""
+"""All networks. Importing the modules added the handwritten networks to the first list."""
 
 
 def train(model: nn.Module, optimizer: Any, args: Any, kwargs: Any, steps: int) -> list[float]:
@@ -293,26 +305,23 @@ def page(rows: dict[str, dict[str, Any]], libraries: dict[str, str]) -> str:
     versions = ", ".join(map(_version, ("torch", *LIBRARIES)))
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     paragraphs = (
-        f"{today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}."
-        " Networks of other people, small and without their weights, converted to lns16 and trained"
-        f" for {STEPS} steps of `lns_ops.optim.Adam`. *Trains*: every loss is finite, and it fell"
-        " or the parameters moved. *Copies*: a network saved and loaded, and a deep copy, give"
-        " the same bits under `torch.inference_mode`. *Off*: how far the results of the first step"
-        " are from float32's of the same seeds, `|y - y32| / |y32|`, beside those of bfloat16, as"
-        " coarse a format; more than ten per cent and five times bfloat16's are taken for wrong."
-        " *In part*: it trains, but in scope `matmul` some products with weights stay float32"
-        " (`lns_ops.float32_products`); such networks are not counted.",
-        f"The script has {len(NETWORKS)} networks, of which {len(rows)} were run; of the"
-        f" {len(judged)} that train in float32, {share['everywhere']} train in scope `everywhere`,"
-        f" {share['matmul']} in `matmul` and {partly} more in part. Of the {len(copies)} trained"
-        f" ones that float32 lets copy and evaluate so, {copies.count('yes')} are.",
-        f"Results are wrong in {', '.join(wrong) or 'none'}. In the median they are off by"
+        "This page lists networks from other projects that were converted to lns16 and trained for"
+        f" {STEPS} steps of `lns_ops.optim.Adam`. They are small and without pretrained weights."
+        f" {today}, `python scripts/model_zoo.py`; {versions}; Python {platform.python_version()}.",
+        *WORDS,
+        f"The script has {len(NETWORKS)} networks; {len(rows)} were run. {len(judged)} of them"
+        f" train in float32. Of these, {share['everywhere']} train in scope `everywhere`,"
+        f" {share['matmul']} in `matmul`, and {partly} more in part. {len(copies)} trained networks"
+        " can be copied and evaluated in float32;"
+        f" {copies.count('yes')} of these can in LNS.",
+        f"Wrong results: {', '.join(wrong) or 'none'}. The median distance is"
         f" {_median(judged, 'everywhere')} in `everywhere`, {_median(judged, 'matmul')} in `matmul`"
-        f" and {_median(judged, 'bfloat16')} in bfloat16, where torch computes the network in it.",
+        f" and {_median(judged, 'bfloat16')} in bfloat16, for networks that torch computes in it.",
     )
     lines = ["# Networks that convert"]
     for paragraph in paragraphs:
-        lines += [*textwrap.wrap(paragraph, 99), ""]
+        indent = "  " if paragraph.startswith("- ") else ""
+        lines += [*textwrap.wrap(paragraph, 99, subsequent_indent=indent), ""]
     lines += [
         "| network | library | everywhere | matmul | save, copy, inference"
         " | off, %: everywhere / matmul / bfloat16 | note |",

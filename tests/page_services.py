@@ -1,5 +1,5 @@
-"""Runs the commands of pages, and starts what some of them need: a Ray cluster, a PostgreSQL, an
-object store; all of it real, on loopback."""
+"""Run the commands of pages, and start the real services that some of them need, on loopback: a Ray
+cluster, PostgreSQL, an object store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.study import object_store
 from tests.study.servers import free_port, postgres_programs
 
 SECONDS = 180
-"""Most that a command may take where the machine is busy; alone it takes some seconds."""
+"""Maximum time for a command on a busy machine; alone it takes some seconds."""
 SERVERS = ("lns-study ui", "lns-study dashboard")
-"""How commands begin that serve until Ctrl-C."""
+"""Prefixes of commands that serve until Ctrl-C."""
 PASSWORD = "'correct horse battery staple'"
 
 
@@ -31,9 +31,9 @@ class Service:
     """A service of a page's commands.
 
     Attributes:
-        variables: what the commands find in their environment.
-        stands_for: what is put in place of words of the page.
-        storage: folder of the studies that they run; None if these lie in no folder.
+        variables: environment variables of the commands.
+        stands_for: replacements for words of the page.
+        storage: folder of the studies that they run; None if they do not use a folder.
     """
 
     variables: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Service:
 
 
 def start(name: str, request: pytest.FixtureRequest, folder: Path) -> Service:
-    """Start the service of that name, which ends with the test; "" is none."""
+    """Start the named service, which ends with the test; "" starts none."""
     found = {
         "": _nothing,
         "GPU": _gpu,
@@ -72,7 +72,8 @@ def _tensorboard(request: pytest.FixtureRequest, folder: Path) -> Service:
 
 
 def _postgres(request: pytest.FixtureRequest, folder: Path) -> Service:
-    """PostgreSQL's own variables lead ``createdb`` to the cluster; MLflow gets a free port."""
+    """PostgreSQL's own variables tell ``createdb`` where the cluster is; MLflow gets a free
+    port."""
     there = urlsplit(request.getfixturevalue("postgres"))
     port = free_port()
     return Service(
@@ -99,7 +100,7 @@ def _ray(request: pytest.FixtureRequest, folder: Path) -> Service:
         variables={
             name: text
             for name, text in variables.items()
-            if name.startswith("RAY_") and name != "RAY_AUTH_MODE"  # the page says it
+            if name.startswith("RAY_") and name != "RAY_AUTH_MODE"  # the page names it
         },
         stands_for={"--to ray": f"--to ray --address {address}", "/shared/": f"{folder}/shared/"},
         storage=folder / "shared" / "studies",
@@ -130,7 +131,7 @@ class Shell:
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, command: str) -> None:
-        """Run a command, or start it if it is a server, and assert that it succeeds."""
+        """Run a command, or start it if it is a server; assert that it succeeds."""
         if command.startswith("export "):
             words = shlex.split(command, comments=True)[1:]
             self._environment |= dict(word.split("=", 1) for word in words)
@@ -140,7 +141,7 @@ class Shell:
             run(command, self._folder, self._environment)
 
     def _serve(self, command: str) -> None:
-        """Start a server, and return when it has said where it is."""
+        """Start a server, and return once it has printed its address."""
         self.close()
         with (self._folder / "server.log").open("w") as log:
             self._server = subprocess.Popen(
@@ -158,7 +159,7 @@ class Shell:
         raise AssertionError(f"{command}\n{(self._folder / 'server.log').read_text()}")
 
     def close(self) -> None:
-        """End the server by Ctrl-C."""
+        """End the server with Ctrl-C."""
         if self._server is not None:
             self._server.send_signal(signal.SIGINT)
             self._server.communicate(timeout=60)
@@ -167,7 +168,7 @@ class Shell:
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a command of a page; what it printed."""
+    """Run a command of a page and return its output."""
     done = finished(command, folder, environment)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout

@@ -1,4 +1,4 @@
-"""The pinned versions of constraints.txt, held against the public lists of vulnerabilities."""
+"""The pinned versions of constraints.txt, checked against public lists of vulnerabilities."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def faults(dependencies: list[dict[str, Any]]) -> dict[str, str]:
-    """The faults that a later version mends, and the versions that could not be looked up; a skip
-    where that is all of them, for which a database that does not answer is taken for one without
-    them."""
+    """Return vulnerabilities that a later version fixes, and versions that could not be looked up.
+    Skips if none could be looked up: an unreachable database looks like an empty one."""
     unknown = {each["name"]: each["skip_reason"] for each in dependencies if "skip_reason" in each}
     if dependencies and len(unknown) == len(dependencies):
-        pytest.skip(
-            f"pip-audit cannot reach its database: it finds none of {len(unknown)} packages"
-        )
+        pytest.skip(f"pip-audit cannot reach its database: it finds 0 of {len(unknown)} packages")
     return unknown | {
         f"{each['name']} {each['version']}": fault["id"]
         for each in dependencies
@@ -34,7 +31,7 @@ def test_what_could_not_be_looked_up_is_no_clean_bill() -> None:
     unknown = {"name": "a", "skip_reason": "not found on PyPI"}
     mended = {"id": "CVE-1", "fix_versions": ["2"]}
     faulty = {"name": "b", "version": "1", "vulns": [mended, {"id": "CVE-2", "fix_versions": []}]}
-    with pytest.raises(pytest.skip.Exception, match="none of 2 packages"):
+    with pytest.raises(pytest.skip.Exception, match="0 of 2 packages"):
         faults([unknown, unknown | {"name": "c"}])
     assert faults([unknown, faulty]) == {"a": "not found on PyPI", "b 1": "CVE-1"}
 

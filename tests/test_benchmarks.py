@@ -1,5 +1,5 @@
-"""What the benchmark of the study engine takes on its command line, that all benchmarks write JSON,
-and that the page of memory has what a step keeps."""
+"""Command line of the study engine's benchmark, JSON output of all benchmarks, and the memory
+page's figures."""
 
 from __future__ import annotations
 

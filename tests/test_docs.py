@@ -1,5 +1,4 @@
-"""The pages of the repository: the first one's code runs, every link and every path leads
-somewhere."""
+"""The repository's pages: the first page's code runs, and every link and path exists."""
 
 from __future__ import annotations
 
@@ -83,8 +82,8 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_of_the_site_is_in_its_contents() -> None:
-    """What Sphinx refuses takes it a minute to find: pages in no toctree, and links to pages that
-    the site does not have."""
+    """Pages in no toctree, and links to pages outside of the site; Sphinx needs a minute to find
+    these."""
     docs = ROOT / "docs"
     listed = {docs / "index.md"}
     outside = []
@@ -145,7 +144,8 @@ def test_no_small_form_contradicts_its_full_one() -> None:
 
 
 PROSE = 100
-"""Most characters of a line of prose; tables, code and links of their own may be longer."""
+"""Maximum number of characters in a line of prose; tables, code and separate links may be
+longer."""
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_prose_is_as_narrow_as_code(page: Path) -> None:
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Return the words of a page's commands, of this program and of its scripts."""
+    """Return the words of a page's commands with this program and its scripts."""
     fences = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for kind, text in fences if kind in SHELLS for line in text.splitlines()]
     found = []
@@ -186,7 +186,7 @@ def check_commands(page: Path) -> None:
 
 
 def check_command(program: str, *arguments: str) -> None:
-    """Assert that the program, a script or pytest has what a command gives it."""
+    """Assert that the program, a script or pytest accepts a command's arguments."""
     if program == "lns-study":
         options = parse(arguments)
         named = getattr(options, "config", None)

@@ -1,5 +1,5 @@
-"""The architecture as a test: study -> trainers -> lns_ops and never back, rooms in one order, and
-each big library in one package."""
+"""The architecture as a test: imports go from study to trainers to lns_ops only, rooms import in
+one order, and each big library is imported in one package."""
 
 from __future__ import annotations
 
@@ -39,30 +39,31 @@ ORDER = {
         "report", "views", "serve", "api", "launch", "cli", "handle", "__main__",
     ],
 }  # fmt: skip
-"""The rooms of each package; a room imports from those before it only. Not listed: modules that
-only pass names on."""
+"""The rooms of each package; a room imports only from earlier rooms. Modules that only re-export
+names are not listed."""
 PARSERS = {
     f"study.cli.{name}"
     for name in ("data", "doctor", "launch", "manage", "reproduce", "run", "serve", "tracking")
 }
-"""Modules whose commands import what they need when they are called, as completion and ``--help``
-wait for the others: 0.1 s of CPU time."""
+"""Modules whose commands import their dependencies when they are called, because completion and
+``--help`` wait for the others: 0.1 s of CPU time."""
 LAZY = {
     ("lns_ops.formats.base", "lns_ops"): "1.8 s, of torch and numba, which no name needs",
     ("lns_ops.formats.base", "lns_ops._compat"): "1.8 s, of torch, which no name needs",
-    ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, likewise",
-    ("lns_ops.formats.blocks.nvfp4", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.fixed_point", "lns_ops"): "1.8 s, of torch and numba, likewise",
-    ("lns_ops.formats.fixed_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, likewise",
-    ("lns_ops.formats.floating_point", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, likewise",
-    ("lns_ops.formats.p3109", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, likewise",
-    ("lns_ops.formats.scaling", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.sized_float", "lns_ops.formats.bit_views"): "1.8 s, likewise",
-    ("lns_ops.formats.tabulated", "lns_ops.formats.list_rounding"): "1.8 s, likewise",
-    ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, likewise",
+    ("lns_ops.formats.base", "lns_ops.functional.elementwise"): "1.8 s, the same",
+    ("lns_ops.formats.blocks.nvfp4", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.fixed_point", "lns_ops"): "1.8 s, of torch and numba, the same",
+    ("lns_ops.formats.fixed_point", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.floating_point", "lns_ops"): "1.8 s, the same",
+    ("lns_ops.formats.floating_point", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.logarithmic", "lns_ops"): "1.8 s, the same",
+    ("lns_ops.formats.p3109", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.scaling", "lns_ops"): "1.8 s, the same",
+    ("lns_ops.formats.scaling", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.tabulated", "lns_ops"): "1.8 s, the same",
+    ("lns_ops.formats.sized_float", "lns_ops.formats.bit_views"): "1.8 s, the same",
+    ("lns_ops.formats.tabulated", "lns_ops.formats.list_rounding"): "1.8 s, the same",
+    ("lns_ops.formats.stochastic_rounding", "lns_ops"): "1.8 s, the same",
     ("study.api", "study.report.write"): "draws with what takes 1.6 s, as the first trial trains",
     (
         "study.execution.preflight",
@@ -70,7 +71,7 @@ LAZY = {
     ): "2.5 s, of torch, and a node mostly checks",
     ("study.execution.tune.start", "study.execution.tune.hosts"): "2.4 s, of Ray Tune; and Ray"
     " reads its token's variables when it is loaded",
-    ("study.execution.tune.start", "study.execution.tune.run"): "2.4 s, likewise",
+    ("study.execution.tune.start", "study.execution.tune.run"): "2.4 s, the same",
     ("study.execution.tune.scripts", "trainers.workers.executors"): "2.5 s, of torch, in a driver",
     ("study.handle", "study.execution.tune.tuner"): "2.4 s, of Ray Tune",
     ("study.handle", "study.views.console"): "0.1 s, of rich, as a study starts",
@@ -82,23 +83,23 @@ LAZY = {
         "study.plan.trials",
         "trainers.training.check",
     ): "2.5 s, of torch, where an optimizer is searched",
-    ("study.plan.trials", "trainers.workers.process_reset"): "2.5 s, likewise",
+    ("study.plan.trials", "trainers.workers.process_reset"): "2.5 s, the same",
     ("trainers.data", "trainers.data.datasets"): "1.8 s, of torch",
     ("trainers.data.descriptions", "trainers.data.datasets"): "1.8 s, of torch",
     ("trainers.object_store", "trainers._compat"): "1 s, of torch",
     ("trainers.parallel.choice", "trainers.parallel.fsdp"): "0.8 s, of torch's sharding",
-    ("trainers.parallel.choice", "trainers.parallel.tensor_parallel"): "0.8 s, likewise",
+    ("trainers.parallel.choice", "trainers.parallel.tensor_parallel"): "0.8 s, the same",
     ("trainers.sync.choice", "trainers.sync.async_client"): "0.6 s, of Ray",
     ("trainers.training.device", "lns_ops"): "1.8 s, of torch",
     ("trainers.training.build", "trainers.parallel.pipeline"): "0.6 s, of torch's compiler",
     ("trainers.workers.fork_server", "trainers.config"): "2.3 s, by which it answers before",
-    ("trainers.workers.fork_server", "trainers.data"): "2.3 s, likewise",
-    ("trainers.workers.fork_server", "trainers.workers.in_process"): "2.3 s, likewise",
-    ("trainers.workers.fork_server", "trainers.workers.own_loop"): "2.3 s, likewise",
-    ("trainers.workers.fork_server", "trainers.workers.worker_process"): "2.3 s, likewise",
+    ("trainers.workers.fork_server", "trainers.data"): "2.3 s, the same",
+    ("trainers.workers.fork_server", "trainers.workers.in_process"): "2.3 s, the same",
+    ("trainers.workers.fork_server", "trainers.workers.own_loop"): "2.3 s, the same",
+    ("trainers.workers.fork_server", "trainers.workers.worker_process"): "2.3 s, the same",
 }
-"""Imports of ours inside functions, and the CPU time that they keep from those who do without (two
-cores of an AMD EPYC, Python 3.11)."""
+"""Imports of our modules inside functions, and the CPU time that they save for processes that do
+not need them (two cores of an AMD EPYC, Python 3.11)."""
 BY_NAME = {
     "lns_ops/__init__.py": "its public names, with torch",
     "study/__init__.py": "its public names, when one is used",
@@ -107,7 +108,7 @@ BY_NAME = {
     "trainers/user_code.py": "the user's modules",
     "trainers/workers/executors.py": "the room of one kind of executor, of those above this module",
 }
-"""Files that import a module by a name that they compute, which no other rule here sees."""
+"""Files that import a module by a computed name, which the other rules here cannot see."""
 LONGER = {
     "lns_ops/cpu/simd/avx2.py:_addition",
     "lns_ops/cpu/simd/avx512.py:matmul",
@@ -116,10 +117,10 @@ LONGER = {
 }
 """Kernels of more than :data:`FUNCTION` lines."""
 FILE, FUNCTION, FOLDER, LINE = 800, 50, 14, 100
-"""Most lines of a file and of a function with its docstring, most files of a folder beside the
-``__init__.py``, and most characters of a line."""
+"""Maximum lines of a file and of a function with its docstring, maximum files of a folder besides
+``__init__.py``, and maximum characters of a line."""
 CODE = {"", ".cu", ".cuh", ".css", ".h", ".j2", ".js", ".py", ".sh", ".toml", ".txt", ".yaml"}
-"""Endings of files of code."""
+"""Suffixes of code files."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -163,12 +164,12 @@ def test_study_leaves_train_to_trainers(path: Path) -> None:
 
 
 def is_private(name: str) -> bool:
-    """Whether a name, or a part of a dotted one, begins with one underscore."""
+    """Return whether a name, or a part of a dotted one, begins with one underscore."""
     return any(part[:1] == "_" and part[:2] != "__" for part in name.split("."))
 
 
 def private_names(source: str) -> set[str]:
-    """Other projects' private names that a module imports, or reaches from what it imports."""
+    """Return other projects' private names that a module imports, or uses from its imports."""
     others: set[str] = set()
     found: set[str] = set()
     tree = ast.parse(source)
@@ -201,7 +202,7 @@ def private_names(source: str) -> set[str]:
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_private_names_of_others_are_in_one_room(path: Path) -> None:
-    """Those of ``_compat.py`` have a reason, a version and a test that says what broke."""
+    """Each one in ``_compat.py`` has a reason, a version and a test that reports a change."""
     assert private_names(path.read_text()) == set()
 
 
@@ -226,7 +227,7 @@ FILES = {
 
 
 def dependencies(module: str) -> set[str]:
-    """The modules of ours that a module imports, inside functions and for annotations too."""
+    """Return our modules that a module imports, also inside functions and for annotations."""
     found = set()
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -240,7 +241,7 @@ def dependencies(module: str) -> set[str]:
 
 
 def inside_functions(module: str) -> set[str]:
-    """The modules of ours that functions of a module import when they are called."""
+    """Return our modules that functions of a module import when they are called."""
     return {
         name
         for function in ast.walk(ast.parse(FILES[module].read_text()))
@@ -276,8 +277,8 @@ GRAPH = {module: dependencies(module) for module in FILES}
 
 
 def room(module: str) -> tuple[str, int] | None:
-    """The package of a module and the place of its room there; None for what only passes names
-    on."""
+    """Return the package of a module and the position of its room there; None for modules that only
+    re-export names."""
     package, _, inner = module.partition(".")
     places = [
         (len(name), place)
@@ -288,12 +289,12 @@ def room(module: str) -> tuple[str, int] | None:
 
 
 def test_no_module_is_in_a_cycle() -> None:
-    """``static_order`` raises ``CycleError``, which names one."""
+    """``static_order`` raises ``CycleError`` with a cycle."""
     assert set(TopologicalSorter(GRAPH).static_order()) == set(FILES)
 
 
 def test_rooms_import_from_those_before_them() -> None:
-    """And from nowhere outside the rooms, whose modules may only pass names on."""
+    """And not from outside the rooms, whose modules may only re-export names."""
     wrong = []
     for module, targets in GRAPH.items():
         if own := room(module):
@@ -308,7 +309,7 @@ def test_rooms_import_from_those_before_them() -> None:
 
 
 def test_the_readers_tree_has_every_folder_in_its_order() -> None:
-    """In CONTRIBUTING.md a line each, in README.md a list in the last column."""
+    """CONTRIBUTING.md has one line for each, README.md a list in the last column."""
     whole, short = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "README.md"))
     column = len("study/      studies, on Ray and MLflow   ")
     for package in MAY_IMPORT:
@@ -339,7 +340,7 @@ def test_files_functions_and_folders_are_small() -> None:
 
 
 def test_lines_are_narrow() -> None:
-    """Of code in every language, with comments for tools; of pages see ``test_docs``."""
+    """Code in every language, including comments for tools; for pages see ``test_docs``."""
     found = [*ROOT.iterdir()] + [
         path
         for folder in (*MAY_IMPORT, "conf", "docs", "scripts", "tests")
@@ -385,7 +386,7 @@ def test_import_leaves_torch_threads_alone() -> None:
     "precision", ["", "precision=PrecisionConfig(format='lns12', kahan_sum=True)"]
 )
 def test_a_trial_loads_neither_torchs_compiler_nor_scikit_learn(precision: str) -> None:
-    """Seconds that every process of a study would need before its first step."""
+    """Otherwise every process of a study would need seconds before its first step."""
     code = (
         "import sys; from trainers.config import *; from trainers.training.trainer import"
         " Training; training = Training(TrialConfig(data=DataConfig(name='digits',"

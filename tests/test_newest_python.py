@@ -1,5 +1,5 @@
-"""The newest Python on this machine, which need not have a torch yet: what needs none works there,
-so that a new version's surprises show before its torch is out."""
+"""The newest Python on this machine, which may not have torch yet: the parts that do not need torch
+work there, so problems with a new version show before its torch is released."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 def newest() -> tuple[int, str]:
-    """The minor version and the path of the newest Python 3 here."""
+    """Return the minor version and the path of the newest Python 3 here."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser().glob("versions/*/bin")
     folders = [*os.environ["PATH"].split(os.pathsep), *map(str, pyenv)]
     found = {(sys.version_info.minor, sys.executable)}

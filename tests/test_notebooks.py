@@ -1,4 +1,4 @@
-"""Every cell of the notebooks in docs/notebooks runs in a kernel of its own."""
+"""Every cell of the notebooks in docs/notebooks runs, each notebook in a new kernel."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if "text/html" in output.get("data", {})
     )
     assert study in shown["data"]["text/html"]
-    for cell in notebook.cells:  # a run is one table and some lines, whatever its length
+    for cell in notebook.cells:  # a run prints one table and some lines, whatever its length
         shown_outputs = cell.get("outputs", [])
         tables = [each for each in shown_outputs if each["output_type"] == "display_data"]
         lines = "".join(each.get("text", "") for each in shown_outputs).splitlines()

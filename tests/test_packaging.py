@@ -1,5 +1,5 @@
-"""What is installed where: wheels, source distributions and editable installations, of a copy of
-this checkout, and of the arithmetic in it by itself."""
+"""Contents of wheels, source distributions and editable installations, for a copy of this checkout
+and for the arithmetic in it by itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(checkout: Path, what: str, folder: Path) -> Path:
-    """What the distribution's own backend makes; its file."""
+    """Build with the distribution's own backend; return the file."""
     backend = tomllib.loads((checkout / "pyproject.toml").read_text())["build-system"]
     done = subprocess.run(
         [sys.executable, "-c", BUILD, backend["build-backend"], what, str(folder)],
@@ -66,8 +66,8 @@ def build(checkout: Path, what: str, folder: Path) -> Path:
 
 
 def plan(site: Path, folder: Path) -> str:
-    """What ``python -m study`` prints in a folder with a ``conf`` of its own; installed in
-    ``site``, all else from this environment."""
+    """Return the output of ``python -m study`` in a folder with its own ``conf``; the package is
+    installed in ``site``, all else comes from this environment."""
     (folder / "conf" / "model").mkdir(parents=True)
     (folder / "conf" / "__init__.py").touch()
     (folder / "conf" / "model" / "mine.yaml").write_text("trial: {model: {hidden: [7]}}")
@@ -78,7 +78,7 @@ def plan(site: Path, folder: Path) -> str:
         " run_name='__main__')"
     )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # -S: without the paths of what is editable in this environment
+    # -S: without the paths of this environment's editable installations
     words = [sys.executable, "-S", "-c", start, *PLAN]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -200,8 +200,8 @@ wrong: str = lns_ops.lns12.bits
 
 
 def site_of(folder: Path, needed: set[str] | None = None) -> Path:
-    """The packages of a new environment, in which are links to some distributions of this one and
-    all that they need; without names a path to all."""
+    """The packages of a new environment, with links to some of this one's distributions and their
+    dependencies; without names, a path to all."""
     venv.create(folder, with_pip=needed is not None)
     (site,) = folder.glob("lib/python*/site-packages")
     if needed is None:
@@ -212,7 +212,7 @@ def site_of(folder: Path, needed: set[str] | None = None) -> Path:
     for name in names:
         try:
             files = metadata.files(name) or []
-        except metadata.PackageNotFoundError:  # of another system
+        except metadata.PackageNotFoundError:  # for another system
             continue
         for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
             if not (site / top).exists():
@@ -222,7 +222,8 @@ def site_of(folder: Path, needed: set[str] | None = None) -> Path:
 
 
 def test_the_arithmetic_alone_is_the_same_files(checkout: Path, tmp_path: Path) -> None:
-    """And needs four packages, in the versions that the studies need, the newest torch aside."""
+    """It needs four packages, in the versions that the studies need, except for the newest
+    torch."""
     alone = zipfile.ZipFile(build(checkout / "lns_ops", "build_wheel", tmp_path))
     whole = zipfile.ZipFile(build(checkout, "build_wheel", tmp_path))
     contents = [
@@ -261,7 +262,7 @@ def test_a_source_distribution_of_the_arithmetic_makes_the_same_wheel(
 
 @pytest.mark.slow
 def test_the_arithmetic_alone_trains_where_nothing_else_is(checkout: Path, tmp_path: Path) -> None:
-    """pip, which sees no index, finds all that the wheel asks for."""
+    """pip without an index finds everything that the wheel requires."""
     wheel = build(checkout / "lns_ops", "build_wheel", tmp_path)
     site = site_of(tmp_path / "venv", NEEDED)
     python = str(tmp_path / "venv" / "bin" / "python")
@@ -309,8 +310,8 @@ def test_a_host_with_torch_2_11_may_keep_it() -> None:
 
 
 def test_all_that_is_installed_is_pinned() -> None:
-    """What an extra needs and this machine has not (CuPy) is in the list, too; what installs it
-    (pip, which pip-audit asks for) is the venv's."""
+    """The list includes what an extra needs and this machine lacks (CuPy). The installer (pip,
+    which pip-audit requires) is the venv's."""
     pinned = {
         _plain(line.partition("==")[0])
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -323,7 +324,7 @@ def test_all_that_is_installed_is_pinned() -> None:
 
 
 def _requirements(name: str) -> list[str]:
-    """Names of what a distribution needs here, of ours with all extras."""
+    """Return the names of a distribution's dependencies here; for ours with all extras."""
     from packaging.requirements import Requirement
 
     try:

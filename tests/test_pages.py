@@ -1,15 +1,16 @@
-"""The commands of the pages run, with a small budget on digits, and generated pages hold what they
-should.
+"""Run the commands of the pages, with a small budget on digits, and check the generated pages.
 
-A fence after a line ``<!-- runs -->`` holds commands of a shell, one a line. Those of a page run in
-its order, in one folder. Those after ``<!-- runs: SERVICE -->`` run apart from the page's others,
-with what ``tests/page_services.py`` starts for them; what they ``export`` holds for the next ones,
-and a server runs until the next server or the end. A fence after ``<!-- file: NAME -->`` is a file
-there. ``TRIAL`` stands for the id of a trial of the study that the command names. A fence after
-``<!-- refused -->`` has commands that end with 2, each with a part of its message in the next line.
-Studies that come with the program get :data:`BUDGET` before the page's own keys, which count more.
-Fences that run nowhere, or elsewhere, are in :data:`NOT_HERE` with the reason; tests/test_docs.py
-asks whether the program takes their commands.
+A fence after a line ``<!-- runs -->`` holds shell commands, one per line. A page's commands run in
+order, in one folder. Commands after ``<!-- runs: SERVICE -->`` run separately from the page's
+others, with the service that ``tests/page_services.py`` starts. Their ``export`` applies to the
+following commands, and a server runs until the next server or the end. A fence after ``<!-- file:
+NAME -->`` is a file there. ``TRIAL`` is replaced by the id of a trial of the study that the command
+names. A fence after ``<!-- refused -->`` has commands that exit with 2, each with a part of its
+message in the next line.
+
+Studies that come with the program get :data:`BUDGET` before the page's own keys, which take
+precedence. Fences that do not run here are in :data:`NOT_HERE` with the reason; tests/test_docs.py
+checks that the program accepts their commands.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ RUNS = {
     "docs/howto/team-mlflow.md: PostgreSQL": 8,
     "docs/tracking.md: TensorBoard": 6,
 }
-"""Pages whose commands run, by service, and how many they are."""
+"""Pages with commands that run, by service, and the number of commands."""
 INSTALLS = "installs packages"
 MEASURES = "takes hours, or many cores and GPUs; tests/test_docs.py looks at its words"
 NOT_HERE = {
@@ -107,7 +108,7 @@ NOT_HERE = {
         "lns-study dashboard": "servers; tests/study/serve",
     },
 }
-"""Fences of pages, or of folders, that do not run here: how each begins, and why."""
+"""Fences of pages, or of folders, that do not run here: their first words, and the reason."""
 BUDGET = (
     "data=digits 'trial.model.hidden=[16]' trial.epochs=2 'seeds=[0,1]' tracking_uri=none cpus=2"
 )
@@ -116,7 +117,7 @@ MORE = {
     "formats": "'seeds=[0]' trial.epochs=1",
     "updates": "cpus=4",
 }
-"""What some studies need beside it, by name."""
+"""Keys that some studies need in addition, by name."""
 FILES = {
     "rates.yaml": "search.num_samples=2 trial.epochs=2 cpus=2",
     "wide.yaml": "trial.data.name=digits trial.data.train_size=null",
@@ -124,12 +125,12 @@ FILES = {
     "kahan.yaml": "trial.data.name=digits trial.data.train_size=null 'trial.model.hidden=[16]'",
     "tracked.yaml": "cpus=2",
 }
-"""What studies of a page's own files need, by name."""
+"""Keys that studies in a page's own files need, by name."""
 SCRIPTS = {
     "quickstart": "data=digits trial.epochs=1 'seeds=[0]' cpus=2",
     "test": "tests/test_imports.py -k import_direction",
 }
-"""What is given to the scripts of a checkout: a budget, and some of the tests."""
+"""Arguments for the scripts of a checkout: a budget, and some of the tests."""
 FENCE = r"```\w*\n(.*?)```\n"
 
 
@@ -141,7 +142,7 @@ def commands_of(text: str, service: str = "") -> list[str]:
 
 
 def with_budget(command: str, storage: Path) -> str:
-    """Return a command as it runs here: the same program on less."""
+    """Return a command with a smaller budget."""
     script = re.match(r"\./scripts/(\w+)", command)
     if script:
         options = SCRIPTS[script[1]]
@@ -155,14 +156,14 @@ def with_budget(command: str, storage: Path) -> str:
 
 
 def state_of(storage: Path, name: str) -> StudyState:
-    """Return what the ledger of a study holds."""
+    """Return the state of a study from its ledger."""
     return fold(read_ledger(storage / name))
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What makes ``lns-study`` and the scripts run this checkout with the packages that the tests
-    have: a command, and a venv that needs no installation."""
+    """An environment in which ``lns-study`` and the scripts run this checkout with the tests'
+    packages: a command, and a venv that needs no installation."""
     folder = tmp_path_factory.mktemp("programs")
     program = folder / "lns-study"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m study "$@"\n')
@@ -188,7 +189,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def write_files(page: str, folder: Path) -> str:
-    """Write the files of a page, which then finds CIFAR-10 if it asks for it; the page's text."""
+    """Write the files of a page, which finds CIFAR-10 if it asks for it; return the page's text."""
     text = (ROOT / page).read_text()
     for name, content in re.findall(rf"<!-- file: (\S+) -->\n{FENCE}", text, re.DOTALL):
         (folder / name).write_text(content)
@@ -295,15 +296,15 @@ def test_a_network_of_hugging_face_goes_on_after_a_kill_with_the_same_bits(
 
 
 def studies_in(storage: Path) -> Iterator[str]:
-    """Yield the studies of a storage; there is one at least."""
+    """Yield the studies of a storage; there is at least one."""
     names = [path.parent.name for path in storage.glob("*/ledger.jsonl")]
     assert names
     yield from names
 
 
 def unaccounted(page: str, text: str) -> list[str]:
-    """Return how fences of shells, of Python and of YAML begin that no test runs and no reason
-    keeps away."""
+    """Return the first words of fences (shell, Python, YAML) that no test runs and that have no
+    reason in NOT_HERE."""
     reasons = [*NOT_HERE.get(page, {}), *NOT_HERE.get(page.rpartition("/")[0], {})]
     services = {name.partition(": ")[2] for name in RUNS if name.partition(": ")[0] == page}
     marks = {f"runs: {name}" if name else "runs" for name in services} | {"refused"}

@@ -1,4 +1,4 @@
-"""The generated page of config keys has a rule for each, which is the one that is enforced."""
+"""The generated page of config keys has a rule for each key, and the code enforces this rule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUND = re.compile(r"(at least|above|below|at most|\.\.) (?:2\^\d+ = )?(\d[\d.e-
 
 
 def configs(config: type) -> Iterator[type]:
-    """Yield a config's class and those of the configs in it."""
+    """Yield the class of a config and of the configs in it."""
     yield config
     for each in dataclasses.fields(config):
         value = generate.default_of(each)
@@ -40,7 +40,7 @@ def configs(config: type) -> Iterator[type]:
 
 
 def cases() -> Iterator[tuple[type, str, str, str]]:
-    """Yield every rule of a key that has one value: config, key, type and rule."""
+    """Yield every rule of a key with one value: config, key, type and rule."""
     own = [RowConfig, ClaimConfig, AmendmentConfig, MetricConfig, *ARGUMENTS.values()]
     own += [info.arguments for info in DATA.values()]
     for config in dict.fromkeys([*configs(StudyConfig), *own]):
@@ -56,7 +56,7 @@ CASES = list(cases())
 
 
 def near(word: str, bound: float, whole: bool, inside: bool) -> float:
-    """Return the value beside a bound that keeps it, or the one that does not."""
+    """Return the value next to a bound that keeps the rule, or the one that breaks it."""
     if inside == (word in ("at least", "at most", "..")):
         return bound
     up = (word in ("above", "at most", "..")) if not inside else word == "above"
@@ -66,7 +66,7 @@ def near(word: str, bound: float, whole: bool, inside: bool) -> float:
 
 
 def values(kind: str, rule: str, inside: bool) -> list[Any]:
-    """Return values just inside or just outside of what a rule says."""
+    """Return values just inside or just outside of a rule's bounds."""
     found: list[Any] = []
     whole = "int" in kind
     for word, number in BOUND.findall(rule):
@@ -84,7 +84,7 @@ def values(kind: str, rule: str, inside: bool) -> list[Any]:
 
 
 def refusal(config: type, key: str, value: Any) -> str:
-    """Return what a config says of a value; nothing where it takes it."""
+    """Return a config's error for a value; nothing if it accepts the value."""
     base = dict(key_rules.ASKING.get(config, ({},))[0])
     try:
         config(**base | {key.rpartition(".")[2]: value})

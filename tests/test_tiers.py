@@ -1,5 +1,5 @@
-"""Which tests run when: shares of the slow tier by commits, and tests left out for known reasons
-alone."""
+"""Which tests run when: shares of the slow tier by commits, and tests that are only skipped for
+known reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def git(folder: Path, *words: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository of three commits, with the settings that all tests share and six tests."""
+    """A repository with three commits, the settings of all tests, and six tests."""
     folder = tmp_path / "checkout"
     (folder / "tests").mkdir(parents=True)
     (folder / "tests" / "conftest.py").write_bytes((ROOT / "tests" / "conftest.py").read_bytes())
@@ -37,7 +37,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> str:
-    """What pytest prints."""
+    """Return pytest's output."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
 

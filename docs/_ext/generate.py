@@ -1,9 +1,9 @@
-"""Writes the reference pages that the code knows best: config keys, commands, ledger events, number
-formats, operations, Python names.
+"""Writes the reference pages that are generated from code: config keys, commands, ledger events,
+number formats, operations, Python names.
 
-The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). Here are two of
-the pages, all in ``docs/reference``: ``configuration.md``, from the dataclasses of ``StudyConfig``
-and their ``Attributes:``, and ``commands.md``, from the help of ``lns-study``.
+The Sphinx build calls :func:`write` before it reads its sources (``docs/conf.py``). The pages are
+in ``docs/reference``. This module has two of them: ``configuration.md``, from the dataclasses of
+``StudyConfig`` and their ``Attributes:``, and ``commands.md``, from the help of ``lns-study``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def attributes(config: type) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return reStructuredText of a docstring as one line of Markdown for a cell of a table."""
+    """Convert a docstring's reStructuredText to one line of Markdown for a table cell."""
     joined = " ".join(text.split())
     without_roles = re.sub(r":\w+:(`[^`]*`)", r"\1", joined)
     return without_roles.replace("``", "`").replace("|", r"\|")
@@ -114,10 +114,9 @@ def arguments(part: str, kinds: Mapping[str, type]) -> Iterator[str]:
 def configuration() -> str:
     """Return the page of config keys."""
     head = (
-        "# Configuration\nEvery key of a study's YAML file, which a command may change by"
-        " `key=value`, with its type, its default and what it may be. null, where the type has"
-        " None, leaves a key out.\n[Which keys go together](compatibility.md) has the rules of"
-        " several keys."
+        "# Configuration\nEvery key of a study's YAML file, with its type, its default and its"
+        " rule. A command changes a key by `key=value`. If the type has None, null leaves the key"
+        " out.\n[Which keys go together](compatibility.md) has the rules about several keys."
     )
     return (
         "\n\n".join(
@@ -162,7 +161,7 @@ PAGES = {
     "operations.md": lns_operations.page,
     "python.md": python_names.page,
 }
-"""The generated pages and what makes each."""
+"""The generated pages and their functions."""
 
 
 def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Finds the rules of config keys: what the configs ask of each when they are made
+"""Finds the rules of config keys, which configs check when they are created
 (:func:`trainers.config.validation.require`)."""
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ ASKING: dict[type, tuple[Mapping[str, Any], ...]] = {
     ),
     AmendmentConfig: ({"date": "2026-11-26", "change": "-", "reason": "-"},),
 }
-"""Values with which a config asks about every key, where its defaults leave some out."""
+"""Values with which a config checks every key, if its defaults leave some out."""
 _FUNCTION = "`file.py:function` or `package.module:function`"
-_BOUND = "a finite number; of `check` only, one bound at most"
+_BOUND = "a finite number; with `check`, at most one bound"
 _FORMAT = "a name of [formats](formats.md)"
-_KEYS = "keys of a trial, with values that they may have"
+_KEYS = "keys of a trial, with valid values"
 MARKED = {
     "question": "any text",
     "space": "[domains](../howto/search.md) by trial key",
     "rows": "rows whose labels differ",
-    "claims": "claims whose names differ, about rows that there are",
+    "claims": "claims with different names, about existing rows",
     "amendments": "amendments",
     "digits": _KEYS,
     "comparable": _KEYS,
-    "small": "keys of the study, with values that they may have",
+    "small": "keys of the study, with valid values",
     "storage": "a path, `file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`",
     "search.per_seed": "not with `grid`, `confirm` or a scheduler that ends trials early",
-    "search.confirm_seeds": "whole numbers of at least 0, each once, none of `seeds`",
+    "search.confirm_seeds": "whole numbers of at least 0, each once, not in `seeds`",
     "rows[].overrides": _KEYS,
     "rows[].comparable": _KEYS,
     "claims[].check": _FUNCTION,
     "claims[].at_most": _BOUND,
     "claims[].at_least": _BOUND,
-    "claims[].within": "two finite numbers, the lower first; of `check` only, one bound at most",
+    "claims[].within": "two finite numbers, the lower first; with `check`, at most one bound",
     "trial.data.root": "any path",
     "trial.data.args": "arguments of the data set, listed below, or of the factory",
     "trial.model.args": "arguments of the model, listed below, or of the factory",
@@ -64,10 +64,10 @@ MARKED = {
     "trial.precision.gradient_format": _FORMAT,
     "trial.precision.master_format": _FORMAT,
     "trial.precision.sum_format": "the name of a binary float with a mantissa",
-    "trial.precision.loss_scale": "a power of two from 1 on, whose inverse the format has",
-    "trial.changes": "an epoch, later in each, before the last, and options of the optimizer",
+    "trial.precision.loss_scale": "a power of two of at least 1; the format has its inverse",
+    "trial.changes": "each with a later epoch than before, below the last, and optimizer options",
 }
-"""The keys without a rule that is asked: free ones, and those that a parser of their own reads."""
+"""Rules of keys that :func:`asked` does not find: free keys, and keys with their own parser."""
 MARKED |= {f"trial.{part}.code": "any text" for part in ("data", "model", "loss", "trainable")}
 MARKED["trial.metrics.NAME.code"] = "any text"
 MARKED |= {
@@ -77,7 +77,7 @@ MARKED |= {
 
 
 def asked(config: type) -> list[tuple[str, str]]:
-    """Return the keys that a config asks about when it is made, each with its rule."""
+    """Return the keys that a config checks when it is created, each with its rule."""
     found: dict[tuple[str, str], None] = {}
 
     def hear(frame: FrameType, event: str, _: object) -> None:
@@ -107,7 +107,7 @@ def rule_of(key: str, kind: str, heard: list[tuple[str, str]]) -> str:
         heard: what :func:`asked` returns of the config that has it.
 
     Raises:
-        LookupError: nothing is known of it.
+        LookupError: the key has no known rule.
     """
     if key in MARKED:
         return MARKED[key]

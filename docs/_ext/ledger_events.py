@@ -18,7 +18,7 @@ INDENT = 4
 
 
 class Entry(NamedTuple):
-    """An event of the list: its name, what has happened, and the keys of its line."""
+    """An event of the list: its name, its meaning, and the keys of its line."""
 
     event: str
     meaning: str
@@ -89,17 +89,17 @@ def page() -> str:
     return "\n".join(
         [
             "# Ledger events",
-            "One JSON object a line of `ledger.jsonl`, in the order in which things happened.",
+            "Each line of `ledger.jsonl` is one JSON object; lines are in the order of events.",
             "Every line has `event`, `time` (seconds since 1970), its number `n` and a `check`sum;"
-            " the first one is a header, `ledger`, with the version and the ledger's id"
+            " the first line is a header, `ledger`, with the version and the ledger's id"
             " (`study/ledger/lines.py`).",
             "",
             "| event | meaning | keys | written by |",
             "|---|---|---|---|",
             *rows,
             "",
-            "`study/manage/extend.py` and `study/manage/repair.py` write events of other runs and"
-            " lost lines again; those name their `source`, or where they were `recovered`.",
+            "`study/manage/extend.py` and `study/manage/repair.py` copy events of other runs and"
+            " restore lost lines; these name their `source`, or where they were `recovered`.",
             "",
         ]
     )

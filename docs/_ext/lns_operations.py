@@ -96,8 +96,8 @@ def page() -> str:
             " on which devices.",
             "",
             "## How exact",
-            "The same in every LNS format and, but for losses and norms, with the same bits on CPU"
-            " and GPU. [Operations of LNSTensor](../operations.md) names those of each group.",
+            "The same in every LNS format. Except for losses and norms, CPU and GPU give the same"
+            " bits. [Operations of LNSTensor](../operations.md) lists each group's operations.",
             "",
             "| group | operations | result |",
             "|---|---|---|",
@@ -107,20 +107,20 @@ def page() -> str:
             ),
             "",
             "## By format",
-            "The LNS forms are those of `LNSTensor`. In a simulated format values are rounded to"
-            " the grid between layers. Each name is in [number formats](formats.md); parameters"
-            " and scales are examples.",
+            "`LNSTensor` has the LNS forms. In a simulated format values are rounded to the grid"
+            " between layers. Each name is in [number formats](formats.md); parameters and scales"
+            " are examples.",
             "",
             "| formats | operations | layers compute in |",
             "|---|---|---|",
             *formats(),
             "",
             "## By topic",
-            "A topic is a file of `lns_ops/tensor/ops`. *aten operators* have an LNS form of their"
-            " own; *torch functions* are replaced as a whole. Everything else is taken apart by"
-            " torch into these, or raises with its name.",
-            "Functions of these names, and those of `torch.linalg`, `torch.fft` and"
-            " `torch.special`, are decoded, computed in float32 and encoded once:"
+            "A topic is a file of `lns_ops/tensor/ops`. *aten operators* have their own LNS form;"
+            " *torch functions* are replaced as a whole. torch decomposes everything else into"
+            " these, or an error names the operation.",
+            "For the functions of `torch.linalg`, `torch.fft` and `torch.special`, and functions"
+            " with these names, arguments are decoded, computed in float32 and encoded once:"
             f" {code(decoded)}.",
             "",
             "| topic | aten operators | torch functions |",
@@ -128,7 +128,7 @@ def page() -> str:
             *by_topic(),
             "",
             "## Kernels on codes",
-            "The operators that all of these end in, as torch's dispatcher has them.",
+            "The operators in torch's dispatcher to which all of these lead.",
             "",
             "| operator | kernels |",
             "|---|---|",

@@ -99,23 +99,22 @@ def page() -> str:
     return "\n".join(
         [
             "# Number formats",
-            "What `lns_ops.formats.parse(name)` says of each name; parameters and scales are"
-            " examples.",
-            "*Unit roundoff* is the largest relative error of rounding to nearest; 0 where steps"
-            " are even. Of posits and takums it is that of magnitudes around 1, where it is least.",
-            "*Smallest step* is the distance of neighbours near zero; for LNS without a scale the"
-            " smallest magnitude, below which there is zero; for posits and takums that too, to"
-            " which all below it goes.",
-            "Where a scale is shared, magnitudes are in units of the largest that shares it.",
+            "The properties of `lns_ops.formats.parse(name)` for each name; parameters and scales"
+            " are examples.",
+            "*Unit roundoff* is the largest relative error of rounding to nearest; 0 if steps are"
+            " even. For posits and takums it is given around 1, where it is smallest.",
+            "*Smallest step* is the distance of neighbours near zero. For LNS without a scale, and"
+            " for posits and takums, it is the smallest magnitude; smaller values become zero in"
+            " LNS, and the smallest magnitude in posits and takums.",
+            "If values share a scale, magnitudes are in units of the largest of these values.",
             "",
             "| name | bits | unit roundoff | smallest | largest | smallest step | scale | stored as"
             " | computed in |",
             "|---|---|---|---|---|---|---|---|---|",
             *map(row, NAMES),
             "",
-            "Every name takes `/tensor`, `/channel` or `/block` where it has no scale of its own"
-            " (integers not the last)."
-            " What each costs is [measured](../benchmarks/formats.md).",
+            "Every name without its own scale takes `/tensor`, `/channel` or `/block` (integers not"
+            " `/block`). The benchmarks have [the cost of each](../benchmarks/formats.md).",
             "",
         ]
     )

@@ -25,11 +25,11 @@ STUDY = {
     log: ["read_ledger", "Follower"],
     state: ["fold", "StudyState", "TrialState"],
 }
-"""What a script needs of ``study``: a config, its plan, a run of it, and what a ledger holds."""
+"""Names of ``study`` for scripts: a config, its plan, its run, and a ledger's content."""
 HOOKS = [name for name in tensor.__all__ if name[0] != "_" and name not in lns_ops.__all__]
-"""What gives `LNSTensor` another operation."""
+"""Names for adding operations to `LNSTensor`."""
 LOOP = ["report", "get_checkpoint", "LoopContext"]
-"""What a training loop of one's own needs of ``trainers``."""
+"""Names of ``trainers`` for a user's own training loop."""
 
 
 def directive(module: ModuleType, name: str) -> str:
@@ -53,8 +53,8 @@ def section(title: str, module: ModuleType, names: list[str]) -> Iterator[str]:
 def page() -> str:
     """Return the page of Python names."""
     head = (
-        "# Python\nThe public names, from their docstrings. What is below of"
-        " `study.handle` and `Suggestion` are also names of `study`, as are the dataclasses of"
+        "# Python\nThe public names, with their docstrings. The names of `study.handle` below and"
+        " `Suggestion` are also in `study`, and so are the dataclasses of"
         " [the keys](configuration.md).\n"
     )
     parts = [

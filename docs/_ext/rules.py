@@ -1,8 +1,8 @@
-"""Writes the page of what a trial's keys refuse together, from the table that refuses it
-(:data:`trainers.config.compatibility.RULES`, and those that are asked before it trains).
+"""Writes the page of incompatible trial keys, from the table of rules
+(:data:`trainers.config.compatibility.RULES`, and the rules that are checked before training).
 
-Its matrices are computed: every pair of choices is a config that the rules are asked about. What
-the parts of a trial refuse by themselves is read from the code of :data:`PARTS`.
+Its matrices are computed: the rules are checked for every pair of choices. The rules within a part
+of a trial are read from the code of :data:`PARTS`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def conditions() -> list[str]:
 
 
 def meanings() -> Iterator[str]:
-    """Yield what the names in the conditions mean that are no keys, by their docstrings."""
+    """Yield the meaning of names in the conditions that are not keys, from their docstrings."""
     config = TrialConfig()
     for name in sorted(set(re.findall(r"[a-z_]+(?:\.[a-z_]+)*", " ".join(conditions())))):
         part, _, last = name.rpartition(".")
@@ -134,12 +134,12 @@ def section(key: str, rules: list[tuple[Rule, str]]) -> str:
         f" {text(rule.because)} | {text(rule.use)} |"
         for rule, when in rules
     ]
-    head = ["| with | refused where | why not | use instead |", "|---|---|---|---|"]
+    head = ["| with | refused if | why not | use instead |", "|---|---|---|---|"]
     return "\n".join([f"### `{key}`", *head, *rows])
 
 
 PARTS = (data, model, trial, precision, loss, optimizer, lr_schedule, layout, wire, sync, memory)
-"""The modules whose configs refuse keys together by themselves."""
+"""The modules whose configs check combinations of their own keys."""
 
 
 def template(node: ast.expr) -> str:
@@ -157,7 +157,7 @@ def plainly(node: ast.AST) -> str:
 
 
 def refusals(nodes: list[ast.stmt], where: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield when the code refuses, with the conditions around, and what it then says."""
+    """Yield the conditions under which the code refuses, and the messages."""
     for node in nodes:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield ", ".join(where), template(node.exc.args[0])
@@ -207,23 +207,19 @@ def page() -> str:
             [
                 "# Which keys go together\nA trial whose keys contradict each other is refused"
                 " before any work starts; a search leaves such points out.",
-                "## Choices in pairs\nFour workers and two hidden layers, each choice beside the"
-                " defaults. First the layouts, then the precisions, against the rest.",
+                "## Choices in pairs\nFour workers and two hidden layers; all other keys have their"
+                " defaults. First the layouts, then the precisions, against the other choices.",
                 matrix(LAYOUTS, PRECISIONS + EXCHANGES),
                 matrix(PRECISIONS, EXCHANGES),
-                "## Rules\nA rule is listed under the first of its keys; names stand for their"
-                " values. In the conditions, which are those of the code, beside the keys:",
+                "## Rules\nA rule is listed under the first of its keys. The conditions are the"
+                " code's; a key's name means its value. Other names in the conditions:",
                 "\n".join(meanings()),
                 *(section(key, rules) for key, rules in grouped.items()),
-                "## Rules within a part\nWhat the data, the model, the optimizer and other parts of"
-                " a trial refuse by themselves, and the equations of the layout. Names in the"
+                "## Rules within a part\nRules of the data, the model, the optimizer and other"
+                " parts of a trial by themselves, and the equations of the layout. Names in the"
                 " conditions are the part's own keys.",
                 "\n".join(
-                    [
-                        "| keys | refused where | why not | use instead |",
-                        "|---|---|---|---|",
-                        *parts(),
-                    ]
+                    ["| keys | refused if | why not | use instead |", "|---|---|---|---|", *parts()]
                 ),
             ]
         )

@@ -14,7 +14,7 @@ fit = example("vanilla/deep_vanilla").fit
 
 
 def errors(octaves: float) -> dict[int, dict[int, float]]:
-    """Errors that rise through 50 % at 16 * 2^(octaves (bits - 3))."""
+    """Errors that rise through 50 % at depth 16 * 2^(octaves (bits - 3))."""
     return {
         bits: {
             depth: 90.0 if depth > 16 * 2 ** (octaves * (bits - 3)) else 10.0
@@ -43,7 +43,7 @@ def test_deep_vanilla_is_undecided_where_no_depth_fails() -> None:
 
 
 def test_deep_vanilla_leaves_no_seed_out_for_what_it_found() -> None:
-    """A seed that trains at every depth of 5 bits has no slope there, nor has any other."""
+    """If a seed trains at every depth of 5 bits, it has no slope, and the claim has no figure."""
     deep = errors(2.0) | {5: dict.fromkeys(errors(2.0)[5], 5.0)}
     found = fit([errors(1.9), errors(2.1), deep])
     assert found["verdict"] == "undecided"
@@ -52,7 +52,8 @@ def test_deep_vanilla_leaves_no_seed_out_for_what_it_found() -> None:
 def test_signals_follow_mean_field_theory_at_the_critical_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Equal inputs stay equal, and nearly equal ones neither near nor part: chi is 1."""
+    """At the critical point (chi = 1) equal inputs stay equal, and the distance of near ones
+    stays."""
     monkeypatch.setitem(sys.modules, "net", net := example("vanilla/net"))
     signal = example("vanilla/signal_propagation")
     sigma_w = math.sqrt(1.05)
@@ -62,4 +63,4 @@ def test_signals_follow_mean_field_theory_at_the_critical_point(
     assert (1 - after(1 - 1e-5)) / 1e-5 == pytest.approx(1.0, abs=1e-3)
     q = signal.fixed_point(math.sqrt(2))
     apart = signal.correlation(1 - 1e-5, q, math.sqrt(2), 0.0)
-    assert (1 - apart) / 1e-5 > 1.1  # chaos: Kaiming's weights part them
+    assert (1 - apart) / 1e-5 > 1.1  # chaos: with Kaiming's weights they separate

@@ -1,4 +1,4 @@
-"""DenseNet: its layers, the paper's sizes, and that it stays what it is through files and eval."""
+"""DenseNet: its layers, the paper's sizes, and equal results after saving, loading and eval."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"depth": 10, "growth": 4}
 def made(
     inputs: int | tuple[int, ...] = (1, 8, 8), classes: int = 10, seed: int = 0, **args: Any
 ) -> nn.Sequential:
-    """The network, drawn as a trial with this seed draws it."""
+    """The network, initialized as in a trial with this seed."""
     torch.manual_seed(seed)
     net: nn.Sequential = NET.make_net(inputs, classes, **args)
     return net
@@ -39,7 +39,7 @@ def made(
     ],
 )
 def test_the_sizes_are_those_of_table_2(args: dict[str, Any], published: float, exact: int) -> None:
-    """Parameters in millions, for ten classes; and the layers with weights, L."""
+    """Parameters in millions for ten classes, and L, the number of layers with weights."""
     model = made((3, 32, 32), **args)
     layers = [part for part in model.modules() if isinstance(part, nn.Conv2d | nn.Linear)]
     assert len(layers) == args["depth"]

@@ -43,7 +43,7 @@ def test_a_triangle_is_drawn_where_it_is(gans: ModuleType) -> None:
 
 
 def test_distances_to_the_set_of_triangles(gans: ModuleType) -> None:
-    """A triangle is in the set; noise of 0.2 in 256 pixels is 3.2 away from its triangle."""
+    """A triangle is in the set; with noise of 0.2 in 256 pixels it is at a distance of 3.2."""
     images = gans.triangles(8, seed=5)
     noisy = images + 0.2 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     candidates = gans.vertices(500, torch.Generator().manual_seed(6))
@@ -71,8 +71,9 @@ def test_a_step_moves_both_networks(gans: ModuleType, loss: str, fmt: str) -> No
 
 
 def test_the_gradient_penalty_has_its_gradient_in_lns(gans: ModuleType) -> None:
-    """The gradient of |D'(u)| is differentiated in lns16 as in float32: to 0.15 of its norm, as a
-    unit whose input is near zero may take the other slope; without a term of it, it is off by 1."""
+    """The second derivative through |D'(u)| in lns16 is within 0.15 (in the norm) of float32's. A
+    unit with an input near zero may have the other slope. Without one of the terms the result would
+    be off by 1."""
     x, found = gans.triangles(16, seed=1), {}
     for fmt in ("float32", "lns16"):
         torch.manual_seed(0)
@@ -84,7 +85,7 @@ def test_the_gradient_penalty_has_its_gradient_in_lns(gans: ModuleType) -> None:
 
 
 def f1_of(gans: ModuleType, better: dict[str, float], count: int = 12) -> dict[str, list[float]]:
-    """Made-up F1 of configurations by loss, sd 0.15 around 0.5 and what a loss is better by."""
+    """Made-up F1 of configurations by loss: sd 0.15 around 0.5, plus the advantage of the loss."""
     draw = np.random.default_rng(3)
     return {
         loss: list((0.5 + better.get(loss, 0.0) + 0.15 * draw.normal(size=count)).clip(0))
@@ -103,8 +104,8 @@ def test_losses_that_differ_by_nothing_hold_where_configurations_are_many(gans: 
     worse = dict.fromkeys(set(gans.LOSSES) - {gans.USUAL}, -0.1)
     found = gans.judge_losses(f1_of(gans, worse, 100))
     assert found["verdict"] == "holds"
-    assert f"holds if all lie below {gans.SIMILAR} F1" in found["note"]  # the page has its rule
-    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 show too little
+    assert f"holds if all lie below {gans.SIMILAR} F1" in found["note"]  # the page shows its rule
+    assert gans.judge_losses(f1_of(gans, {}))["verdict"] == "undecided"  # 12 are too few
 
 
 def test_a_loss_that_did_not_train_keeps_the_claim_open(gans: ModuleType) -> None:

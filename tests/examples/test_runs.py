@@ -1,4 +1,4 @@
-"""Every example has what its page says, and runs with a tiny budget."""
+"""Every example matches its page and runs with a tiny budget."""
 
 from __future__ import annotations
 

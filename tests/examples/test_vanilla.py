@@ -15,10 +15,11 @@ from trainers.training.trainer import Training
 
 NET = example("vanilla/net")
 NEAR_THE_FIXED_POINT = 0.2
-"""Relative deviation of the variance of a layer's pre-activations from the q of infinitely many
-channels: the mean of 64 squares of normal numbers, as those of the biases that all places share,
-has a standard deviation of ``sqrt(2 / 64)`` = 18 % of itself. With ``sigma_w`` 10 % too large q
-would be 5.7 times as large (of 1.0247) or 1.65 times (of 1.2)."""
+"""Allowed relative deviation of a layer's pre-activation variance from the theoretical q. The
+theory holds for infinitely many channels. With 64 channels the mean of 64 squares of normal
+numbers (such as the biases, which all places share) has a standard deviation of ``sqrt(2 / 64)``
+= 18 %. With ``sigma_w`` 10 % too large, q would be 5.7 times as large (of 1.0247) or 1.65 times
+(of 1.2)."""
 
 
 def kernel(outputs: int, inputs: int, size: int, gain: float = 1.0, seed: int = 0) -> nn.Conv2d:
@@ -51,8 +52,8 @@ def test_a_delta_orthogonal_kernel_keeps_norms(outputs: int, inputs: int, size: 
 
 
 def test_other_initial_kernels_do_not_keep_norms() -> None:
-    """The test above would refuse torch's orthogonal matrix of the unfolded kernel: images without
-    contrast see the sum of its taps."""
+    """The test above would reject torch's orthogonal matrix of the unfolded kernel: with constant
+    images only the sum of its taps counts."""
     layer = nn.Conv2d(8, 8, 3, padding=1, padding_mode="circular", bias=False)
     nn.init.orthogonal_(layer.weight, generator=torch.Generator().manual_seed(0))
     x = torch.randn(9, 8, 1, 1, generator=torch.Generator().manual_seed(1)).expand(-1, -1, 7, 6)
@@ -78,7 +79,7 @@ def through(model: nn.Sequential, x: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("sigma_w", [1.0247, 1.2])
 def test_signals_stay_at_the_fixed_point_to_depth_100(sigma_w: float) -> None:
-    """Xiao et al. 2018: q of the equations, for which a shortcut or a norm is not needed."""
+    """Xiao et al. 2018: q from the equations, which assume no shortcuts and no norms."""
     q = NET.critical_bias(sigma_w)[1]
     args = {"depth": 100, "width": 64, "kernel": 3}
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +91,8 @@ def test_signals_stay_at_the_fixed_point_to_depth_100(sigma_w: float) -> None:
 
 
 def test_gradients_of_100_convolutions_are_as_large_as_at_the_end() -> None:
-    """Their norm changes by less than half over 100 layers; Kaiming's vanishes or explodes."""
+    """The norm of the gradients changes by less than half over 100 layers; with Kaiming's weights
+    it vanishes or explodes."""
     norms = {}
     for init in ("orthogonal", "kaiming"):
         model = made((1, 8, 8), depth=102, width=32, kernel=3, init=init)
@@ -118,7 +120,7 @@ def test_shapes_and_sizes_and_the_linear_net_are_as_they_are_said() -> None:
 
 
 def test_a_linear_net_keeps_lengths_and_angles_at_any_depth() -> None:
-    """Schoenholz et al. 2017; the bias for sigma_w^2 = 1.05 is that of Xiao et al. 2018."""
+    """Schoenholz et al. 2017; the bias for sigma_w^2 = 1.05 is from Xiao et al. 2018."""
     sigma_b, q = NET.critical_bias(1.05**0.5)
     assert sigma_b**2 == pytest.approx(2.01e-5, rel=1e-3)
     assert q == pytest.approx(0.02592, rel=1e-3)

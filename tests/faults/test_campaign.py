@@ -450,7 +450,7 @@ def check_mlflow(folder: Path, fault: str, tracking: str) -> None:
 def check(tmp_path: Path, fault: str, wanted: Wanted, *, lost: bool = False) -> None:
     """Check that every trial has finished once and has reported every epoch once.
 
-    Metrics and weights must equal those of a run without faults. With ``lost``, checkpoints may be
+    Metrics and weights must equal a run's without faults. With ``lost``, checkpoints may be
     missing.
     """
     state = fold(read_ledger(tmp_path / "studies" / "faults"))

@@ -5,7 +5,7 @@ Every run is a real command line that uses all of its eight slots with the local
 gangs, a process that trials share, or a user's network. The seed chooses the change of the folder,
 its moment, and whether a process is killed (SIGKILL) before, with or after it.
 
-A command whose study is gone must end by itself with exit code 1, print what was lost and what to
+A command whose study is gone must end by itself with exit code 1, print the losses and what to
 do, and leave no process. The test follows this advice and runs the same command again, in the
 study's new place or the old one. Then every trial must have finished once, with each epoch reported
 once and the same metrics as in a run without faults. MLflow must be complete, and data that another

@@ -1,4 +1,4 @@
-"""Copies through files, as tests of tensors and of optimizers take them."""
+"""Save and load copies through files, for tests of tensors and optimizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The check that a product with float32 sums keeps the bound that lns_ops.accumulation states.
-
-The tests of every device use it.
-"""
+"""Check that a product with float32 sums keeps the bound of lns_ops.accumulation. The tests of
+every device use it."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from lns_ops import LNSFormat, reference
 
 
 def order(codes: np.ndarray, fmt: LNSFormat) -> np.ndarray:
-    """Return numbers that compare as the values of ``codes`` do."""
+    """Return numbers in the same order as the values of ``codes``."""
     return np.where(codes < 0, -(codes & fmt.field_mask).astype(np.int32), codes.astype(np.int32))
 
 
 def outside(
     codes: np.ndarray, x: np.ndarray, y: np.ndarray, fmt: LNSFormat, e: float, u: float
 ) -> np.ndarray:
-    """Tell, for each element, whether ``codes`` is outside the bound around ``x @ y``."""
+    """Return, for each element, whether ``codes`` is outside the bound around ``x @ y``."""
     return outside_bound(codes, x, y, fmt, e, u, np.matmul, x.shape[-1])
 
 
@@ -34,11 +32,11 @@ def outside_bound(
     product: Callable[[np.ndarray, np.ndarray], np.ndarray],
     terms: int,
 ) -> np.ndarray:
-    """Tell, for each element, whether ``codes`` is outside the bound around ``product(x, y)``.
+    """Return, for each element, whether ``codes`` is outside the bound around ``product(x, y)``.
 
-    A product is a sum of ``terms`` terms of x and y at most. e and u are those of
-    lns_ops.accumulation. Encoding is monotonic, so the codes of the bound's two ends enclose those
-    allowed. float64 errs by less than 1e-3 of the bound.
+    A product is a sum of at most ``terms`` terms of x and y. e and u are defined in
+    lns_ops.accumulation. Encoding is monotonic, so the codes of the bound's two ends enclose the
+    allowed codes. float64's error is below 1e-3 of the bound.
     """
     exact_x, exact_y = reference.decode(x, fmt, np.float64), reference.decode(y, fmt, np.float64)
     sums = 1 + terms * u / (1 - terms * u)

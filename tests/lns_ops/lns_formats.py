@@ -1,4 +1,4 @@
-"""The formats that the tests of lns_ops run over, and the error that each may make."""
+"""The formats that the tests of lns_ops use, and the error that each may have."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ IDS = [str(f) for f in FORMATS]
 
 
 def half_ulp(fmt: LNSFormat) -> float:
-    """Return the largest relative error of a correctly rounded operation: half a step.
-
-    A step is one of the logarithm.
-    """
+    """Return the largest relative error of a correctly rounded operation: half a step of the
+    logarithm."""
     return float(2 ** (0.5 / 2**fmt.fraction_bits) - 1) * (1 + 1e-9)

@@ -12,7 +12,7 @@ from lns_ops.tensor import storage_of
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, in torchvision's manner."""
+    """Two 3x3 convolutions and a shortcut, as in torchvision."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ResNet18(nn.Module):
 
 
 class LSTMClassifier(nn.Module):
-    """Tokens to a class by the last state of an LSTM."""
+    """Classify tokens by the last state of an LSTM."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LSTMClassifier(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, written out (``fused=False``) or by torch's function."""
+    """Causal self-attention, by single operations (``fused=False``) or by torch's function."""
 
     def __init__(self, width: int, heads: int, length: int, fused: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every optimizer, with options to step it by and the tensors that tests step it with."""
+"""Every optimizer with options for its steps, and the tensors that the tests use."""
 
 from __future__ import annotations
 

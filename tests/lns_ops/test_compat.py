@@ -1,5 +1,5 @@
-"""Private names of other libraries still are what this package takes them for; each failure names
-the library that changed."""
+"""Private names of other libraries are still as this package expects; each failure names the
+library that changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 class _Seen(Tensor):
-    """A subclass that notes what torch calls it with."""
+    """A subclass that records torch's calls."""
 
     functions: list[Any] = []  # noqa: RUF012
 
@@ -129,7 +129,7 @@ def test_torch_says_whether_a_transform_goes_on() -> None:
     asks(torch.ones(2))
     torch.func.grad(asks)(torch.ones(2))
     torch.func.vmap(asks)(torch.ones(2, 2))
-    assert said == [False, True, True], "torch: transforms are told otherwise"
+    assert said == [False, True, True], "torch: transforms are detected differently"
 
 
 def test_torch_tells_of_forward_mode() -> None:
@@ -139,7 +139,7 @@ def test_torch_tells_of_forward_mode() -> None:
     torch.func.jvp(
         lambda x: (said.append(_compat.is_forward_mode()), x)[1], (torch.ones(1),), (torch.ones(1),)
     )
-    assert said == [False, True, True], "torch: forward mode is told otherwise"
+    assert said == [False, True, True], "torch: forward mode is detected differently"
 
 
 def test_torch_leaves_keep_their_hooks_where_they_are_moved() -> None:
@@ -241,7 +241,7 @@ def test_torch_draws_shares_by_the_function_that_is_replaced(
 def test_torch_operators_say_what_they_write_to() -> None:
     operators = (aten.add.Tensor, aten.add_.Tensor, aten.add.out)
     written = [[a.name for a in _compat.written_arguments(each)] for each in operators]
-    assert written == [[], ["self"], ["out"]], "torch: schemas say otherwise what is written to"
+    assert written == [[], ["self"], ["out"]], "torch: schemas show writes differently"
 
 
 def test_torch_multiplies_float8() -> None:
@@ -319,7 +319,8 @@ print({_compat.COMPILER!r} in sys.modules, len(dynamo._waiting))
 
 
 def test_torch_optimizers_load_the_compiler() -> None:
-    """The compiler is what both :mod:`lns_ops.optim` and :mod:`lns_ops.tensor.dynamo` keep out."""
+    """It is the compiler that both :mod:`lns_ops.optim` and :mod:`lns_ops.tensor.dynamo`
+    exclude."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILER], capture_output=True, text=True, check=True
     )
@@ -327,7 +328,7 @@ def test_torch_optimizers_load_the_compiler() -> None:
     assert ours == "False", "torch: Optimizer wraps its methods otherwise, ours load the compiler"
     assert theirs == "True 0", (
         "torch: its optimizers load no compiler any more (without_compiler can go), or the compiler"
-        " was not told of the functions that wait for it"
+        " does not know the functions that wait for it"
     )
 
 
@@ -381,7 +382,7 @@ def test_numba_compiles_for_the_processor_that_machine_code_is_kept_for() -> Non
 
 
 def test_numpy_arrays_lie_in_memory_as_kernels_read_them() -> None:
-    """It raises what is wrong."""
+    """It raises an error if the layout differs."""
     object_cache._check_array_layout.__wrapped__()
 
 
@@ -398,6 +399,6 @@ def test_torch_modules_keep_what_they_register_in_three_tables() -> None:
 def test_torch_tells_its_operators_and_their_kernels() -> None:
     names = _compat.operator_names()
     assert "aten::relu" in names, "torch: operators are named otherwise"
-    assert _compat.has_kernel("aten::relu", "CPU"), "torch: kernels are told by other keys"
+    assert _compat.has_kernel("aten::relu", "CPU"), "torch: kernels are found by other keys"
     module = torch.nn.functional.gelu.__module__
     assert module.startswith(_compat.WRITTEN_IN_CPP), f"torch: gelu's module is {module}"

@@ -1,4 +1,4 @@
-"""What importing lns_ops needs, and the names that stay where they were."""
+"""Requirements for importing lns_ops, and names that must stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAVED = Path(__file__).parents[1] / "golden" / "lns_tensor.pt"
 
 
 def printed(code: str) -> str:
-    """What a program prints in a process of its own."""
+    """Return the output of a program in a separate process."""
     words = [sys.executable, "-c", code]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -51,8 +51,8 @@ def test_the_specification_needs_no_torch() -> None:
     ],
 )
 def test_the_package_is_whole_with_torch(first: str) -> None:
-    """In whatever order a program imports: files of tensors can be read, operators are there, and
-    every public name is."""
+    """In any import order files of tensors can be read, operators exist, and every public name
+    exists."""
     code = (
         f"{first}; import lns_ops, torch; names = set(vars(lns_ops));"
         " print(hasattr(torch.ops.lns_ops, 'encode'), set(lns_ops.__all__) <= names,"
@@ -75,7 +75,7 @@ def test_formats_and_the_specification_need_no_torch() -> None:
 
 
 def test_torch_is_there_whatever_this_package_lacks() -> None:
-    """A second import of torch in a process would hide what the first lacked."""
+    """A second import of torch in a process would hide missing parts of the first."""
     code = (
         "import sys, lns_ops; sys.modules['numba'] = None; import torch; print(torch.ones(1))"
         "\ntry: lns_ops.convert_\nexcept ImportError as error: print(error)"
@@ -94,7 +94,7 @@ def test_no_names_but_the_public_ones() -> None:
 
 
 def test_old_names_stay() -> None:
-    """Where documents, checkpoints and programs look for them."""
+    """Documents, checkpoints and programs look for them there."""
     code = (
         "import lns_ops, pickle; from lns_ops import accumulation, format, indexed, reference; from"
         " lns_ops.tensor import _rebuilt; print(format.LNSFormat is lns_ops.LNSFormat,"

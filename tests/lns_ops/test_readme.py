@@ -15,7 +15,7 @@ from lns_ops.tensor import registry
 
 @pytest.fixture
 def handlers_kept() -> Iterator[None]:
-    """The operations that a test adds stay in there."""
+    """Operations that a test adds stay there."""
     before = dict(registry.HANDLERS)
     yield
     registry.HANDLERS.clear()

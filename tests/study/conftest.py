@@ -54,13 +54,13 @@ def ray_session(_environment: None, ray_cluster: None) -> None:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file's storage folder; its tests use studies of their own names in it."""
+    """A file's storage folder; its tests use different study names in it."""
     return tmp_path_factory.mktemp("storage")
 
 
 @pytest.fixture(scope="session")
 def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database, to be copied: MLflow takes seconds to make one."""
+    """An empty MLflow database to copy, because MLflow takes seconds to make one."""
     path = tmp_path_factory.mktemp("database") / "mlflow.db"
     connect(f"sqlite:///{path}")
     return path
@@ -94,7 +94,7 @@ def tracked(
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real MLflow server on loopback over its own database, running; a test that stops it starts
+    """A real, running MLflow server on loopback over its own database; a test that stops it starts
     it again."""
     server = Server(tmp_path_factory.mktemp("server"))
     server.start()
@@ -114,31 +114,31 @@ def postgres() -> Iterator[str]:
 
 
 class SilentView:
-    """Shows nothing, remembers events, and lets a test act on each."""
+    """A reporter that shows nothing, records events, and lets a test act on each."""
 
     def __init__(self, react: Callable[[Event], None] = lambda event: None) -> None:
         self.events: list[Event] = []
         self._react = react
 
     def start(self, state: Any) -> None:
-        """Nothing to show."""
+        """Do nothing."""
 
     def listen(self, event: Event) -> None:
-        """Remember, then react."""
+        """Record the event, then react."""
         self.events.append(event)
         self._react(event)
 
     def stop(self) -> None:
-        """Nothing to clear."""
+        """Do nothing."""
 
 
 def raw_lines(folder: Path) -> list[Event]:
-    """The lines of a ledger's file as they are: a reader leaves out what is there twice."""
+    """Return all lines of a ledger's file; a reader would leave out repeated ones."""
     return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
 
 
 def write_ledger(study: StudyConfig, events: list[Event]) -> Path:
-    """The study's folder with these events as its ledger, which nobody writes any more."""
+    """Create the study's folder with these events as its ledger; no process writes it."""
     study.folder.mkdir(parents=True, exist_ok=True)
     (study.folder / FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
     return study.folder
@@ -147,7 +147,7 @@ def write_ledger(study: StudyConfig, events: list[Event]) -> Path:
 def made_up_events(
     study: StudyConfig, errors: dict[str, float] | None = None, outcome: str = "finished"
 ) -> list[Event]:
-    """The ledger of a study that nobody trained; ``errors``: final test error by row, per cent."""
+    """The ledger of a study that was not trained; ``errors``: final test error by row, per cent."""
     plan = make_plan(study)
     began = time.time() - 1000
     provenance = {"commit": "c0ffee", "dirty": False, "versions": {"ray": "2.60.0"},

@@ -50,7 +50,7 @@ class Bucket:
             return entry
 
     def entries(self, prefix: str, delimiter: str) -> list[str | dict[str, Any]]:
-        """Return objects, and names that go on behind the delimiter once, in order."""
+        """Return objects, and each common prefix up to the delimiter once, in order."""
         with self.lock:
             found: dict[str, str | dict[str, Any]] = {}
             for name in sorted(self.objects):

@@ -10,15 +10,13 @@ from study.ledger.lines import Event
 from study.ledger.slots import ENDS, Run, follow
 
 BEGAN = 1_000_000.0
-"""When every made-up run begins; all other times count from there."""
+"""The start of every made-up run; all other times count from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A trial that held slots; with ``end`` None it still does.
-
-    ``seconds`` are those that each report says of its epoch; None in ledgers without them.
-    """
+    """A trial that held slots; with ``end`` None it still does. ``seconds`` are the epoch times in
+    its reports, or None in ledgers without them."""
 
     trial: str
     begin: float
@@ -41,8 +39,8 @@ def events_of(
     row: str = "row",
     prepared: float | None = None,
 ) -> list[Event]:
-    """A run's ledger: what trials held, what there was (time, CPUs, GPUs), and, where it ended,
-    when. ``prepared``: seconds from the command to the plan, if they were noted."""
+    """The ledger of a run: the resources of trials, the total resources (time, CPUs, GPUs), and its
+    end, if it ended. ``prepared``: seconds from the command to the plan, if known."""
     held = list(held)
     known = dict.fromkeys(each.trial for each in held if each.added is None)
     loops = {each.trial for each in held if each.own_loop}
@@ -70,7 +68,7 @@ def events_of(
         found += _reports_of(each)
         if each.end is not None:
             found.append({"event": each.how, "time": each.end, **of})
-    # at one moment; slots are free before they are held again
+    # at one moment slots are released before they are held again
     order = {"report": 0} | dict.fromkeys(ENDS, 1)
     found.sort(key=lambda event: (event["time"], order.get(event["event"], 2)))
     noted = {} if prepared is None else {"prepared": prepared}
@@ -109,10 +107,8 @@ def run_of(*arguments: Any, **options: Any) -> Run:
 
 
 def with_slots(events: list[Event], cpus: float = 2.0) -> list[Event]:
-    """Return a ledger of :func:`tests.study.conftest.made_up_events` with slots.
-
-    Each trial is on slot 0, with one CPU, and says that its epochs took a second.
-    """
+    """Return a ledger of :func:`tests.study.conftest.made_up_events` with slots. Each trial is on
+    slot 0, with one CPU, and reports epochs of one second."""
     slots = {"slots": [0], "hosts": ["host"], "cpus": 1.0, "gpus": 0.0}
     capacity = {"event": "capacity", "time": events[0]["time"], "cpus": cpus, "gpus": 0, "nodes": 1}
     more: dict[str, Event] = {"started": slots, "report": {"seconds": 1.0}}

@@ -1,5 +1,5 @@
-"""Object stores on loopback, a real S3 server (moto's) and one that speaks as Google's does, and
-connections to them that can be cut."""
+"""Object stores on loopback: a real S3 server (moto's), one with Google's API, and connections to
+them that can be cut."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from trainers import object_store
 
 BUCKET = "study-bucket"
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-"""The example of AWS's documentation."""
+"""The example in AWS's documentation."""
 
 
 class Line:
     """A TCP connection from a port of its own to a server.
 
     Attributes:
-        change: what is done to the bytes on their way to the server.
+        change: changes the bytes on their way to the server.
         left: bytes that still get through to the server; None for all.
     """
 
@@ -110,14 +110,14 @@ def serve() -> Iterator[int]:
 
 
 def new_bucket(server: int, name: str = BUCKET) -> None:
-    """Make a bucket on a server without it."""
+    """Create a bucket on a server that has none."""
     urllib.request.urlopen(
         urllib.request.Request(f"http://127.0.0.1:{server}/{name}", method="PUT")
     ).close()
 
 
 def environment(line: Line, folder: Path) -> dict[str, str]:
-    """Return what a process needs to use the bucket, with its cache in ``folder``."""
+    """Return the variables for a process that uses the bucket, with its cache in ``folder``."""
     return {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
         "AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
@@ -130,14 +130,15 @@ def environment(line: Line, folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[int]:
-    """The port of an S3 server of the session's own."""
+    """The port of the session's own S3 server."""
     with serve() as port:
         yield port
 
 
 @pytest.fixture
 def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    """The line to an empty bucket, :data:`BUCKET`, which this process and its children use."""
+    """The connection to an empty bucket, :data:`BUCKET`, which this process and its children
+    use."""
     line = Line(s3_server)
     for name, value in environment(line, tmp_path / "cache").items():
         monkeypatch.setenv(name, value)
@@ -153,7 +154,7 @@ def s3(s3_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    """The line to an empty bucket as Google's, :data:`BUCKET`, used as that of :func:`s3`."""
+    """The connection to an empty bucket with Google's API, :data:`BUCKET`, used like :func:`s3`."""
     with google_store.serve(BUCKET) as port:
         line = Line(port)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{line.port}")
@@ -166,14 +167,14 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
 
 @pytest.fixture(params=["s3", "gs"])
 def store_line(request: pytest.FixtureRequest) -> tuple[str, Line]:
-    """Each kind of store in turn: the URL of its empty bucket, and the line to it."""
+    """Each kind of store in turn: the URL of its empty bucket, and the connection to it."""
     name = {"s3": "s3", "gs": "google"}[request.param]
     return f"{request.param}://{BUCKET}", request.getfixturevalue(name)
 
 
 @contextmanager
 def cache(folder: Path) -> Iterator[None]:
-    """Use caches in another folder, as another machine does."""
+    """Use caches in another folder, as on another machine."""
     before = os.environ[object_store.CACHE]
     os.environ[object_store.CACHE] = str(folder)
     try:

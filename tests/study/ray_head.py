@@ -20,7 +20,7 @@ ADDRESS = "TEST_GCS_ADDRESS"
 """Variable of the head's environment with the address of its control store."""
 TOKEN = "0123456789abcdef" * 4
 FOLDER = Path("/tmp") / f"lns-job-{os.getpid()}"
-"""Ray's folder; its sockets want short paths."""
+"""Ray's folder; its sockets need short paths."""
 
 
 def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -30,15 +30,15 @@ def ray(*words: str, env: dict[str, str], timeout: float = 120) -> subprocess.Co
 
 @pytest.fixture
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
-    """A head of two CPUs, its dashboard on loopback: where jobs go, and the environment that has
-    its token."""
+    """A head with two CPUs and its dashboard on loopback: the address for jobs, and the environment
+    with its token."""
     with started_head(tmp_path_factory.mktemp("token")) as started:
         yield started
 
 
 @contextmanager
 def started_head(folder: Path, **variables: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """The same with its token in ``folder``, and variables of its own."""
+    """The same with its token in ``folder``, and with additional variables."""
     token = folder / "token"
     token.write_text(TOKEN)
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

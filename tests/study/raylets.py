@@ -29,12 +29,12 @@ class Net(nn.Sequential):
 def net():
     return Net(nn.Flatten(), nn.Linear(64, 10))
 """
-"""A network that takes its time as long as a file is there."""
+"""A network that is slow while a file exists."""
 
 
 @contextmanager
 def cluster_of(head: int, *nodes: int) -> Iterator[Any]:
-    """A cluster whose head and nodes have so many declared CPUs."""
+    """A cluster whose head and nodes declare these numbers of CPUs."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -74,13 +74,13 @@ def raylet(
 
 
 def python_path(*folders: Path) -> dict[str, str]:
-    """The variable that puts folders before those that are on ``sys.path`` already."""
+    """The variable that puts folders before those already on ``sys.path``."""
     known = filter(None, [os.environ.get("PYTHONPATH")])
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])}
 
 
 def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    """The study of ``tiny.yaml``, run as a command of its own."""
+    """Run the study of ``tiny.yaml`` as a separate command."""
     words = ["run", "tiny.yaml", "--plain", "tracking_uri=none", *overrides]
     return subprocess.Popen(
         [sys.executable, "-m", "study", *words],
@@ -99,7 +99,7 @@ def command(folder: Path, address: str, *overrides: str) -> subprocess.Popen[str
 def wait_until(
     process: subprocess.Popen[str], folder: Path, happened: Callable[[list[dict[str, Any]]], bool]
 ) -> list[dict[str, Any]]:
-    """The ledger's events once something has happened in it."""
+    """Wait for a condition, and return the ledger's events."""
     deadline = time.monotonic() + 240
     while not happened(events := read_ledger(folder)):
         assert process.poll() is None, process.communicate()[0]
@@ -109,7 +109,7 @@ def wait_until(
 
 
 def said_until(process: subprocess.Popen[str], word: str) -> str:
-    """What a study prints until it says something."""
+    """Return a study's output up to a text."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:

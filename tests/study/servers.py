@@ -92,10 +92,8 @@ def postgres_programs() -> Path | None:
 
 @contextmanager
 def postgres_cluster(programs: Path) -> Iterator[str]:
-    """Run a PostgreSQL cluster of the tests' own, and give the URI of a database in it.
-
-    PostgreSQL refuses to run as root, so root runs it as the user postgres.
-    """
+    """Run a PostgreSQL cluster for the tests, and return the URI of a database in it. PostgreSQL
+    refuses to run as root, so root runs it as the user postgres."""
     folder = Path(tempfile.mkdtemp(prefix="lns-study-postgres-"))
     who: list[str] = []
     if os.getuid() == 0:

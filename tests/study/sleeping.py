@@ -1,4 +1,4 @@
-"""Trials that sleep instead of training, for tests and benchmarks of what runs them."""
+"""Trials that sleep instead of training, for tests and benchmarks of the engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLEEPS = "tests.study.sleeping:Sleeps"
 
 
 class Sleeps(Executor):
-    """An executor whose epochs take the trial's learning rate in seconds."""
+    """An executor whose epochs last the trial's learning rate in seconds."""
 
     def __init__(self, context: Context) -> None:
         self._epoch = 0
@@ -38,21 +38,21 @@ class Sleeps(Executor):
         } | test
 
     def save(self, folder: Path) -> bool:
-        """Write nothing: there is nothing to keep."""
+        """Do nothing: nothing needs to be kept."""
         return False
 
     def profile(self) -> dict[str, bytes]:
         return {}
 
     def end(self) -> None:
-        """Let go of nothing."""
+        """Do nothing: nothing is held."""
 
 
 FAILS_ONCE = "tests.study.sleeping:FailsOnce"
 
 
 class FailsOnce(Sleeps):
-    """Of seed 0 the first try fails, with what another try may not meet."""
+    """With seed 0 the first try fails, with an error that another try may not have."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -71,8 +71,8 @@ WAITS_FOR_ANOTHER = "tests.study.sleeping:WaitsForAnother"
 
 
 class WaitsForAnother(Sleeps):
-    """A trial of many epochs takes its second one only once a trial of few, of another seed than
-    0, has begun, and needs no time for those after it."""
+    """A trial of many epochs starts its second one only once a trial of few epochs, with another
+    seed than 0, has started. Its later epochs take no time."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -97,7 +97,7 @@ class WaitsForAnother(Sleeps):
 
 @contextmanager
 def executor(name: str = SLEEPS) -> Iterator[None]:
-    """Have every trial trained by the executor of that name."""
+    """Let the executor of that name train every trial."""
     real = resources.choose_executor
     resources.choose_executor = lambda lanes: name
     try:
@@ -107,8 +107,7 @@ def executor(name: str = SLEEPS) -> Iterator[None]:
 
 
 def most_at_once(events: list[dict[str, Any]]) -> int:
-    """How many trials overlap, by a ledger's events: from when they were started to when they
-    ended."""
+    """Return how many trials overlap, by a ledger's events: from their start to their end."""
     step = {"started": 1, "finished": -1, "restarted": -1}
     changes = [(event["time"], step[event["event"]]) for event in events if event["event"] in step]
     running = most = 0

@@ -57,7 +57,7 @@ def test_mlflow_reads_requests_into_messages() -> None:
 
 
 def test_mlflow_remembers_valid_logins() -> None:
-    """In its source: importing it needs a database and a settings file."""
+    """From its source: importing it needs a database and a settings file."""
     spec = importlib.util.find_spec("mlflow.server.auth")
     assert spec is not None
     assert spec.origin is not None
@@ -114,7 +114,7 @@ def test_optuna_encodes_params_and_splits_variance() -> None:
 def test_ray_tells_which_nodes_it_drains() -> None:
     from ray._private.state import state
 
-    assert callable(state.get_draining_nodes), "Ray: nodes that it drains are told otherwise"
+    assert callable(state.get_draining_nodes), "Ray: draining nodes are reported differently"
 
 
 def test_ray_finds_a_head_certificates_and_a_token(
@@ -131,7 +131,7 @@ def test_ray_finds_a_head_certificates_and_a_token(
     loader = _compat.ray_token_loader()
     found = loader.has_token(ignore_auth_mode=True)
     header = loader.get_token_for_http_header(ignore_auth_mode=True) if found else {}
-    assert isinstance(found, bool), "Ray: whether there is a token is told otherwise"
+    assert isinstance(found, bool), "Ray: the existence of a token is reported differently"
     assert isinstance(header, dict), "Ray: a token is given otherwise"
 
 
@@ -141,7 +141,7 @@ def test_ray_reads_the_variables_and_writes_the_file_that_studies_name() -> None
     from ray._private.ray_constants import ENABLE_RAY_CLUSTERS_ENV_VAR
     from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
-    assert RAY_JOB_CONFIG_JSON_ENV_VAR == _compat.RAY_JOB, "Ray: jobs are told by another variable"
+    assert RAY_JOB_CONFIG_JSON_ENV_VAR == _compat.RAY_JOB, "Ray: another variable identifies jobs"
     library = (Path(ray.__file__).parent / "_raylet.so").read_bytes()
     assert _compat.RAY_WORKERS_AT_START.removeprefix("RAY_").encode() in library, (
         f"Ray: it reads no {_compat.RAY_WORKERS_AT_START}"

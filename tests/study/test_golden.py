@@ -30,7 +30,7 @@ def state(folder: Path) -> StudyState:
 
 @pytest.fixture
 def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own with the golden study's config."""
+    """A separate folder with the golden study's config."""
     shutil.copy(GOLDEN / "golden.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -42,7 +42,7 @@ def weights(folder: Path) -> set[str]:
 
 
 def check_repeated(trial: TrialState, repeated: TrialState) -> None:
-    """Losses are float32's, whose last bits are the processor's."""
+    """Losses are float32; their last bits depend on the processor."""
     assert [line for line in differences(trial, repeated) if "/loss: " not in line] == []
     for epoch, report in trial.reports.items():
         for name in ("train/loss", "validation/loss"):
@@ -62,7 +62,7 @@ def test_a_repetition_has_the_same_trials_and_the_same_bits(copied: Path) -> Non
 
 
 def test_its_ledger_and_checkpoints_are_gone_on_from(copied: Path) -> None:
-    """Three epochs from the checkpoint of the second are those of three at once."""
+    """Three epochs from the second's checkpoint equal three epochs in a row."""
     shutil.copytree(GOLDEN / "studies", copied / "studies")
     assert main(["run", "golden.yaml", *PLAIN]) == 0
     assert (

@@ -1,5 +1,5 @@
-"""Commands that messages tell the user to give work as they are printed, in the shell that the
-program was started from."""
+"""Commands that messages suggest to the user work as printed, in the shell from which the program
+was started."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_a_checkout_that_is_not_installed_has_its_version(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A venv that ``scripts/_env.sh`` takes to be whole, whose ``lns-study`` prints where it works
-    and what it was given."""
+    """A venv that ``scripts/_env.sh`` accepts as complete; its ``lns-study`` prints its folder and
+    arguments."""
     folder = tmp_path / "a venv"
     an_executable(folder / "bin" / "lns-study", '#!/bin/sh\necho "$PWD" "$@"\n')
     content = b"".join(

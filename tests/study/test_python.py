@@ -52,7 +52,7 @@ def make_net(inputs, classes):
     return nn.Linear(inputs, classes)
 """
 WAIT = 300.0
-"""Seconds after which a process hangs."""
+"""Seconds after which a process counts as hung."""
 
 
 @pytest.fixture
@@ -318,7 +318,7 @@ def test_ask_and_tell(algorithm: str, tiny: Tiny) -> None:
     assert list(found.trials["error"]).count("no luck") == 1
     before = len(read_ledger(found.folder))
     study.create(found.config)
-    assert len(read_ledger(found.folder)) == before  # nothing is planned anew
+    assert len(read_ledger(found.folder)) == before  # nothing new is planned
 
 
 def test_a_ledger_that_was_replaced_by_one_as_long_is_read_again(tiny: Tiny) -> None:
@@ -363,7 +363,7 @@ def test_a_trial_that_a_dead_process_asked_for_is_asked_again(tiny: Tiny, tmp_pa
     again = found.ask()
     assert again is not None
     assert again.trial == lost
-    other = found.ask()  # this process still has the first, so that it gets another
+    other = found.ask()  # this process still has the first, so it gets another
     assert other is not None
     assert other.trial != lost
     assert {each.trial for each in found.asked} == {lost, other.trial}
@@ -377,7 +377,7 @@ def test_a_trial_that_a_dead_process_asked_for_is_asked_again(tiny: Tiny, tmp_pa
 
 @pytest.mark.parametrize("born", ["later", "dead"])
 def test_a_process_with_the_id_of_a_dead_one_holds_no_trial(tiny: Tiny, born: str) -> None:
-    """Ids of processes are used again, and a process that nobody waited for keeps its own."""
+    """Process ids are reused, and a process keeps its own until somebody waits for it."""
     found = study.create(tiny(f"reused-{born}", *SEARCH), search={"num_samples": 1})
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     here = {"pid": process.pid, "host": socket.gethostname()}
@@ -455,7 +455,7 @@ def test_what_cannot_be_told_is_refused(tiny: Tiny) -> None:
 def test_trials_that_were_told_stay_finished_in_a_repaired_ledger(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Of each the ledger has the last epoch alone."""
+    """The ledger has only the last epoch of each."""
     found = study.create(tiny("told-repaired", f"storage={tmp_path / 'told'}"))
     while (suggestion := found.ask()) is not None:
         found.tell(suggestion, 0.25)

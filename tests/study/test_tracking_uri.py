@@ -1,5 +1,5 @@
-"""A password in a tracking URI: used where it is given, found in the environment later, stored and
-shown nowhere."""
+"""A password in a tracking URI: used if given, later read from the environment, never stored or
+shown."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLAIN = "pa-ss@w0rd"
 
 @pytest.fixture(autouse=True)
 def _no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where nobody has stored any."""
+    """As on a machine without stored passwords."""
     for name in (USER, PASSWORD, TOKEN, WHOLE, "PGPASSWORD", "PGPASSFILE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("CREDENTIALS", "PGPASS"):
@@ -53,7 +53,7 @@ def _no_logins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holders(*folders: Path) -> list[Path]:
-    """The files that hold the password, as it was given or as it is."""
+    """The files with the password, encoded or plain."""
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     return [
         file
@@ -68,7 +68,7 @@ def test_a_password_in_the_uri_is_stored_and_shown_nowhere(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A real study over a real server, and every command that says something about it."""
+    """A real study over a real server, and every command that prints something about it."""
     ray = Finding(name="Ray", good=True, text="not asked here")
     monkeypatch.setattr("study.cli.examine._ray", lambda address: ray)
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_a_stored_study_goes_on_with_the_password_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Without it, what is missing is said and nothing is done."""
+    """Without it, the message names the missing password and nothing is done."""
     study = tracked("kept secret", f"tracking_uri={server.uri.replace('//', f'//ada:{SECRET}@')}")
     write_ledger(study, made_up_events(study))
     module._given.clear()
@@ -396,7 +396,7 @@ def test_an_old_ledger_that_holds_a_password_is_named_and_the_password_not_repea
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("end", ['">', "')", " "])
 def test_a_picture_within_a_page_is_no_password(end: str) -> None:
-    """Its letters may spell one: ``pwd``, before the ``=`` that fill base64."""
+    """Its letters may contain one: ``pwd``, before the ``=`` of the padding."""
     page = "data:image/png;base64,iVBORpwd/0==" + end
     assert without_password(page) == page
     assert without_password("http://h/?a;base64,pwd=x9") == "http://h/?a;base64,pwd=***"
@@ -404,7 +404,7 @@ def test_a_picture_within_a_page_is_no_password(end: str) -> None:
 
 @pytest.mark.parametrize("part", ["?#", "?a", "a://:", "?password", "@b:", "a://b,"])
 def test_a_long_text_is_searched_once(part: str) -> None:
-    """With a square of its length, 400 KB would take minutes."""
+    """With quadratic time 400 KB would take minutes."""
     text = part * (400_000 // len(part))
     assert without_password(text) == text
     assert without_password(f"{text} https://x/?token=abc") == f"{text} https://x/?token=***"
@@ -412,7 +412,7 @@ def test_a_long_text_is_searched_once(part: str) -> None:
 
 @contextmanager
 def listening() -> Iterator[tuple[str, list[str | None]]]:
-    """Provide the address of a server that asks for a login, and the logins that it was sent."""
+    """Provide the address of a server that asks for a login, and the logins that it got."""
     logins: list[str | None] = []
 
     class Curious(BaseHTTPRequestHandler):
@@ -442,7 +442,7 @@ def test_a_login_goes_to_no_address_that_only_a_ledger_names(
     capsys: pytest.CaptureFixture[str],
     command: list[str],
 ) -> None:
-    """Not a byte is sent to it until its reader names it, in the environment or the command."""
+    """Not a byte is sent to it until the reader names it, in the environment or the command."""
     monkeypatch.setenv(USER, "ada")
     monkeypatch.setenv(PASSWORD, PLAIN)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -1,5 +1,5 @@
-"""What only waits loads no torch: commands that look at studies, and the processes beside those
-that train. Each would take 1.8 s and 290 MB more."""
+"""Processes that do not train do not import torch: commands that look at studies, and the processes
+beside training. Each would take 1.8 s and 290 MB more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from study.program import module_command
 from tests.study.conftest import TINY
 
 LOADED = "import sys, study.cli.entry as entry; entry.main(); print('torch' in sys.modules)"
-"""Runs a command as ``lns-study`` does, and prints at the end whether it has loaded torch."""
+"""Runs a command as ``lns-study`` does, and prints at the end whether it imported torch."""
 WAITS = ("study.tracking.writer", "study.tracking.sinks")
 WORKER = "trainers.workers.fork_server"
 needs_gpu = pytest.mark.skipif(
@@ -62,7 +62,7 @@ def test_commands_that_look_at_studies(planned: Path, words: str) -> None:
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
 )
 def test_processes_of_a_running_study(device: str, storage: Path, tmp_path: Path) -> None:
-    """The libraries that a process has mapped say what it has loaded, whoever imported it."""
+    """The libraries that a process has mapped show its imports, whoever made them."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     overrides = [f"name=waiting-{device}", f"storage={storage}", "alerts={finished: 'true'}"]
     overrides.append(f"trial.device={device}")

@@ -1,4 +1,4 @@
-"""What a stranger puts into a checkpoint."""
+"""A stranger's object in a checkpoint."""
 
 from __future__ import annotations
 

@@ -19,10 +19,8 @@ Metrics = list[dict[str, float]]
 def broken_off(
     config: TrialConfig, rank: int, world_size: int, folder: Path
 ) -> tuple[Training, Metrics, Metrics]:
-    """Return the trial after four epochs, their metrics, and those of the two trained again.
-
-    Times are left out.
-    """
+    """Return the trial after four epochs, their metrics, and the metrics of the two repeated
+    epochs, without times."""
     training = Training(config, rank=rank, world_size=world_size)
     metrics = [training.train_epoch() for _ in range(2)]
     training.save(folder)

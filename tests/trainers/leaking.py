@@ -1,5 +1,4 @@
-"""A file of a user's whose code changes its whole process, for the tests of what others get of
-it."""
+"""A user's file whose code changes its whole process, for tests of the effect on others."""
 
 from __future__ import annotations
 
@@ -64,4 +63,4 @@ def train(config):
     report({"validation/error": 0.5})
     return {"test/error": 0.5}
 """
-"""Each function leaves behind what its argument ``how`` names."""
+"""Each function leaves behind the change that its argument ``how`` names."""

@@ -1,4 +1,4 @@
-"""Executors for tests, loaded by worker processes; the trials of each misbehave in one way."""
+"""Executors for tests, loaded by worker processes; each one's trials misbehave in one way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mistaken(InProcess):
 
 
 class Unlucky(InProcess):
-    """An executor that fails after its first epoch, with an error that another try may not meet."""
+    """An executor that fails after its first epoch, with an error that another try may not have."""
 
     def step(self) -> dict[str, Any]:
         if self._training.epoch == 1:
@@ -68,7 +68,7 @@ class Limited(InProcess):
 
 
 class Team(InProcess):
-    """An executor that tells whether kernels are shared among torch's threads in its process."""
+    """An executor that reports whether its process shares kernels among torch's threads."""
 
     def step(self) -> dict[str, Any]:
         return super().step() | {"team": thread_pool._POOL.has_team}
@@ -89,7 +89,7 @@ time.sleep(600)
 
 class Parent(InProcess):
     """An executor that starts processes: a child, one in a session of its own, one that has left
-    its parents, and a grandchild. They note their ids in the file ``children``."""
+    its parents, and a grandchild. They write their ids into the file ``children``."""
 
     def begin(self, config: TrialConfig, checkpoints: list[str]) -> Beginning:
         with open(Path(self._context.plan["storage"]) / "children", "wb") as file:

@@ -1,4 +1,4 @@
-"""A node for tests of worker processes, and the messages that its processes sent."""
+"""A node for tests of worker processes, and the messages of its processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(
 
 
 class Driver:
-    """A driver of the processes of a node."""
+    """A driver of a node's processes."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -89,7 +89,7 @@ class Driver:
 
 
 def alone(config: TrialConfig) -> list[dict[str, Any]]:
-    """What :func:`reports` returns of a trial that this process trains."""
+    """The same as :func:`reports` for a trial that this process trains."""
     training = Training(config)
     epochs: list[dict[str, Any]] = [
         {**training.train_epoch(), "done": training.epoch == config.epochs}

@@ -1,5 +1,5 @@
-"""Private names of other libraries still are what this package takes them for; each failure names
-the library that changed."""
+"""Private names of other libraries are still as this package expects; each failure names the
+library that changed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torch_groups_wait_as_long_as_they_are_told() -> None:
 
 
 def test_torch_tensors_in_parts_keep_no_group() -> None:
-    """Once what keeps meshes is cleared, the threads of their group end."""
+    """Once the object that keeps meshes is cleared, the threads of their group end."""
     process_group.join("gloo", dist.HashStore(), 0, 1)
     use_tensors_in_parts()
     process_group.leave()
@@ -59,7 +59,7 @@ def test_torch_tensors_in_parts_keep_no_group() -> None:
 
 
 def use_tensors_in_parts() -> None:
-    """Have DTensor derive shardings and redistribute."""
+    """Let DTensor derive shardings and redistribute."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = process_group.mesh("cpu", dp=1)
@@ -69,7 +69,7 @@ def use_tensors_in_parts() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_torch_stages_of_one_process_need_no_first_messages() -> None:
-    """The middle one of three has neighbours here alone."""
+    """Only the middle stage of three has neighbours here."""
     stage = PipelineStage(nn.Linear(2, 2), 1, 3, torch.device("cpu"))
     stage.stage_index_to_group_rank = dict.fromkeys(range(3), 0)
     assert stage._get_init_p2p_neighbors_ops(), "torch: a pipeline's stages have no first messages"
@@ -93,7 +93,7 @@ def test_torch_shards_remember_when_they_ran() -> None:
     ("ours", "theirs"), [(fsdp._Gather, "AllGather"), (fsdp._SumScatter, "ReduceScatter")]
 )
 def test_torch_calls_custom_collectives_as_ours_are_made(ours: type, theirs: str) -> None:
-    """``set_custom_all_gather`` and its like take what has these methods."""
+    """``set_custom_all_gather`` and similar calls accept objects with these methods."""
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
     wanted = getattr(_fsdp_api, theirs)
@@ -159,7 +159,7 @@ def test_google_storage_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             self.send_error(503)
 
         def log_message(self, *arguments: Any) -> None:
-            """Say nothing."""
+            """Do nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Away)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Training loops as a user writes them, for the tests of trials that they train."""
+"""Training loops as users write them, for tests of their trials."""
 
 from __future__ import annotations
 
@@ -117,4 +117,4 @@ def stream(config):
 class Trainable:
     pass
 """
-"""A file of loops: the first ones train, the others go wrong."""
+"""A file of loops: the first ones train, the others fail."""

@@ -1,4 +1,4 @@
-"""Networks and data as a user writes them, for the tests of factories."""
+"""Networks and data as users write them, for tests of factories."""
 
 from __future__ import annotations
 
@@ -64,4 +64,4 @@ def wrong_shape(inputs):
 def flat(inputs):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 7))
 """
-"""A file of factories: ``make_net`` has batch norm and dropout, the others go wrong."""
+"""A file of factories: ``make_net`` has batch norm and dropout, the others fail."""

@@ -4,9 +4,9 @@ typedef long long i64;
 typedef unsigned int u32;
 #include "rounding.cuh"
 
-// `cells` has for all numbers with the same leading bits, all but `shift`, the place of the smallest
-// of them in the list, and `ends` where the next place begins. A NaN stays one; so does an infinity
-// where `not_a_real` says that they share a code.
+// `cells` has, for all numbers with the same leading bits (all but `shift`), the place of the
+// smallest of them in the list; `ends` has the number at which the next place begins. A NaN stays a
+// NaN. With `not_a_real` an infinity becomes one.
 extern "C" __global__ void __launch_bounds__(512)
     lns_quantize_listed(const float* __restrict__ x, float* __restrict__ out, i64 count,
                         const int* __restrict__ cells, const float* __restrict__ ends,

@@ -1,5 +1,5 @@
-"""analyze: counts and ratios against their definitions, layers of all kinds, a model left as it
-is."""
+"""analyze: counts and ratios match their definitions, for layers of all kinds; the model is
+unchanged."""
 
 from __future__ import annotations
 

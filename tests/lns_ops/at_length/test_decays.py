@@ -1,4 +1,5 @@
-"""Decays that a format cannot hold warn: moving averages, replaced buffers, factors near 1."""
+"""Warnings for decays that a format cannot hold: moving averages, replaced buffers, factors near
+1."""
 
 from __future__ import annotations
 
@@ -79,13 +80,13 @@ def test_decays_of_exp_that_round_to_one_warn() -> None:
         lns(-0.1, -0.2).exp()
     with pytest.warns(UserWarning, match=r"exp in lns16: 3 of 3 results below 1.*float32"):
         slow.exp()
-    with warnings.catch_warnings():  # once a conversion
+    with warnings.catch_warnings():  # once per conversion
         warnings.simplefilter("error")
         slow.exp()
 
 
 def test_the_warning_names_what_can_stay() -> None:
-    """The exponential of a small log_sigma is no decay, which a call of exp does not tell."""
+    """exp(log_sigma) of a small log_sigma is not a decay, but the call of exp cannot show this."""
     lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
     log_sigma = lns(-0.002, -0.001).requires_grad_()
     with pytest.warns(UserWarning, match=r"state again and again.*float32.*log_sigma.*can stay"):
@@ -96,7 +97,7 @@ def test_the_warning_names_what_can_stay() -> None:
 
 
 def test_counts_that_are_not_there_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU's, which the host reads where it comes by."""
+    """Imitates a GPU's value, which the host reads when it arrives."""
     there = False
     monkeypatch.setattr(
         decays.later, "read", lambda values, action: later.wait(lambda: there, values, action)
@@ -144,7 +145,7 @@ def test_a_gpu_is_not_waited_for() -> None:
         warnings.simplefilter("ignore")
         later.look()
     lns_ops.convert_(nn.Linear(1, 1), "lns16", scope="everywhere")
-    torch.cuda._sleep(200_000_000)  # the values are not there for a while
+    torch.cuda._sleep(200_000_000)  # the values arrive later
     torch.cuda.set_sync_debug_mode("error")
     try:
         with warnings.catch_warnings():

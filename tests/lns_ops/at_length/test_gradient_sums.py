@@ -1,4 +1,4 @@
-"""Gradients that reach one tensor by many ways, or in many backward passes, do not stick."""
+"""Sums of many gradients, over many uses of a tensor or many backward passes, do not stagnate."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_terms_are_an_lns_sum_as_ever() -> None:
 
 
 def test_residual_layers_keep_their_bits() -> None:
-    """Each of their tensors has two uses, and a gradient that has arrived is no sum any more."""
+    """Each of their tensors has two uses; a gradient that has arrived no longer counts as a sum."""
     x, weights = leaf(lns12, 50), [leaf(lns12, 50).detach() for _ in range(30)]
 
     def codes() -> Tensor:
@@ -109,7 +109,7 @@ def test_residual_layers_keep_their_bits() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own norms", "one norm"])
 def test_residual_layers_with_parameters_keep_their_bits(shared: bool) -> None:
-    """What is added to the parameters of two layers, or of one that is used again, is no sum."""
+    """A term that is added to the parameters of two layers, or of a reused layer, is not a sum."""
     torch.manual_seed(0)
     norms = [convert_(nn.LayerNorm(8), lns12, scope="everywhere") for _ in range(6)]
     x, factor = leaf(lns12, 5, 8), leaf(lns12, 5, 8).detach()
@@ -243,7 +243,7 @@ def moved(x: Any, device: str) -> Any:
 
 
 def gradients_on(device: str, function: Callable[..., Any], terms: list[Any], w: Any) -> Tensor:
-    """The codes of the gradients of uses, of micro-batches, and of both."""
+    """Codes of the gradients: of several uses, of micro-batches, and of both."""
     there, terms = moved(w, device), [moved(x, device).detach() for x in terms]
     found = []
     for passes in (1, 2, 40):

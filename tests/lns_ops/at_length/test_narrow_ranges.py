@@ -1,5 +1,5 @@
-"""Operations in narrow formats: what is stored on the way must not leave the range where the result
-and the gradient do not."""
+"""Operations in narrow formats: intermediate values must not leave the range if the result and the
+gradient are within it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def errors(
     function: Callable[..., Any], inputs: list[Tensor], grad: Tensor, fmt: str
 ) -> tuple[float, list[float]]:
-    """Return the relative errors in the norm of a result and of the gradients, beside float64."""
+    """Return the relative errors, in the norm, of a result and of the gradients; float64 is the
+    reference."""
     leaves = [encoded(x, fmt).requires_grad_() for x in inputs]
     exact = [values(x.detach()).requires_grad_() for x in leaves]
     result, truth = function(*leaves), function(*exact)
@@ -131,7 +132,7 @@ def test_a_quotients_gradient() -> None:
 
 
 def test_softmax_of_many_classes() -> None:
-    """Of 999 classes p g is below the range, and was lost; the sum of p g is 0.01."""
+    """For 999 classes p g is below the range and was lost, although the sum of p g is 0.01."""
     scores, grad = torch.zeros(4, 1000), torch.full((4, 1000), 0.02)
     scores[:, 0], grad[:, 0] = 7.0, 0.0
     kept = torch.ones(4, 1000, dtype=torch.bool)
@@ -295,4 +296,4 @@ def test_counts_beyond_the_range() -> None:
     rows = F.embedding(torch.zeros(1000, dtype=torch.long), weight, scale_grad_by_freq=True)
     rows.backward(encoded(torch.full((1000, 3), 0.6), "lns8"))
     assert weight.grad is not None
-    assert weight.grad[0].to_float().sum() > 0.5  # 1.8, but for what sticks at 3 fraction bits
+    assert weight.grad[0].to_float().sum() > 0.5  # 1.8 without stagnation at 3 fraction bits

@@ -1,10 +1,10 @@
-"""Every differentiable operation on long, large and offset inputs, beside float64 on the same ones.
+"""Every differentiable operation on long, large and offset inputs, compared with float64.
 
-Small samples near zero do not show what sticks, saturates or cancels. Inputs are encoded first, and
-float64 gets the values that their codes stand for, so only the operation itself is measured, at two
-widths of the fraction: with two more bits rounding errors fall to a quarter and faults stay.
+Small samples near zero do not show sums that stagnate, saturation or cancellation. Inputs are
+encoded first, and float64 gets the decoded values, so only the operation itself is measured. Two
+formats are used: with two more fraction bits rounding errors fall to a quarter, and faults stay.
 
-A new operation, or one with a fault at length, gets a row in :data:`CASES`.
+A new operation, or one with a fault on long inputs, gets a row in :data:`CASES`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.lns_ops import operations
 from tests.lns_ops.lns_formats import half_ulp
 
 WIDTHS = [LNSFormat(16, 7), LNSFormat(16, 9)]
-"""Two formats whose ranges (2^+-128, 2^+-32) hold what the cases make."""
+"""Two formats whose ranges (2^+-128, 2^+-32) are large enough for the cases."""
 
 LONG = 100_000
 """The number of terms of a long sum."""
@@ -73,7 +73,7 @@ class Case:
 
 
 def _places(count: int, rows: int) -> Maker:
-    """Indices, of which nine in ten are 0."""
+    """Indices, nine in ten of which are 0."""
 
     def made() -> Tensor:
         return torch.randint(rows, (count,)) * (torch.rand(count) < 0.1)
@@ -104,7 +104,7 @@ TAKEN: dict[str, Callable[..., Tensor]] = {
     "repeat_interleave": lambda x, i: x.repeat_interleave(len(i) // 3, 0),
     "expand": lambda x, i: x[:, None].expand(-1, len(i), -1),
 }
-"""Rows taken by index, whose gradients are sums."""
+"""Select rows by index; their gradients are sums."""
 
 SEGMENTS: dict[str, Callable[..., Tensor]] = {
     "lengths": lambda x: torch.segment_reduce(x, "sum", lengths=torch.tensor([3, len(x) - 5, 2])),
@@ -115,7 +115,7 @@ SEGMENTS: dict[str, Callable[..., Tensor]] = {
 """Sums of neighbours."""
 
 LARGE, OFFSET = normal(1000, deviation=1000.0), normal(1000, mean=100.0)
-"""Values of 1,000 in magnitude, and values of which the mean is most."""
+"""Values with a magnitude of 1,000, and values that mostly consist of their mean."""
 _EXPONENTS = normal(1000, mean=10.0), normal(1000, mean=-10.0)
 
 
@@ -181,7 +181,7 @@ POINTWISE: dict[str, tuple[Callable[..., Tensor], tuple[Maker, ...]]] = {
     "addcmul": (torch.addcmul, (LARGE, OFFSET, OFFSET)),
     "addcdiv": (torch.addcdiv, (LARGE, OFFSET, OFFSET)),
 }
-"""Functions of each element, on large or offset values; results are within some roundings."""
+"""Elementwise functions on large or offset values; results are within some roundings."""
 
 OVER: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(-1),
@@ -217,7 +217,7 @@ WEIGHED: dict[str, Callable[[Tensor], Any]] = {
     "cumsum": lambda x: x.cumsum(-1),
     "logcumsumexp": lambda x: x.logcumsumexp(-1),
 }
-"""Functions of rows whose results are rows, with incoming gradients that have no mean."""
+"""Functions from rows to rows; the incoming gradients have no mean."""
 
 _ROW, _COLUMN = positive(2, LONG), positive(LONG, 3)
 _IMAGES, _SERIES = positive(1, 2, 300, 330), positive(1, 2, LONG // 2)
@@ -293,7 +293,7 @@ SUMMED: dict[str, tuple[Callable[..., Any], tuple[Maker, ...]]] = {
     "cumsum": (lambda x: x.cumsum(0), (positive(9000),)),
     "select": (lambda x: torch.stack([x[i % 2] for i in range(500)]), (positive(2, 3),)),
 }  # fmt: skip
-"""Operations with sums of many terms, in results or gradients, all of one sign."""
+"""Operations with sums of many terms, in results or gradients, all of the same sign."""
 
 CASES = [
     Case(
@@ -406,7 +406,7 @@ LENGTHLESS = {
     "__radd__", "__rsub__", "__rmul__", "true_divide", "norm.inf", "linalg.norm", "var.unbiased",
     "std.unbiased", "interpolate.trilinear", "upsample_bilinear",
 }  # fmt: skip
-"""Other names of operations that are there, or of sums of few terms."""
+"""Aliases of operations in the table, and sums of few terms."""
 
 
 def test_every_operation_of_lns_has_a_case() -> None:
@@ -416,7 +416,8 @@ def test_every_operation_of_lns_has_a_case() -> None:
 
 
 def test_marginals_of_a_chain_add_up_to_one() -> None:
-    """A conditional random field of 120 steps: the gradient of log Z by the scores of a step."""
+    """A conditional random field of 120 steps: the gradient of log Z with respect to a step's
+    scores."""
     torch.manual_seed(0)
     scores = LNSTensor.from_float(torch.randn(120, 5) + 2, "lns16").requires_grad_()
     transitions = LNSTensor.from_float(torch.randn(5, 5), "lns16")

@@ -1,4 +1,4 @@
-"""Long sums by index in formats of few fraction bits, in which 64 equal terms stick."""
+"""Long sums by index in formats with few fraction bits, where 64 equal terms stagnate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SUMS: dict[str, Callable[[LNSTensor, Tensor], Tensor]] = {
 
 
 def error(name: str, terms: Tensor, fmt: str) -> float:
-    """Return the error of a sum's rows beside float64, in the norm."""
+    """Return the error of a sum's rows, in the norm; float64 is the reference."""
     x = LNSTensor.from_float(terms, fmt)
     at = torch.arange(len(terms)) % 3
     exact = torch.zeros(4, terms.shape[1], dtype=torch.float64)
@@ -54,7 +54,7 @@ def error(name: str, terms: Tensor, fmt: str) -> float:
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("fmt", ["lns(12,3)", "lns(13,4)"])
 def test_100_000_terms(name: str, fmt: str) -> None:
-    """Of equal terms 0.88 of the sum was lost, and 0.6 of it at four fraction bits."""
+    """With equal terms 0.88 of the sum was lost, and 0.6 at four fraction bits."""
     generator = torch.Generator().manual_seed(0)
     half_a_step = 2 ** (2.0 ** -(1 + int(fmt[-2]))) - 1
     assert error(name, torch.ones(100_000, 2), fmt) < half_a_step

@@ -28,7 +28,7 @@ Codes = NDArray[np.int16]
 def random_codes(
     rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1
 ) -> Codes:
-    """Codes spread over the whole format, extremes included, a share of them zero."""
+    """Codes over the whole format, extremes included; a share of them is zero."""
     codes = rng.choice(fmt.codes(), shape)
     extremes = np.array(
         [fmt.field_mask, fmt.field_mask | fmt.sign_mask, 1, 1 | fmt.sign_mask], np.int16
@@ -40,14 +40,14 @@ def random_codes(
 def gaussian_codes(
     rng: np.random.Generator, fmt: LNSFormat, *shape: int, zeros: float = 0.1
 ) -> Codes:
-    """Codes of normally distributed numbers: the magnitudes of weights and activations, which take
-    the narrow kernel."""
+    """Codes of normally distributed numbers, as weights and activations: they use the narrow
+    kernel."""
     codes = ref.encode(rng.standard_normal(shape), fmt)
     return np.where(rng.random(shape) < zeros, np.int16(0), codes).astype(np.int16)
 
 
 def cancelling_pair(rng: np.random.Generator, fmt: LNSFormat, *shape: int) -> tuple[Codes, Codes]:
-    """Operands of which a third cancel exactly and a third differ by a few ulps in magnitude."""
+    """Operands: a third cancel exactly, a third differ by a few ulps in magnitude."""
     x, y = random_codes(rng, fmt, *shape), random_codes(rng, fmt, *shape)
     kind = rng.integers(0, 3, shape)
     y = np.where(kind == 0, ref.neg(x, fmt), y)

@@ -107,8 +107,8 @@ def test_operands_broadcast_and_stride() -> None:
 
 
 def threshold_neighbours() -> NDArray[np.float32]:
-    """float32 values at, just below and just above the thresholds of f = 7, at every exponent down
-    to the subnormals."""
+    """float32 values at, just below and just above the thresholds of f = 7, at every exponent
+    including subnormals."""
     significands = np.concatenate([[1.0], encode_thresholds(7) / 2.0**MANTISSA_BITS])
     values = np.ldexp(significands[:, None], np.arange(-150, 128)).astype(np.float32).ravel()
     return np.concatenate(
@@ -147,7 +147,7 @@ def test_encode_any_finite_bit_pattern(fmt: LNSFormat, dtype: type[np.floating[A
 @pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 1, 2, 127, 254])
 def test_encode_every_fraction(exponent: int) -> None:
-    """All 2^23 fractions of float32 at some exponents, subnormals (0) among them; other exponents
+    """All 2^23 fractions of float32 at some exponents, including subnormals (0). Other exponents
     only add whole octaves."""
     values = np.arange(exponent << 23, exponent + 1 << 23, dtype=np.uint32).view(np.float32)
     for fmt in (lns16, lns12, LNSFormat(16, 14)):

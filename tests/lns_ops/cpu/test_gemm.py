@@ -103,7 +103,7 @@ def test_matmul_of_any_shape_and_spread(
 
 @pytest.mark.parametrize("fraction_bits", range(3, 8))
 def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
-    """The straight lines of the vector kernel, far beyond the ends of the tables too."""
+    """The linear pieces of the vector kernel, also far beyond the ends of the tables."""
     pieces = segments(fraction_bits)
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     distance = np.arange(4 * len(plus))
@@ -116,7 +116,7 @@ def test_segments_equal_the_tables_everywhere(fraction_bits: int) -> None:
 
 @pytest.mark.parametrize("fraction_bits", range(3, 8))
 def test_pieces_equal_the_tables_everywhere(fraction_bits: int) -> None:
-    """As above, for the AVX2 kernel, to the largest distance of two words."""
+    """The same for the AVX2 kernel, up to the largest distance of two words."""
     made = piecewise_avx2.pieces(fraction_bits)
     plus, minus = (table.astype(np.int64) for table in gaussian_tables(fraction_bits))
     distance = np.arange((1 << 15) >> made.cut.unit_shift)
@@ -136,7 +136,7 @@ def test_lns12_always_takes_the_vector_kernel(avx2: bool) -> None:
 
 @pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_every_distance_of_two_terms(fmt: LNSFormat, kernel: str) -> None:
-    """Two products at every distance, of equal and of opposite signs, the larger one first and
+    """Two products at every distance, with equal and opposite signs, the larger one first and
     last."""
     span = np.arange(len(gaussian_tables(fmt.fraction_bits).plus) + 40)
     one = fmt.bias

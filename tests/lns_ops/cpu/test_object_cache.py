@@ -1,5 +1,5 @@
-"""Machine code of kernels: kept in files, shared by processes, made again when damaged, and done
-without where that fails."""
+"""Cached machine code of kernels: stored in files, shared by processes, rebuilt when damaged.
+Without a usable cache kernels still work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODES = np.arange(-40, 60, dtype=np.int16)
 
 
 def widened(kernel: Kernel) -> np.ndarray[Any, Any]:
-    """The result of a kernel made of ``gather_gemm.widen``."""
+    """Return the result of a kernel that uses ``gather_gemm.widen``."""
     out = np.zeros(CODES.size, np.int32)
     arguments = (CODES, out, lns12.bias, lns12.field_mask)
     assert kernel.code(arguments)(*arguments, 0, CODES.size) == 0
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the functions compiled since."""
+    """Return the names of the functions compiled since then."""
     names: list[str] = []
     compile_: Callable[..., bytes] = object_cache._compile
 
@@ -215,7 +215,7 @@ def test_threads_that_meet_at_the_first_use(folder: Path, compilations: list[str
         np.testing.assert_array_equal(result, results[0])
 
 
-# each has its own form of the vector kernel
+# each has its own version of the vector kernel
 @pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_numbas_dispatcher_takes_over_with_the_same_results(
     fmt: LNSFormat, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +262,7 @@ def test_another_layout_of_arrays_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def allocating(x: gather_gemm._I32, y: gather_gemm._I32, start: int, stop: int) -> int:
-    """A kernel as it must not be."""
+    """A kernel that allocates memory, which kernels must not do."""
     x[0] = np.empty(stop, np.int32)[0]
     return 0
 

@@ -1,5 +1,5 @@
-"""Sums on vector lanes: the reference's bits for every kernel, at odd shapes, with zeros and
-cancellation; and when gathers take over."""
+"""Sums on vector lanes equal the reference bit for bit, for every kernel, at odd shapes, with zeros
+and cancellation; also the switch to gathers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def held(fmt: LNSFormat) -> Codes:
-    """The format's codes in ascending order, but for what lanes leave to gathers."""
+    """The format's codes in ascending order, except codes that lanes leave to gathers."""
     codes = fmt.codes()
     magnitude = np.abs(reference.decode(codes, fmt))
     return (
@@ -45,7 +45,7 @@ def on_lanes(fmt: LNSFormat, K: int, *operands: Codes) -> bool:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_additions(fmt: LNSFormat, kernel: str) -> None:
-    """Any two codes, equal magnitudes, neighbours of unlike sign, zeros; a length that is no
+    """Any two codes, equal magnitudes, neighbours of opposite sign, zeros; the length is not a
     multiple of a chunk."""
     rng, codes = np.random.default_rng(0), held(fmt)
     x, y = (rng.choice(codes, (61, 777)) for _ in range(2))
@@ -76,8 +76,8 @@ def test_sums(fmt: LNSFormat, shift: int, kernel: str) -> None:
 
 @pytest.mark.parametrize("K", [1, 3, 25, 31, 32, 33, 49, 63, 64, 65, 96, 129, 4000])
 def test_rows_of_any_length(K: int, kernel: str) -> None:
-    """Tiles of the transposition that reach beyond a row, and beyond the array; blocks of two
-    lengths side by side."""
+    """Transposition tiles that extend beyond a row and beyond the array; blocks of two lengths side
+    by side."""
     x = reference.encode(
         np.random.default_rng(2).standard_normal(max(9000 // K, 5) * K), lns12
     ).reshape(-1, K)

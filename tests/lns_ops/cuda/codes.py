@@ -19,15 +19,15 @@ FORMATS = [
     LNSFormat(16, 12),
     LNSFormat(12, 10),
 ]
-"""Underflow in the accumulator (15 and 16 bits), each table layout, no fraction at all, hardly any
-range."""
+"""Formats with underflow in the accumulator (15 and 16 bits), each table layout, no fraction bits,
+a very small range."""
 
 
 def random_codes(
     shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 1.0
 ) -> np.ndarray:
-    """Codes over the whole range (spread 1) or close around one, with zeros, extremes and the
-    never-produced negative zero."""
+    """Codes over the whole range (spread 1) or close to one, with zeros, extremes and the negative
+    zero, which no operation produces."""
     rng = np.random.default_rng(seed)
     field = rng.integers(1, fmt.field_mask + 1, shape)
     field = np.clip(fmt.bias + ((field - fmt.bias) * spread).astype(np.int64), 1, fmt.field_mask)

@@ -1,5 +1,5 @@
-"""On a GPU a loop of a user's own is stopped by what stops it on a CPU: a NaN to encode, a zero
-divisor, a function without a value."""
+"""On a GPU the same faults stop a user's own loop as on a CPU: a NaN to encode, a zero divisor, a
+function without a value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = [
     ),
 ]
 QUEUED = 2000
-"""Steps within which a fault is raised where the host never waits; CUDA queues fewer launches."""
+"""Steps within which a fault is raised if the host never waits; CUDA queues fewer launches than
+this."""
 
 
 @pytest.fixture(autouse=True)

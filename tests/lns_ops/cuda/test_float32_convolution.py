@@ -30,7 +30,7 @@ LAYERS = [
     Case(2, 32, 32, (8, 16, 16), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 2),
     Case(4, 64, 64, (500,), (5,), (1,), (2,), (1,), 1),
 ]
-"""Layers of networks: large enough for the algorithms that cuDNN chooses in earnest."""
+"""Layers large enough that cuDNN chooses its usual algorithms."""
 
 
 def check(case: Case, fmt: LNSFormat, seed: int, spread: float) -> None:

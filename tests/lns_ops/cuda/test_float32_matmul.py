@@ -1,5 +1,5 @@
-"""Products with float32 sums on a GPU: operands as decoded, the stated bound, what is exact,
-saturation, streams, graphs, training."""
+"""Products with float32 sums on a GPU: decoded operands, the stated bound, exact cases, saturation,
+streams, graphs, training."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def assert_bounded(got: torch.Tensor, x: np.ndarray, y: np.ndarray, fmt: LNSForm
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("offset", [0, 3])
 def test_operands_of_every_code(fmt: LNSFormat, offset: int) -> None:
-    """bfloat16 and tf32 are the exact values rounded to nearest, two arrays of different length and
-    alignment in one launch."""
+    """bfloat16 and tf32 operands are the exact values rounded to nearest; one launch takes two
+    arrays of different length and alignment."""
     codes = np.concatenate([np.zeros(offset, np.int16), fmt.codes(), [fmt.sign_mask]]).astype(
         np.int16
     )
@@ -102,7 +102,7 @@ def test_operands_of_every_code(fmt: LNSFormat, offset: int) -> None:
 
 
 def test_large_arrays_in_one_launch() -> None:
-    """More than one round of every thread, odd ends, lengths far apart."""
+    """More than one round per thread, odd ends, very different lengths."""
     for fmt in (lns12, lns16):
         x, y = gpu(random_codes((3_000_001,), fmt, 1)), gpu(random_codes((17,), fmt, 2))
         for pair in ((x, y), (y, x), (x[1:], y), (x, y[1:])):
@@ -129,8 +129,8 @@ def test_sums_keep_the_bound(fmt: LNSFormat, shape: tuple[int, int, int], spread
 
 @pytest.mark.parametrize("fmt", [lns12, lns16, LNSFormat(16, 12)], ids=str)
 def test_sums_agree_with_the_cpu(fmt: LNSFormat) -> None:
-    """Well within the bound: normal operands, K = 784, at most a few ulps apart relative to the
-    norm of the factors."""
+    """Results are well within the bound: for normal operands with K = 784 at most a few ulps,
+    relative to the norm of the factors."""
     x, y = torch.randn(128, 784), torch.randn(784, 512)
     here, there = (
         product(*(lns.encode(t.to(device), fmt) for t in (x, y)), fmt) for device in ("cpu", "cuda")
@@ -148,7 +148,7 @@ def test_views(fmt: LNSFormat, layout: str) -> None:
         x, y = random_codes((M, K), fmt, 7, 0.05), random_codes((K, N), fmt, 8, 0.05)
         left = gpu(x.T).t() if layout[0] == "t" else gpu(x)
         right = gpu(y.T).t() if layout in ("nt", "tt") else gpu(y)
-        if layout == "unaligned":  # a whole matrix that begins at an odd address
+        if layout == "unaligned":  # a whole matrix that starts at an odd address
             left, right = (F.pad(t.reshape(-1), (3, 0))[3:].view(t.shape) for t in (left, right))
         if layout == "strided":
             left, right = (F.pad(t, (3, 1))[:, 3:-1] for t in (left, right))
@@ -235,17 +235,17 @@ def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat, batche
         z = product(left, right, fmt)
         assert_bounded(z, x, y, fmt)
         first = z[0] if batched else z
-        # Where two products beyond float32 cancel, what tensor cores make of them is any number,
-        # within the bound.
+        # If two products beyond float32 cancel, tensor cores may return any number within the
+        # bound.
         assert [first[0, n].item() for n in (0, 3, 4)] == [top, top, top]
         assert [first[1, n].item() for n in (1, 2, 3)] == [top, bottom, top]
         assert first[3].tolist() == [top, bottom, top, minus, top]
-    cuda.check_faults()  # saturation is no fault
+    cuda.check_faults()  # saturation is not a fault
 
 
 def test_large_matrices_with_overflow_here_and_there() -> None:
-    """The elements taken again lie in every part of the grid, odd end included; the others are not
-    touched."""
+    """The recomputed elements are in every part of the grid, odd end included; the others stay
+    unchanged."""
     x, y = random_codes((301, 40), lns16, 1, 0.1), random_codes((40, 1003), lns16, 2, 0.1)
     x[::37, 3], y[3, ::11], y[3, -1] = (
         lns16.field_mask,
@@ -304,8 +304,8 @@ def test_runs_on_torchs_current_stream_and_in_a_graph(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_gradients_agree_with_the_cpu(scope: str) -> None:
-    """Backward products run in a thread of autograd's; contract products stay where the setting was
-    contract."""
+    """Backward products run in one of autograd's threads; under the setting contract they stay
+    contract products."""
     results = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)

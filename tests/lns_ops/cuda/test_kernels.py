@@ -267,7 +267,7 @@ def test_a_network_trains_to_the_same_bits_as_on_the_cpu() -> None:
         for _ in range(5):
             x = torch.randn(32, 40, generator=generator).to(device)
             output = net(x)
-            # A gradient that is the same on both devices: no float32 softmax in between.
+            # without float32 softmax in between, so that the gradient is the same on both devices
             output.backward(lns_ops.LNSTensor.from_float(output.detach().to_float() - 1, lns12))
             optimizer.step()
             optimizer.zero_grad()

@@ -1,5 +1,5 @@
-"""The composed optimizers, averages, norms, max pooling, cumulative sums and powers on a GPU: the
-CPU's bits, and in a CUDA graph."""
+"""The composed optimizers, averages, norms, max pooling, cumulative sums and powers on a GPU equal
+the CPU bit for bit, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_same_bits_as_on_a_cpu(name: str, rounding: dict[str, Any]) -> None:
     for key, value in states[0].items():
         if value.dtype == torch.float64:  # sums of floats: the last bits
             torch.testing.assert_close(states[1][key], value, rtol=1e-12, atol=0)
-        # its units are float32's last bits: of every step, one or so
+        # its unit is float32's last bit; each step may differ by about one
         elif key == "weight_residue" and "arithmetic" in rounding:
             torch.testing.assert_close(states[1][key].int(), value.int(), rtol=0, atol=8)
         else:
@@ -46,7 +46,7 @@ def test_the_same_bits_as_on_a_cpu(name: str, rounding: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("is_lns", [True, False])
 def test_a_graph_takes_the_same_steps(name: str, is_lns: bool) -> None:
-    """Captured on zeroed state, replayed for every step; the counter is on the device."""
+    """Captured on zeroed state and replayed for every step; the counter is on the device."""
     grads, ends = [grad.cuda() for grad in gradients(5, 300)], []
     for captured in (False, True):
         start = start_of(300).cuda()

@@ -1,5 +1,5 @@
 """Sums and means over any dimensions, of elements, products and squares, and the elementwise part
-of normalizations give the same bits on a GPU as on the CPU, wherever the terms lie."""
+of normalizations equal the CPU's bit for bit, for every memory layout."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_terms_that_lie_elsewhere(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_sums_beyond_the_format_that_cancel(fmt: LNSFormat) -> None:
-    """A thousand largest numbers, as many smallest, and their negatives, come back to nothing."""
+    """The sum of a thousand largest numbers, as many smallest, and their negatives is zero."""
     largest = torch.full((64, 9), fmt.field_mask, dtype=torch.int16)
     x = torch.cat([largest, largest | fmt.sign_mask, torch.full((64, 9), 1, dtype=torch.int16)])
     for terms in (x, x.flip(0), torch.cat([x, x])):
@@ -92,7 +92,7 @@ def test_normalizations(
 def assert_same_kernels(
     name: str, given: tuple[Tensor | None, ...], numbers: tuple[Any, ...]
 ) -> None:
-    """Call a kernel of both devices, and compare results."""
+    """Call a kernel on both devices and compare the results."""
     copies = [None if v is None else v.cuda() for v in given]
     on_gpu, on_cpu = (
         getattr(kernels_of(v[0]), name)(*v, *numbers)  # type: ignore[arg-type]

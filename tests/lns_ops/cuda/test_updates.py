@@ -166,8 +166,8 @@ def test_updates_in_float32_equal_the_reference(
 
 @pytest.mark.parametrize("options", [{"kahan_sum": True}, {"stochastic_rounding": True}], ids=str)
 def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> None:
-    """The step counter lives on the device, so that bias correction and random bits move on with
-    every replay."""
+    """The step counter is on the device, so bias correction and random bits advance with every
+    replay."""
     torch.manual_seed(0)
     start, grads = torch.randn(1000), [torch.randn(1000) for _ in range(6)]
     ended = []
@@ -197,7 +197,7 @@ def test_adam_in_a_cuda_graph_takes_the_same_steps(options: dict[str, bool]) -> 
 def test_parameters_that_are_updated_together_have_the_bits_of_a_cpu(
     rounding: str, name: str, fmt: str
 ) -> None:
-    sizes = [(1,), (7,), (33, 5), (8, 64), (300, 40)] * 21  # more than a launch takes
+    sizes = [(1,), (7,), (33, 5), (8, 64), (300, 40)] * 21  # more than one launch takes
     options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
     options |= {} if rounding == "nearest" else {rounding: True}
 
@@ -222,7 +222,7 @@ def test_parameters_that_are_updated_together_have_the_bits_of_a_cpu(
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_a_compiled_step_updates_as_an_eager_one(name: str) -> None:
-    """The compiler counts on what an operator has written as it returns."""
+    """The compiler relies on the operator's writes when it returns."""
 
     def trained(compiles: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -1,7 +1,5 @@
-"""Formats of blocks as their sources define them, value by value in exact fractions.
-
-Nothing is shared with :mod:`lns_ops.formats`.
-"""
+"""Block formats as their sources define them, value by value in exact fractions. Shares no code
+with :mod:`lns_ops.formats`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,8 @@ from tests.lns_ops.formats.definitions import binary
 
 
 def numbers_of(e: int, m: int, left_out: int = 0) -> list[Fraction]:
-    """The numbers of a float without infinities, from zero; ``left_out`` codes are NaNs."""
+    """The numbers of a float without infinities, from zero; the last ``left_out`` codes are
+    NaNs."""
     codes = range((1 << e + m) - left_out)
     return [value for code in codes if (value := binary(code, e, m, finite=True)) is not None]
 
@@ -25,23 +24,23 @@ ELEMENTS = {
     "mxfp6_e2m3": numbers_of(2, 3), "mxfp4_e2m1": E2M1,
     "mxint8": [Fraction(code, 64) for code in range(128)],
 }  # fmt: skip
-"""OCP MX v1.0, section 5.3: the elements that are not negative, by code."""
+"""OCP MX v1.0, section 5.3: the non-negative elements, by code."""
 
 
 def nearest(x: Fraction, numbers: list[Fraction]) -> Fraction:
-    """The nearest number, of two the one with the even code; with the sign of ``x``."""
+    """The nearest number, with the sign of ``x``; of two, the one with the even code."""
     codes = range(len(numbers))
     code = min(codes, key=lambda code: (abs(numbers[code] - abs(x)), code % 2))
     return numbers[code] if x >= 0 else -numbers[code]
 
 
 def quotient(x: Fraction, y: Fraction) -> Fraction:
-    """A division in float32."""
+    """Divide as float32 does."""
     return Fraction(float(np.float32(float(x)) / np.float32(float(y))))
 
 
 def eighteen_bits(x: Fraction) -> Fraction:
-    """The nearest number of 18 significant bits, of two the larger."""
+    """The nearest number with 18 significant bits; of two, the larger."""
     step = Fraction(2) ** -200
     while x >= step * 2**18:
         step *= 2
@@ -49,7 +48,7 @@ def eighteen_bits(x: Fraction) -> Fraction:
 
 
 def nvfp4(rows: list[list[float]]) -> list[list[float]]:
-    """NVIDIA 2025 (arXiv:2509.25149): 16 values of e2m1, an e4m3 scale, a scale of the tensor."""
+    """NVIDIA 2025 (arXiv:2509.25149): 16 values of e2m1, an e4m3 scale, a scale for the tensor."""
     exact = [[Fraction(x) for x in row] for row in rows]
     t = max(abs(x) for row in exact for x in row)
     s = max(eighteen_bits(quotient(t, Fraction(6 * 448))), Fraction(2) ** -100)
@@ -66,7 +65,7 @@ def nvfp4(rows: list[list[float]]) -> list[list[float]]:
 
 
 def mx(row: list[float], name: str) -> list[float]:
-    """OCP MX v1.0, section 6.3, with the smallest scale with which nothing saturates."""
+    """OCP MX v1.0, section 6.3, with the smallest scale at which nothing saturates."""
     numbers, values = ELEMENTS[name], []
     for start in range(0, len(row), 32):
         block = [Fraction(x) for x in row[start : start + 32]]

@@ -71,7 +71,8 @@ def takum(code: int, bits: int) -> Value:
 
 
 def takum_exponent(code: int, bits: int) -> Value:
-    """Of a logarithmic takum ``(-1)^S sqrt(e)^l`` that is not zero: ``l = (-1)^S (c + m)``."""
+    """The value of a nonzero logarithmic takum is ``(-1)^S sqrt(e)^l`` with ``l = (-1)^S (c +
+    m)``."""
     fields = takum_fields(code, bits)
     assert isinstance(fields, tuple)
     sign, c, m = fields
@@ -79,7 +80,7 @@ def takum_exponent(code: int, bits: int) -> Value:
 
 
 def binary(code: int, e: int, m: int, finite: bool = False) -> Value:
-    """IEEE Std 754-2019, section 3.4, of fields of ``e`` and ``m`` bits."""
+    """IEEE Std 754-2019, section 3.4, for fields of ``e`` and ``m`` bits."""
     text = string(code, 1 + e + m)
     sign, exponent = (-1) ** number(text[0]), number(text[1 : 1 + e])
     fraction = Fraction(number(text[1 + e :]), 1 << m)
@@ -119,9 +120,9 @@ class Rounding:
         return self.of_two(at - 1, x)
 
     def of_two(self, at: int, x: Fraction) -> int:
-        """The code of a number between the values number ``at`` and ``at + 1``."""
+        """The code of a number between the values with the numbers ``at`` and ``at + 1``."""
         lower, upper, v = self.codes[at], self.codes[at + 1], self.between[at]
-        if lower == 0 or upper == 0:  # no number but zero rounds to zero
+        if lower == 0 or upper == 0:  # only zero rounds to zero
             return upper if lower == 0 else lower
         if x == v:
             return lower if lower % 2 == 0 else upper

@@ -47,7 +47,7 @@ def test_mx_is_the_definition(values: list[float], name: str) -> None:
 def test_rounding_what_nvfp4_rounded_changes_nothing(
     values: list[float], shift: int, step: int
 ) -> None:
-    """At both ends of float32's range, rounded at random too."""
+    """Values at both ends of float32's range, also rounded at random."""
     fmt = parse("nvfp4")
     x = torch.ldexp(torch.frexp(torch.tensor(values))[0], torch.tensor(shift))
     random = random_bits(x, 1, torch.tensor(step))
@@ -71,7 +71,7 @@ def test_nvfp4_has_two_scales() -> None:
 
 
 def test_nvfp4_keeps_the_largest_of_a_block_when_it_rounds_at_random() -> None:
-    """It is 6 block scales, from which the scale is found again."""
+    """It is 6 block scales; the scale is computed from it again."""
     fmt, x = parse("nvfp4"), spread_out(20, 64)
     blocks = x.view(20, 4, 16)
     at = blocks.abs().argmax(-1, keepdim=True)
@@ -160,7 +160,7 @@ def test_mx_codes_are_torchaos(name: str) -> None:
 
 @needs_torchao
 def test_nvfp4_codes_are_torchaos() -> None:
-    """Given the tensor scale, which torchao does not round to 18 bits."""
+    """With a given tensor scale, because torchao does not round it to 18 bits."""
     from torchao.prototype.mx_formats.kernels import unpack_uint4
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 

@@ -1,5 +1,5 @@
-"""One contract for all number formats, and each against an independent definition: torch's dtypes,
-exact fractions, LNS's own reference."""
+"""All number formats keep one contract, and each equals an independent definition: torch's dtypes,
+exact fractions, or LNS's own reference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BINARY = ["tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 
 
 def sample(rows: int = 24, columns: int = 50, seed: int = 0) -> torch.Tensor:
-    """Values over some twenty octaves, zeros among them."""
+    """Values over some twenty octaves, including zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = (
         torch.randn(rows, columns, generator=generator)
@@ -51,8 +51,8 @@ def sample(rows: int = 24, columns: int = 50, seed: int = 0) -> torch.Tensor:
 
 
 def group_of(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude that shares each value's scale; of blocks, whose bound the row's
-    largest is too, the row."""
+    """The largest magnitude of the values that share a scale. For blocks it is the row's, which
+    also limits the scales of its blocks."""
     return (
         x.abs().amax()
         if fmt.name.endswith("/tensor") or fmt.name in ("int12", "int8", "int2")
@@ -112,18 +112,18 @@ def test_rounding_at_random_takes_the_neighbours_without_bias(name: str) -> None
     ).double()
     assert torch.equal(fmt.quantize(draws[0].float()), draws[0].float()), "must lie on the grid"
     assert bool((draws.amax(0) >= draws.amin(0)).all())
-    # A value on the grid stays; any other goes to at most two places, its neighbours on both sides.
+    # A value on the grid stays. Any other goes to one of its two neighbours.
     q = fmt.quantize(x)
     assert torch.equal(fmt.quantize(q, random_bits(x, 7, torch.tensor(0))), q)
     inside = in_range(fmt, x) & (draws.amax(0) > draws.amin(0))
-    # below the smallest magnitude LNS rounds by logarithms, between which and zero there is no mean
+    # below the smallest magnitude LNS rounds by logarithms, and no mean exists between it and zero
     if "lns" in name:
         inside &= draws.amin(0) * draws.amax(0) > 0
     low, high = draws.amin(0)[inside], draws.amax(0)[inside]
     assert bool(((low <= x[inside]) & (x[inside] <= high)).all())
     assert bool(((draws == draws.amin(0)) | (draws == draws.amax(0)))[:, inside].all())
-    # The mean of 200 two-valued draws: five standard deviations, three draws where chances are
-    # small, and what 16 random bits leave.
+    # The mean of 200 two-valued draws: five standard deviations, three draws for small chances, and
+    # the resolution of 16 random bits.
     chance = ((x[inside] - low) / (high - low)).double()
     deviation = (draws.mean(0)[inside] - x[inside]).abs() / (high - low)
     assert bool((deviation <= 5 * (chance * (1 - chance) / 200).sqrt() + 3 / 200 + 2.0**-15).all())
@@ -164,7 +164,7 @@ def test_wide_floats_are_torch_dtypes(value: float, name: str) -> None:
 
 
 def nearest_binary(value: Fraction, mantissa_bits: int, min_exponent: int) -> Fraction:
-    """The definition: to a multiple of the step of the value's octave, ties to even."""
+    """The definition: round to a multiple of the octave's step, ties to even."""
     if value == 0:
         return value
     exponent = min_exponent
@@ -254,7 +254,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def in_torch(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
-    """What :meth:`Scaled.quantize` rounds by where there is no kernel."""
+    """The operations with which :meth:`Scaled.quantize` rounds without a kernel."""
     assert isinstance(fmt, formats.Scaled)
     up, down = (fmt._spread(scale, x) for scale in fmt._scales(x))
     if isinstance(fmt.base, FloatFormat):
@@ -273,7 +273,7 @@ def in_torch(fmt: NumberFormat, x: torch.Tensor) -> torch.Tensor:
 def test_the_kernel_of_scaled_formats_is_torchs_operations(
     name: str, granularity: str, words: list[tuple[int, bool]], rows: int, shift: int, near: bool
 ) -> None:
-    """Any finite bits, or values near each other at any place of float32's range."""
+    """Any finite bits, or neighbouring values anywhere in float32's range."""
     fmt = parse(f"{name}/{granularity}")
     width = -(-len(words) // rows)
     flat = np.resize(np.array([word for word, _ in words], np.int32), rows * width)

@@ -1,5 +1,5 @@
 """Floats of any widths, posits, takums, block floating point and lists of values: every code and
-every boundary against the definitions, in exact fractions."""
+every boundary equals the definition in exact fractions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.lns_ops.formats import definitions
 from tests.lns_ops.formats.definitions import Rounding, binary, posit, takum, takum_exponent
 
 LONG = {13, 14, 15}
-"""Widths of some seconds, which are left to the slow tests; 16 bits are always checked."""
+"""Widths that take some seconds each, for the slow tests; 16 bits are always checked."""
 
 
 def slow(bits: int, *more: int, always: bool = True) -> object:
@@ -61,14 +61,14 @@ def codes_of(fmt: Listed | SizedFloat, values: list[float]) -> list[int]:
 
 
 def around(boundary: Fraction) -> list[float]:
-    """The float32 nearest to a boundary, which is often the boundary itself, and its neighbours."""
+    """The float32 nearest to a boundary (often the boundary itself) and its neighbours."""
     near = np.float32(float(boundary))
     sides = (np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf))
     return [float(near), *map(float, sides)]
 
 
 def check_every_boundary(fmt: Listed, rounding: Rounding, kept: list[int]) -> None:
-    """Compare the codes of numbers at and beside every boundary between values number ``kept``."""
+    """Compare codes at and beside the boundaries above the values with the numbers ``kept``."""
     numbers, expected = [], []
     for at in kept[:-1]:
         values = rounding.values[at : at + 2]
@@ -96,7 +96,7 @@ def test_every_linear_takum_is_the_definitions(bits: int) -> None:
     kept = [at for at, v in enumerate(rounding.values) if v == 0 or smallest <= abs(v) < largest]
     values = [rounding.values[at] for at in kept]
     least = min(v for v in values if v > 0)
-    expected = [  # float32 does not carry the others
+    expected = [  # float32 cannot represent the others
         Fraction(0) if v == 0 else math.copysign(min(max(abs(v), least), values[-1]), v)
         for v in rounding.values
     ]
@@ -116,7 +116,7 @@ def exact(exponent: Fraction) -> Decimal:
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8, 11, 12, slow(16, always=False)])
 def test_every_logarithmic_takum_is_the_definitions(bits: int) -> None:
-    """Values are the nearest float32, boundaries lie between the float32s on both sides."""
+    """Values are the nearest float32; boundaries are between the float32 values on both sides."""
     fmt = listed(f"takum_log({bits})")
     with localcontext() as context:
         context.prec = 40
@@ -150,7 +150,7 @@ def carried(code: int, bits: int) -> float:
 def test_every_float_is_ieees(e: int, m: int, overflow: str) -> None:
     fmt = parse(f"float({e},{m}{overflow and ','}{overflow})")
     assert isinstance(fmt, SizedFloat)
-    codes = list(range(1 << e + m))  # the sign is a bit of its own
+    codes = list(range(1 << e + m))  # the sign is a separate bit
     found = values_of(fmt, codes)
     exact_values = [binary(code, e, m, overflow == "finite") for code in codes]
     finite = [v for v in exact_values if v is not None]
@@ -378,7 +378,7 @@ def test_a_table_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_table_of_a_strange_header_is_refused_and_takes_no_memory(tmp_path: Path) -> None:
-    """20 GiB of zeros take no room on a disk, and a header may promise more than there is."""
+    """20 GiB of zeros take no disk space, and a header may claim more than the file has."""
     long, lies, code = (tmp_path / f"{name}.npy" for name in ("long", "lies", "code"))
     for path, count in ((long, 20 * 2**28), (lies, 10**15)):
         with path.open("wb") as file:
@@ -425,7 +425,8 @@ def test_bad_names_are_refused(name: str, said: str) -> None:
 
 
 def test_definitions_are_the_published_examples() -> None:
-    """Figures that the sources print, so that the definitions here are not only our reading."""
+    """Figures printed in the sources, so that the definitions here do not rely on our reading
+    alone."""
     assert posit(0b0_1111110, 8) == 2**20  # the standard: maxpos of 8 bits is 2^24
     assert posit(0b0_1111111, 8) == 2**24
     assert posit(1, 16) == Fraction(2) ** -56

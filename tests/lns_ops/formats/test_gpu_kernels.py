@@ -1,4 +1,4 @@
-"""Rounding on a GPU, by one kernel, has the bits of rounding on a CPU, and so of torch's operations
+"""Rounding on a GPU by one kernel has the bits of rounding on a CPU, and thus of torch's operations
 (test_formats.py)."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHAPES = [
 
 
 def values(shape: tuple[int, ...], kind: str) -> torch.Tensor:
-    """Any finite bits; values of some octaves at both ends of float32's range and in its middle,
-    zeros among them; or few bits, so that many lie midway between values of a format."""
+    """Any finite bits; values of some octaves, including zeros, at both ends and in the middle of
+    float32's range; or few bits, so that many values are midway between two codes."""
     generator = np.random.default_rng(math.prod(shape))
     words = generator.integers(0, 0x7F800000, shape, np.int32)
     x = torch.from_numpy(np.asarray(words)).view(torch.float32).clone()

@@ -1,5 +1,4 @@
-"""IEEE P3109's floats: every code and every boundary against the report's definition, and against
-gfloat's."""
+"""IEEE P3109's floats: every code and boundary equals the report's definition, and gfloat's."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ def test_there_is_one_zero_and_one_nan_and_what_is_beyond_saturates(
 
 
 def test_published_examples() -> None:
-    """Of binary8p3 in the report, and in its names."""
+    """Values of binary8p3 from the report, and its names."""
     values = decoded(made(8, 3, ""))
     assert math.isnan(values[0x80])
     assert (values[0x7F], values[0xFF]) == (math.inf, -math.inf)

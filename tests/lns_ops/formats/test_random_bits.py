@@ -1,4 +1,4 @@
-"""The bits of stochastic rounding: kernel and torch's operations, against the definition."""
+"""The bits of stochastic rounding: kernel and torch's operations equal the definition."""
 
 from __future__ import annotations
 

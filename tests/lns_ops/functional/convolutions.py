@@ -1,7 +1,5 @@
-"""Convolutions to test: their geometry, operands, and the check of float32 sums.
-
-The tests of every device use them.
-"""
+"""Convolutions to test: geometry, operands, and the check of float32 sums. The tests of every
+device use them."""
 
 from __future__ import annotations
 
@@ -58,11 +56,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 0) -> np.ndarray:
-    """Return codes of normal numbers, some of them 0.
-
-    Their magnitudes are multiplied by 2 to the power of normal numbers with that standard
-    deviation.
-    """
+    """Return codes of normal numbers, some of them 0. Each magnitude is multiplied by 2^z, with z
+    normal with that standard deviation."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape)
     values = np.where(np.abs(values) < 0.1, 0, values) * 2.0 ** (
@@ -74,8 +69,8 @@ def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 0) 
 def check_float32_sums(
     case: Case, fmt: LNSFormat, seed: int, e: float, u: float, device: str, spread: float = 0
 ) -> None:
-    """All three products keep the bound of lns_ops.accumulation around those in float64, and both
-    gradients together have the bits of each."""
+    """All three products keep the bound of lns_ops.accumulation around float64's. Both gradients
+    computed together equal each computed alone, bit for bit."""
     geometry, aten = case.geometry, torch.ops.aten
     x = codes((case.n, case.channels, *case.size), fmt, seed, spread)
     w = codes((case.outputs, case.channels // case.groups, *case.kernel), fmt, seed + 1, spread)

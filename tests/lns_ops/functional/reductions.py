@@ -21,7 +21,7 @@ REDUCTIONS = [
     ((0, 3), [0]),
     ((3, 0), [0]),
 ]
-"""Shapes, and what is summed over: one stride, two, and more than the GPU's kernel reads."""
+"""Shapes and summed dimensions: one stride, two, and more than the GPU's kernel reads."""
 
 NORMALIZATIONS = [
     ((4, 6, 8, 8), (1, 6, 1, 1), (6, 1, 1)),
@@ -32,7 +32,7 @@ NORMALIZATIONS = [
     ((5, 3, 16), (5, 3, 1), (3, 1)),
     ((2, 3, 4, 5), (2, 1, 4, 1), (3, 1, 5)),
 ]
-"""Shapes of what is normalized, of its statistics, and of weight and bias."""
+"""Shapes of the normalized tensor, of its statistics, and of weight and bias."""
 
 WHOLE_NORMALIZATIONS = [
     ((4, 6, 8, 8), [0, 2, 3]),
@@ -48,4 +48,4 @@ WHOLE_NORMALIZATIONS = [
     ((8, 1, 7, 7), [0, 2, 3]),
     ((24, 1, 130), [0, 2]),
 ]
-"""Shapes of what is normalized, and over which dimensions."""
+"""Shapes of the normalized tensor, and the normalized dimensions."""

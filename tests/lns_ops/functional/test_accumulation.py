@@ -1,5 +1,5 @@
-"""Products with float32 sums on the CPU: their bound, what is exact, saturation; and the setting
-that chooses the accumulation."""
+"""Products with float32 sums on the CPU: their bound, exact cases, saturation; and the setting that
+chooses the accumulation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contract_afterwards() -> Iterator[None]:
 
 
 def codes(shape: tuple[int, ...], fmt: LNSFormat, seed: int, spread: float = 1.0) -> Tensor:
-    """Codes over the whole range (spread 1) or close around one, with zeros and extremes."""
+    """Codes over the whole range (spread 1) or close to one, with zeros and extremes."""
     rng = np.random.default_rng(seed)
     field = rng.integers(1, fmt.field_mask + 1, shape)
     field = np.clip(fmt.bias + ((field - fmt.bias) * spread).astype(np.int64), 1, fmt.field_mask)
@@ -97,7 +97,7 @@ def test_strided_and_batched_operands() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 def test_one_product_is_the_lns_product(fmt: LNSFormat) -> None:
-    """K = 1: the value product, encoded, is the sum of the logarithms, saturation and underflow
+    """With K = 1 the encoded product equals the sum of the logarithms, saturation and underflow
     included."""
     x, y = codes((200, 1), fmt, 3), codes((1, 200), fmt, 4)
     assert torch.equal(product(x, y, fmt), lns.mul(x, y, fmt))
@@ -117,11 +117,9 @@ def test_identity_and_permutation_matrices_are_exact(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", [lns16, LNSFormat(15, 6), LNSFormat(9, 0)], ids=str)
 def test_sums_that_leave_float32_saturate_with_their_sign(fmt: LNSFormat) -> None:
-    """Products reach 2^256: float32 would give infinities, and NaN where they meet with both signs.
-
-    Where the largest terms cancel, the bound is all that is promised: a processor that fuses
-    product and addition leaves a rounding of the products, unless they are powers of two.
-    """
+    """Products reach 2^256. float32 would give infinities, and NaN if both signs meet. If the
+    largest terms cancel, only the bound is promised: a processor that fuses multiplication and
+    addition leaves a rounding error of the products, unless they are powers of two."""
     top, one, zero = fmt.field_mask, fmt.bias, 0
     bottom, minus = top | fmt.sign_mask, one | fmt.sign_mask
     x = torch.tensor(
@@ -223,7 +221,7 @@ def small_net() -> nn.Sequential:
 
 def gradients(net: nn.Module, x: Tensor, after_forward: str) -> list[Tensor]:
     """Gradients of a float32 loop whose backward pass starts under another setting; accumulated
-    ones are zeroed first."""
+    gradients are zeroed first."""
     net.zero_grad()
     output = net(x)
     lns_ops.set_matmul_accumulation(after_forward)
@@ -248,8 +246,8 @@ def test_scope_matmul_rounds_each_product_to_the_format_and_goes_back_as_it_came
 @pytest.mark.parametrize("fmt", [lns16, LNSFormat(16, 10)], ids=str)
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_gradients_agree_with_float64_within_the_formats_error(fmt: LNSFormat, scope: str) -> None:
-    """Weights behind two linear layers, whose gradient passes some five roundings of half an ulp; a
-    bias's is an LNS sum over the batch."""
+    """Weights behind two linear layers; their gradient has some five roundings of half an ulp. A
+    bias's gradient is an LNS sum over the batch."""
     lns_ops.set_matmul_accumulation("float32")
     net, exact = (
         nn.Sequential(*[m for m in small_net() if isinstance(m, nn.Linear)]) for _ in range(2)

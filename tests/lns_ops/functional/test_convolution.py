@@ -1,5 +1,5 @@
-"""Convolutions and their gradients are the sums that its module says, bit for bit, and agree with
-torch's in float64."""
+"""Convolutions and their gradients equal the sums that their module defines, bit for bit, and agree
+with torch's in float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row_times_column(terms: list[tuple[int, int]], fmt: LNSFormat) -> int:
 
 
 def meets(case: Case, position: tuple[int, ...], tap: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The input position that a tap meets at an output position, None in the padding."""
+    """The input position that a tap reads at an output position; None in the padding."""
     at = tuple(
         p * s + t * d - q
         for p, s, t, d, q in zip(
@@ -68,8 +68,8 @@ def naive_forward(x: np.ndarray, w: np.ndarray, case: Case, fmt: LNSFormat) -> n
 
 
 def naive_input_gradient(grad: np.ndarray, w: np.ndarray, case: Case, fmt: LNSFormat) -> np.ndarray:
-    """Over (output, tap), taps from the last to the first, those only that some stride reaches;
-    zeros where they leave the gradient."""
+    """Over (output, tap), from the last tap to the first, only taps that a stride reaches; zeros
+    outside of the gradient."""
     out = np.zeros((case.n, case.channels, *case.size), np.int16)
     C, outputs = case.channels // case.groups, case.outputs // case.groups
     for n, c, i in itertools.product(range(case.n), range(case.channels), every(case.size)):
@@ -94,7 +94,7 @@ def naive_input_gradient(grad: np.ndarray, w: np.ndarray, case: Case, fmt: LNSFo
 def naive_weight_gradient(
     grad: np.ndarray, x: np.ndarray, case: Case, fmt: LNSFormat
 ) -> np.ndarray:
-    """Over (image, position); these cases are too small to be cut into pieces."""
+    """Over (image, position); these cases are too small to be split."""
     C, outputs = case.channels // case.groups, case.outputs // case.groups
     out = np.zeros((case.outputs, C, *case.kernel), np.int16)
     for o, c, t in itertools.product(range(case.outputs), range(C), every(case.kernel)):
@@ -109,7 +109,7 @@ def naive_weight_gradient(
 def check_products(
     case: Case, fmt: LNSFormat, seed: int, which: tuple[str, ...] = ("forward", "input", "weight")
 ) -> None:
-    """They are the contract's sums."""
+    """They equal the contract's sums."""
     x = codes((case.n, case.channels, *case.size), fmt, seed)
     w = codes((case.outputs, case.channels // case.groups, *case.kernel), fmt, seed + 1)
     grad = codes((case.n, case.outputs, *case.positions), fmt, seed + 2)
@@ -147,7 +147,7 @@ def test_sums_of_more_than_4096_products_are_cut(which: str, case: Case) -> None
 
 
 def test_many_taps_do_not_stick() -> None:
-    """131,072 ones: one sequence of block totals would end at a tenth of them."""
+    """131,072 ones; a single sequence of block totals would end at a tenth of the sum."""
     ones = torch.full((1, 2048, 8, 8), lns16.bias, dtype=torch.int16)
     geometry = Geometry((1, 1), (0, 0), (1, 1))
     assert lns.decode(
@@ -170,7 +170,7 @@ def test_results_do_not_depend_on_how_many_images_are_taken_at_a_time(
 
 
 def test_long_sums_of_the_weight_gradient_are_cut_into_pieces_of_whole_images() -> None:
-    side, n = 40, 7  # 1,600 positions: two images a piece, and one piece of one image
+    side, n = 40, 7  # 1,600 positions: two images per piece, and one piece of one image
     grad, x = (
         torch.from_numpy(codes((n, 2, side, side), lns12, 1)),
         torch.from_numpy(codes((n, 3, side, side), lns12, 2)),
@@ -188,8 +188,8 @@ def test_long_sums_of_the_weight_gradient_are_cut_into_pieces_of_whole_images() 
 
 
 def test_a_long_weight_gradient_does_not_stick() -> None:
-    """Ones over 32 images of 64 x 64: one sequence of block totals would end at a tenth of their
-    number."""
+    """Ones over 32 images of 64 x 64; a single sequence of block totals would end at a tenth of the
+    sum."""
     ones = torch.full((32, 1, 64, 64), lns12.bias, dtype=torch.int16)
     scaled = torch.full_like(ones, int(reference.encode(np.array(2.0**-10), lns12)))
     total = convolution.weight_gradient(
@@ -275,7 +275,7 @@ def test_float32_sums(case: Case, fmt: LNSFormat, seed: int, spread: float) -> N
 
 
 def test_float32_sums_that_leave_float32() -> None:
-    """Sums of both signs, of terms up to 2^254, have the sign and the size that float64 finds."""
+    """Sums of both signs, with terms up to 2^254, have float64's sign and size."""
     case = Case(2, 4, 6, (5, 6), (3, 2), (2, 1), (1, 0), (1, 2), 2)
     check_float32_sums(case, lns16, 0, 2.0**-24, 2.0**-24, "cpu", 60)
     x, w = (codes(s, lns16, i, 60) for i, s in enumerate([(2, 4, 5, 6), (6, 2, 3, 2)]))

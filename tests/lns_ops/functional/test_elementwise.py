@@ -1,4 +1,4 @@
-"""Operators on single codes: the layouts that tracing predicts are those that kernels return."""
+"""Operators on codes: the layouts predicted by tracing equal those returned by kernels."""
 
 from __future__ import annotations
 

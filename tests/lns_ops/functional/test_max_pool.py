@@ -1,4 +1,4 @@
-"""Max pooling against torch's own on the decoded values: values, places, gradients."""
+"""Max pooling equals torch's own on the decoded values: values, indices, gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lns_ops.functional.max_pool import max_pool2d
 @settings(max_examples=60)
 @given(st.data())
 def test_any_window(data: st.DataObject) -> None:
-    """Coarse values, so that many are equal and the first of them counts."""
+    """Coarse values, so that many are equal; the first of them counts."""
     kernel, dilation = ([data.draw(st.integers(1, 3)) for _ in range(2)] for _ in range(2))
     stride = [data.draw(st.integers(1, 4)) for _ in range(2)]
     padding = [data.draw(st.integers(0, k // 2)) for k in kernel]

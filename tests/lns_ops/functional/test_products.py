@@ -1,4 +1,4 @@
-"""Products of powers: the CPU's kernel has the bits of the definition in torch's operations."""
+"""Products of powers: the CPU's kernel equals the definition in torch's operations bit for bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sums of products and of squares, and the elementwise part of normalizations, are their parts put
-together, bit for bit."""
+"""Sums of products and of squares, and the elementwise part of normalizations, equal their separate
+parts bit for bit."""
 
 from __future__ import annotations
 

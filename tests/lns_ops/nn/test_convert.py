@@ -1,5 +1,5 @@
-"""convert_ and SGD: scopes, filters, updates against the reference, and a stranger's training
-loop."""
+"""convert_ and SGD: scopes, filters, updates equal to the reference, and a training loop of
+somebody else."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_sgd_refuses_bad_values(arguments: dict[str, float], said: str) -> None:
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 @pytest.mark.parametrize("fmt", [lns16, lns12], ids=str)
 def test_a_strangers_loop_trains(fmt: LNSFormat, scope: str) -> None:
-    """Written against the public names only, mean loss and all."""
+    """Uses only public names, and a mean loss."""
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels)
     torch.manual_seed(0)
@@ -342,7 +342,7 @@ def test_hooks_and_attributes_of_parameters_stay_theirs() -> None:
 
 
 class Kept(nn.Module):
-    """A cell that finds its parameters in a dictionary of its own, as liquid networks do."""
+    """A cell that looks up its parameters in its own dictionary, as liquid networks do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ def test_products_take_what_a_layer_of_the_other_scope_gives() -> None:
         (nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), (4, 2, 6)),
     ):
         torch.manual_seed(0)
-        convert_(second, "lns16")  # each by itself: neither call knows the other layer
+        convert_(second, "lns16")  # separately: neither call knows the other layer
         convert_(first, "lns16", scope="everywhere")
         x = torch.randn(shape)
         out = second(first(x))
@@ -467,7 +467,7 @@ def test_products_are_exported() -> None:
 
 
 class Scaled(nn.Linear):
-    """A layer into which torch.fx traces, whose first operation rounds in LNS."""
+    """A layer that torch.fx traces; its first operation rounds in LNS."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The linear function of the sigmoid of 1.37 times the input."""

@@ -1,4 +1,5 @@
-"""Replicas in real processes: what torch.distributed does with converted modules, or refuses."""
+"""Replicas in real processes: how torch.distributed works with converted modules, or refuses
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.lns_ops.nets import digest
 from tests.trainers.processes import spawned
 
 WORLD, EXAMPLES, STEPS = 2, 64, 3
-"""With 64 examples a process, one process adds its blocks in the order of the ranks."""
+"""If each process has 64 examples, one process adds its blocks in the order of the ranks."""
 FORMATS = {"0": "lns12", "2": "lns16"}
 """The last layer stays float32."""
 
@@ -43,7 +44,8 @@ def everywhere(fmt: Any = "lns16") -> nn.Sequential:
 
 
 def steps(model: nn.Module, examples: slice, processes: int = 1) -> str:
-    """The digest after some steps of Adam on the loss summed over all processes' examples."""
+    """The digest after some steps of Adam with the loss summed over the examples of all
+    processes."""
     device = next(model.parameters()).device
     x, y = (values.to(device) for values in batch())
     optimizer = lns_ops.optim.Adam(model.parameters(), lr=1e-2, kahan_sum=True)
@@ -132,7 +134,7 @@ FLOAT_CASES: dict[str, tuple[tuple[str, str], Made]] = {
     "bfloat16": (("bfloat16", "everywhere"), quantized),
     "int8": (("int8", "everywhere"), quantized),
 }
-"""What has float32 parameters: torch's own wrappers serve."""
+"""For float32 parameters torch's own wrappers work."""
 
 
 def plain(case: str) -> nn.Module:
@@ -161,7 +163,7 @@ def sharded(rank: int, folder: str) -> dict[str, Any]:
 
 
 def trained(model: nn.Module, optimizer: Made, parts: list[slice]) -> None:
-    """Make some steps on the mean of the gradients of parts of the batch."""
+    """Run some steps with the mean gradient over parts of the batch."""
     (x, y), made = batch(), optimizer(model)
     for _ in range(STEPS):
         grads = []
@@ -176,7 +178,8 @@ def trained(model: nn.Module, optimizer: Made, parts: list[slice]) -> None:
 
 
 def test_float32_parameters_are_sharded_and_copied_by_torch(tmp_path: Path) -> None:
-    """Two terms have one sum in float32: that of one process that has both halves of the batch."""
+    """Two terms have only one sum in float32: the sum of one process that has both halves of the
+    batch."""
     results = spawned(sharded, tmp_path)
     for case, (_, optimizer) in FLOAT_CASES.items():
         model = plain(case)
@@ -199,7 +202,7 @@ def converted_later(model: nn.Module) -> None:
     x, _ = batch()
     wrapped(x).sum().backward()
     lns_ops.convert_(wrapped.module, "lns16", scope="everywhere")
-    wrapped.module(x)  # which nobody needs to refuse
+    wrapped.module(x)  # not refused, because it is harmless
     lns_ops.distributed_data_parallel(wrapped.module)(x).to_float().sum().backward()
     wrapped(x)
 

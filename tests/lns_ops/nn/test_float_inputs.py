@@ -1,4 +1,5 @@
-"""Float inputs of modules in scope everywhere: where they are encoded, and what warns of angles."""
+"""Float inputs of modules in scope everywhere: where they are encoded, and which angles cause a
+warning."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from lns_ops.tensor import in_float32
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids of a time step, of a module that owns a parameter or not."""
+    """Sinusoids of a time step, in a module with or without a parameter."""
 
     def __init__(self, owns: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""cuda_graph: a replayed step has the bits of the eager one, and what a replay would overlook is
-refused."""
+"""cuda_graph: a replayed step equals the eager one bit for bit, and steps that a replay would get
+wrong are refused."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_graph_needs_a_call_before_it() -> None:
 @needs_gpu
 @pytest.mark.parametrize("scope", ["everywhere", "matmul"])
 def test_compiled_nets_train_from_graphs(scope: str) -> None:
-    """``torch.compile(mode="reduce-overhead")`` replays steps, whose losses are the eager ones."""
+    """``torch.compile(mode="reduce-overhead")`` replays steps; the losses equal the eager ones."""
 
     def trained(compiles: bool) -> list[float]:
         torch.manual_seed(0)

@@ -81,7 +81,7 @@ PROMPTS = torch.tensor([[PADDING, PADDING, 1, 2, 3], [5, 6, 7, 8, 9]])
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_generation(network: str, scope: str) -> None:
-    """The cache of keys and values changes no word, and padding none of the others'."""
+    """The cache of keys and values changes no word, and padding does not change other sentences."""
     model = converted(network, scope).eval()
 
     def words(prompts: Tensor = PROMPTS, **options: Any) -> list[list[int]]:
@@ -124,7 +124,7 @@ def test_tied_layers_are_one_tensor_in_files_of_values() -> None:
 
 
 class SavesValues(Trainer):
-    """What docs tell users of scope ``everywhere``."""
+    """The recipe that the docs give for scope ``everywhere``."""
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         super()._save(output_dir, to_floats(self.model.state_dict()))
@@ -228,7 +228,7 @@ def test_accelerate_saves_and_goes_on_with_the_same_bits(scope: str, tmp_path: P
 
 
 def in_processes(rank: int, folder: str) -> dict[str, Any]:
-    # Accelerate asks for an address, though the group is there already
+    # Accelerate asks for an address, although the group exists already
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

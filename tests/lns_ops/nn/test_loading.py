@@ -1,4 +1,5 @@
-"""Dtypes, lazy layers and assigned states of converted modules: they work, or say what to do."""
+"""Dtypes, lazy layers and assigned states of converted modules work, or the error names the
+remedy."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ PAIRS = [(k, s) for k in KINDS for s in STATES if k == "everywhere" or s != "flo
 
 @pytest.mark.parametrize(("kind", "state"), PAIRS)
 def test_assigned_values_are_of_the_kind_of_the_parameters_before(kind: str, state: str) -> None:
-    """They were float32 in scope everywhere and LNS in the others, and the weights not trained."""
+    """They were float32 in scope everywhere and LNS in the others, and the weights did not
+    train."""
     assigned, copied = KINDS[kind](network()), KINDS[kind](network())
     given = STATES[state]()
     kept = dict(given)

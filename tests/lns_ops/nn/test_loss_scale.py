@@ -1,4 +1,5 @@
-"""LossScale: a power of two changes no bit where nothing underflows, and saves what would."""
+"""LossScale: a power of two changes no bit if nothing underflows, and prevents underflow
+otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def net(fmt: str, scope: str = "everywhere") -> nn.Module:
 
 
 def trained(model: nn.Module, scale: LossScale, parts: int = 2) -> list[Tensor]:
-    """Return the weights after three steps of gradients that are added up from so many parts."""
+    """Return the weights after three steps whose gradients are accumulated over the given number of
+    parts."""
     optimizer = lns_ops.optim.SGD(model.parameters(), 0.01, 0.9, kahan_sum=True)
     draws = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -160,7 +162,7 @@ def test_twice_is_once_and_another_factor_is_refused() -> None:
 
 
 def pair() -> tuple[nn.Module, LossScale, Callable[[], Tensor]]:
-    """Return a network, the scale that its parameters are divided by, and its loss."""
+    """Return a network, the scale by which its parameters' gradients are divided, and its loss."""
     model, scale = net("lns16", "matmul"), LossScale(256)
     x = torch.randn(4, 1, 6, 6, generator=torch.Generator().manual_seed(1))
     scale.unscale_(model)
@@ -177,7 +179,7 @@ def test_what_autograd_grad_returns_is_the_gradient_with_the_scale_and_without()
 
 
 def test_an_inner_step_moves_by_the_whole_gradient() -> None:
-    """As in MAML: the outer gradient goes through a step that the inner gradient has made."""
+    """As in MAML: the outer gradient passes through a step made with the inner gradient."""
     found = {}
     for factor in (1, 256):
         model, scale = nn.Linear(3, 1, bias=False), LossScale(factor)
@@ -259,7 +261,7 @@ def test_checkpoints_are_divided_once(reentrant: bool) -> None:
 
 
 def test_a_gradient_taken_within_a_backward_pass_is_divided_once() -> None:
-    """As by the adjoint method: a backward pass asks for gradients and hands them on."""
+    """As in the adjoint method: a backward pass computes gradients itself and returns them."""
     layer, scale = nn.Linear(2, 2), LossScale(256)
     scale.unscale_(layer)
 
@@ -305,7 +307,7 @@ def test_the_analysis_names_a_scale_that_is_taken(scope: str) -> None:
     model = nn.Linear(2, 2)
     x, y = torch.full((4, 2), 2.0**-6), torch.zeros(4, dtype=torch.long)
     with torch.no_grad():
-        model.bias.copy_(torch.tensor([20.0, 0.0]))  # sure of its class: gradients underflow
+        model.bias.copy_(torch.tensor([20.0, 0.0]))  # confident in its class: gradients underflow
     analysis = lns_ops.analyze(model, (x, y), "lns12", scope=scope)
     assert 1 < analysis.loss_scale <= lns_ops.lns12.most_scale
     lns_ops.convert_(model, "lns12", scope=scope)

@@ -1,5 +1,5 @@
-"""Scope ``matmul`` takes subclasses of layers, recurrent layers, attention and transposed
-convolutions, and leaves what has no form in float32 with a note."""
+"""Scope ``matmul`` converts subclasses of layers, recurrent layers, attention and transposed
+convolutions; other layers stay in float32, with a note."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_layers_multiply_in_lns_near_float32(name: str) -> None:
 
 
 def test_evaluation_multiplies_in_lns_too() -> None:
-    """torch's fused encoder layer, which it takes in evaluation, would compute in float32."""
+    """torch's fused encoder layer, used in evaluation, would compute in float32."""
     layer = nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True)
     net = convert_(nn.TransformerEncoder(layer, 1), lns12)
     x, padding = torch.randn(2, 3, 4), torch.tensor([[False] * 3, [False, False, True]])
@@ -172,7 +172,7 @@ def test_gradients_are_differentiable() -> None:
 
 
 class Elementwise(nn.Linear):
-    """A subclass that adds up elements."""
+    """A subclass that adds elements."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The product."""
@@ -209,7 +209,7 @@ def test_complex_layers_stay_with_a_note(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 def test_quantized_layers_stay_with_a_note() -> None:
-    """They take decoded values in scope ``everywhere``."""
+    """They get decoded values in scope ``everywhere``."""
     torch.manual_seed(0)
     dynamic = torch.ao.quantization.quantize_dynamic
     model = dynamic(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)), {nn.LSTM})
@@ -220,7 +220,7 @@ def test_quantized_layers_stay_with_a_note() -> None:
         convert_(model, lns16, scope)
         got = first(model(x))
         assert type(got) is torch.Tensor
-        assert (got - exact).norm() <= 0.1 * exact.norm()  # steps of 8 bits among it
+        assert (got - exact).norm() <= 0.1 * exact.norm()  # including steps of 8 bits
         notes = summary(model).splitlines()[4:6]
         reason = "stays integers: its weights are those of torch.ao.quantization"
         assert notes == [f"1 {reason}", f"2 {reason}"]
@@ -244,7 +244,7 @@ def test_layers_without_parameters_so_far_are_refused(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", ["matmul", "everywhere"])
 def test_attention_with_more_keys(scope: str) -> None:
-    """Learned and zero keys, which no mask leaves out."""
+    """Learned and zero keys, which no mask excludes."""
     layer = nn.MultiheadAttention(4, 2, add_bias_kv=True, add_zero_attn=True)
     q, k = torch.randn(3, 2, 4), torch.randn(5, 2, 4)
     causal = torch.ones(3, 5, dtype=torch.bool).triu(1)
@@ -284,7 +284,7 @@ def test_gradients_of_single_examples_by_torch_func(name: str) -> None:
 
 
 class DoubledForm(nn.Bilinear):
-    """A subclass of what is composed of products."""
+    """A subclass of a layer that is composed of products."""
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """Twice the bilinear form."""
@@ -302,21 +302,21 @@ TRACED: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]
 
 
 class Calls(nn.Module):
-    """A network of one layer, whose further inputs are constants."""
+    """A network of one layer; its other inputs are constants."""
 
     def __init__(self, layer: nn.Module, others: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.layer, self.others = layer, others
 
     def forward(self, x: Tensor) -> Any:
-        """What the layer gives."""
+        """Return the layer's output."""
         return self.layer(x, *self.others)
 
 
 @pytest.mark.parametrize("name", TRACED)
 def test_layers_are_traced_by_fx(name: str) -> None:
-    """The graph has the same bits, forward and backward; layers that torch.fx leaves whole stay so,
-    so that their hooks are called once a step."""
+    """The graph has the same bits, forward and backward. Layers that torch.fx does not enter stay
+    whole, so their hooks are called once a step."""
     make, inputs = TRACED[name]
     x, *others = inputs()
     model = convert_(Calls(make(), tuple(others)), lns12)
@@ -338,7 +338,7 @@ def test_layers_are_traced_by_fx(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gru", "lstm-cell", "attention", "bilinear", "subclass"])
 def test_layers_that_keep_their_forward_are_compiled(name: str) -> None:
-    """In one graph, whose products are LNS as well: the bits are those of calls."""
+    """In one graph, whose products are LNS, too; its bits equal the separate calls'."""
     make, inputs = TRACED[name]
     torch.compiler.reset()
     layer, given = convert_(make(), lns8), inputs()
@@ -354,7 +354,7 @@ def test_layers_that_keep_their_forward_are_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_around_which_graphs_break_are_lns(kind: type[nn.RNNBase]) -> None:
-    """The compiler runs them as they are and looks at what they call."""
+    """The compiler runs them unchanged and inspects their calls."""
     torch.compiler.reset()
     layer = convert_(kind(4, 5, num_layers=2), lns8)
     given = (torch.randn(3, 2, 4, requires_grad=True),)
@@ -375,7 +375,7 @@ def test_layers_of_real_weights_beside_complex_parameters_are_converted() -> Non
 
 @pytest.mark.parametrize("name", ["subclass", "subclass-conv", "bilinear", "subclass-bilinear"])
 def test_a_layer_alone_is_traced_by_fx(name: str) -> None:
-    """A layer of scope ``matmul`` has the arguments of the layer of before."""
+    """A layer of scope ``matmul`` has the same arguments as the original layer."""
     make, inputs = TRACED[name]
     layer, given = convert_(make(), lns12), inputs()
     assert torch.equal(torch.fx.symbolic_trace(layer)(*given), layer(*given))
@@ -384,7 +384,7 @@ def test_a_layer_alone_is_traced_by_fx(name: str) -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_parametrizations_come_off_whenever_they_were_put_on(before: bool) -> None:
     x, made = torch.randn(5, 6), []
-    for _ in range(2):  # torch has copies share a class, which it takes from both
+    for _ in range(2):  # copies share a class; torch takes it away from both
         torch.manual_seed(0)
         layer = nn.Linear(6, 4)
         steps = (parametrizations.weight_norm, lambda m: convert_(m, lns12))

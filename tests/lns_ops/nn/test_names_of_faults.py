@@ -1,4 +1,4 @@
-"""Faults on a GPU name the converted module in whose forward pass they were launched."""
+"""Faults on a GPU name the converted module whose forward pass launched them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lns_ops.cuda import faults
 
 
 class Asks(nn.Module):
-    """A layer with a forward of its own that asks how a fault in it would be named."""
+    """A layer with a forward of its own that records the name a fault in it would have."""
 
     def __init__(self) -> None:
         super().__init__()

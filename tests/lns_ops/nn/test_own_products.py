@@ -1,5 +1,5 @@
-"""Products that modules compute themselves: scope matmul converts them, or says that they are left
-out."""
+"""Products that modules compute themselves: scope matmul converts them, or reports that they are
+left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.lns_ops.nn.products import Product
 
 
 class Adapter(nn.Module):
-    """LoRA, whose base layer is never called."""
+    """LoRA; its base layer is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Adapter(nn.Module):
 
 
 class Merged(Adapter):
-    """LoRA whose matrices are multiplied first."""
+    """LoRA that multiplies its matrices first."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.base.weight + self.b @ self.a, self.base.bias)
 
 
 class Wrapper(nn.Module):
-    """A module without weights of its own that multiplies by those of a layer."""
+    """A module without its own weights that multiplies by a layer's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Wrapper(nn.Module):
 
 
 class Rows(nn.Module):
-    """A linear layer with its weight the other way round, as GPT-2's."""
+    """A linear layer with a transposed weight, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Rows(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts by one equation, then the matrices of one expert an example."""
+    """All experts in one equation, then the matrices of one expert per example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,8 @@ def scan(states: Tensor, decay: Tensor, inputs: Tensor) -> Tensor:
 
 
 class StateSpace(nn.Module):
-    """A selective state-space model: its state meets ``C``, which is computed of the input."""
+    """A selective state-space model: its state is multiplied by ``C``, which is computed from the
+    input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class StateSpace(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention by hand: products of activations between those with weights."""
+    """Attention by hand: products of activations between products with weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class Attention(nn.Module):
 
 
 class Positions(nn.Module):
-    """A module with a matrix that it adds, and attention without weights: nothing to convert."""
+    """A module that adds a matrix, and attention without weights: nothing to convert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ def test_the_summary_lists_modules_with_products_of_their_own() -> None:
     assert lines[1].split() == ["0", "LNSMatmulWrapper", "matmul", "lns12", "0"]
 
 
-COMPILED = [name for name in CASES if name != "grouped"]  # torch compiles it in bfloat16 alone
+COMPILED = [name for name in CASES if name != "grouped"]  # torch compiles it only in bfloat16
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -282,7 +283,7 @@ def test_gradients_of_gradients() -> None:
 
 
 class Mixed(nn.Module):
-    """A module that multiplies by a weight, with layers inside that may be left out."""
+    """A module that multiplies by a weight and has layers inside that may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +359,7 @@ def test_an_exported_module_has_lns_products() -> None:
 
 
 class Given(nn.Module):
-    """A module that calls a function that it was given."""
+    """A module that calls a given function."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -375,7 +376,7 @@ def test_functions_that_a_module_is_given_are_its_code() -> None:
 
 
 class Complex(nn.Module):
-    """A module whose weights are complex, and one of whose products is real."""
+    """A module with complex weights; one of its products is real."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,7 +397,8 @@ def test_complex_products_stay() -> None:
 
 
 class Block(nn.Module):
-    """Embeddings, a layer, attention with a mask and a product with what is no weight either."""
+    """Embeddings, a layer, attention with a mask, and a product with a tensor that is not a
+    weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +436,7 @@ def test_products_of_activations_stay_float32(way: str) -> None:
 
 
 class Subclass(nn.Linear):
-    """A layer that multiplies by ``@``, and by layers of its own called ``linear``."""
+    """A layer that multiplies by ``@`` and has layers called ``linear``."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input @ self.weight.t()

@@ -1,4 +1,4 @@
-"""Ways of writing a product: in scope matmul each has the bits of a linear layer."""
+"""Ways to write a product: in scope matmul each equals a linear layer bit for bit."""
 
 from __future__ import annotations
 

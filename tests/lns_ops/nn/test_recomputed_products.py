@@ -1,4 +1,4 @@
-"""Products that a checkpoint computes anew in the backward pass, in scope matmul."""
+"""Products that a checkpoint recomputes in the backward pass, in scope matmul."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.lns_ops.nn.test_own_products import Rows
 
 
 class Anew(nn.Module):
-    """A product that is computed anew in the backward pass, and a layer that is."""
+    """A product, and a layer, that are recomputed in the backward pass."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Anew(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_function_that_is_computed_anew_outside_of_its_module_raises(reentrant: bool) -> None:
-    """Its gradients would be those of float32 products; a module's are not."""
+    """Its gradients would be the gradients of float32 products; a module's are correct."""
     net = lns_ops.convert_(Anew(reentrant), lns_ops.lns8, scope="matmul")
     x = torch.randn(4, 8, requires_grad=True)
     with pytest.raises((RuntimeError, CheckpointError), match=r"[Cc]heckpoint"):

@@ -1,5 +1,5 @@
-"""The composed optimizers: torch's updates on floats, the reference's bits on codes, values
-refused."""
+"""The composed optimizers: torch's updates on floats, the reference's bits on codes, refused
+values."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_asgd_averages_as_torchs() -> None:
     "rounding", [r | a for a in ({}, {"arithmetic": "float32"}) for r in ROUNDINGS[1:]], ids=str
 )
 def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
-    """Over forty steps what an lns16 weight has moved is what a float32 one has, but for roundings
-    that average out."""
+    """Over forty steps an lns16 weight moves as far as a float32 weight, except for roundings that
+    average out."""
     start = LNSTensor.from_float(start_of(400), lns16).to_float()
     grads = [LNSTensor.from_float(g, lns16).to_float() for g in gradients(40, 400)]
     exact, weight = nn.Parameter(start.clone()), nn.Parameter(LNSTensor.from_float(start, lns16))
@@ -83,8 +83,8 @@ def test_codes_move_as_floats(name: str, rounding: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("fmt", [lns12, lns16], ids=str)
 def test_a_step_in_float32_is_the_rounded_step_of_floats(name: str, fmt: LNSFormat) -> None:
-    """Twenty steps, each from the state and the weights that the LNS one has: what it stores is
-    what the float one leaves, rounded."""
+    """Twenty steps, each from the state and weights of the LNS optimizer: it stores what the float
+    optimizer computes, rounded."""
     weight = nn.Parameter(LNSTensor.from_float(start_of(200), fmt))
     optimizer, different = make(name, [weight], **FLOAT32), 0
     for grad in gradients(20, 200):
@@ -102,11 +102,11 @@ def test_a_step_in_float32_is_the_rounded_step_of_floats(name: str, fmt: LNSForm
                 (got.to_float() - want).abs()
                 <= 1.01 * 2 * half_ulp(fmt) * want.abs() + fmt.smallest
             ).all()
-    assert different <= 20  # float32's own roundings, on the other side of a boundary
+    assert different <= 20  # float32's own rounding is on the other side of a boundary
 
 
 def floats_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The float optimizer's state that an LNS one in float32 arithmetic stands for."""
+    """The float optimizer's state that corresponds to the LNS state in float32 arithmetic."""
     found = {}
     for name, value in state.items():
         if not isinstance(value, LNSTensor):
@@ -125,8 +125,7 @@ def floats_of(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pairs_of(state: dict[str, Any], floats: dict[str, Any]) -> list[tuple[Any, Tensor]]:
-    """What is kept in LNS, and the float of the same meaning; ASGD's average is one of rounded
-    weights."""
+    """LNS states and their float equivalents; ASGD's average is over rounded weights."""
     kept = (n for n, value in state.items() if isinstance(value, LNSTensor))
     names = [n for n in kept if n != "ax" and not n.endswith("_compensation")]
     return [
@@ -137,7 +136,7 @@ def pairs_of(state: dict[str, Any], floats: dict[str, Any]) -> list[tuple[Any, T
 
 @pytest.mark.parametrize("kahan_sum", [True, False])
 def test_float32_updates_have_decays_that_the_format_has_not(kahan_sum: bool) -> None:
-    """A beta1 that rounds to 1 in lns12; and Kahan keeps steps of a 200th of an ulp, which are lost
+    """A beta1 that rounds to 1 in lns12. Kahan keeps steps of a 200th of an ulp, which are lost
     without it."""
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(30), lns12))
     options: dict[str, Any] = {"lr": 2.0**-14, "betas": (0.997, 0.9999), "kahan_sum": kahan_sum}
@@ -164,7 +163,7 @@ def number(value: float, fmt: LNSFormat) -> np.ndarray[Any, np.dtype[np.int16]]:
 
 
 def any_codes(fmt: LNSFormat, count: int, seed: int) -> list[LNSTensor]:
-    """Of 700 values each; every code is as likely, the extremes and zero too."""
+    """700 values each; every code is equally likely, including the extremes and zero."""
     rng = np.random.default_rng(seed)
     codes = rng.choice(
         np.concatenate([fmt.codes(), np.zeros(len(fmt.codes()) // 20, np.int16)]), (count, 700)
@@ -291,8 +290,8 @@ def test_lion_in_reference_operations(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", [lns16, lns12, lns8], ids=str)
 def test_signmul_adds_to_the_logarithm(fmt: LNSFormat) -> None:
-    """A factor of a whole number of ulps moves every code by so many; half an ulp moves it every
-    second step, kept in the residue."""
+    """A factor of n ulps moves every code by n; half an ulp, kept in the residue, moves it every
+    second step."""
     start = start_of(60)
     for ulps, steps in ((2.0, 3), (0.5, 6)):
         weight = nn.Parameter(LNSTensor.from_float(start, fmt))
@@ -330,7 +329,7 @@ def test_madam_bounds_weights(p_scale: float) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
 @pytest.mark.parametrize("kind", ["square", "sum", "maximum"])
 def test_averages_equal_the_reference_on_every_device(fmt: LNSFormat, kind: str) -> None:
-    """The compiled kernel, the torch integers that a GPU computes with, and the reference."""
+    """The compiled kernel and the torch integers that a GPU uses equal the reference."""
     f = fmt.fraction_bits
     table = {
         "square": moments.mean_square(0.999, f),
@@ -352,7 +351,7 @@ def test_averages_equal_the_reference_on_every_device(fmt: LNSFormat, kind: str)
 
 @pytest.mark.parametrize("fraction_bits", [0, 6, 7, 10])
 def test_a_sum_of_squares_is_its_hypotenuse(fraction_bits: int) -> None:
-    """The fine logarithm of sqrt(r^2 + x^2) is within 1.01 units of the exact one."""
+    """The fine logarithm of sqrt(r^2 + x^2) is within 1.01 units of the exact value."""
     table = moments.sum_square(fraction_bits)
     k = np.arange(table.first - 3, table.first + len(table.table) + 3)
     exact = 0.5 * np.log2(1 + np.exp2(2 * k / 2**fraction_bits)) * 2 ** (fraction_bits + 16)
@@ -428,7 +427,7 @@ def test_an_option_that_no_optimizer_has() -> None:
 
 
 def test_adam_is_the_composition_of_its_parts() -> None:
-    """amsgrad, composed, equals the fused kernel where its largest root is the root itself."""
+    """Composed amsgrad equals the fused kernel if the largest root is the current root."""
     # growing, so every root is the largest
     grads = [torch.linspace(0.1, 2.0, 50) * (k + 1) for k in range(5)]
     weights = [nn.Parameter(LNSTensor.from_float(start_of(50), lns16)) for _ in range(2)]

@@ -1,5 +1,5 @@
-"""Updates of bfloat16 weights beside those of two other libraries: torchao's rounding at random is
-ours, optimi's Kahan summation rounds once more."""
+"""Updates of bfloat16 weights compared with two other libraries: torchao's stochastic rounding
+equals ours; optimi's Kahan summation rounds once more."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RATE, STEPS = 2.0**-6, 400
 
 @needs_torchao
 def test_rounding_at_random_is_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchao.optim rounds what its float32 step gives: up where r is below the 16 bits that are
-    dropped. Ours are the same bits with 2^16 - 1 - r for r, which is as random."""
+    """torchao.optim rounds its float32 result up if r is below the 16 bits that are dropped. Ours
+    has the same bits with 2^16 - 1 - r in place of r, which is equally random."""
     from torchao.optim.quant_utils import _fp32_to_bf16_sr
 
     generator = torch.Generator().manual_seed(0)
@@ -38,8 +38,8 @@ def test_rounding_at_random_is_torchaos(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def kahan_of_optimi(w: Tensor, c: Tensor, grad: Tensor) -> None:
-    """The rule of optimi 0.3's SGD, in tensors of bfloat16: ``c = q(c + u)``, ``new = q(w + c)``,
-    ``c = q(c + q(w - new))``."""
+    """The rule of optimi 0.3's SGD, in bfloat16 tensors: ``c = q(c + u)``, ``new = q(w + c)``, ``c
+    = q(c + q(w - new))``."""
     c.add_(grad, alpha=-RATE)
     old = w.clone()
     w.add_(c)
@@ -48,8 +48,8 @@ def kahan_of_optimi(w: Tensor, c: Tensor, grad: Tensor) -> None:
 
 @pytest.mark.parametrize("kahan_sum", [True, False])
 def test_kahan_is_optimis_but_for_one_rounding(kahan_sum: bool) -> None:
-    """Ours rounds ``c + u`` only where it is added to the weight, optimi's by itself too. Both stay
-    within a step of bfloat16 of the exact sum of 400 updates, which rounding to nearest loses."""
+    """Ours rounds ``c + u`` only when it is added to the weight, optimi's also by itself. Both stay
+    within one bfloat16 step of the exact sum of 400 updates, which rounding to nearest loses."""
     generator = torch.Generator().manual_seed(0)
     start = (1 + torch.rand(64, 8, generator=generator)).bfloat16()
     layer = nn.Linear(8, 64, bias=False)

@@ -1,5 +1,5 @@
-"""What a small rate does: a schedule ends in order, and Kahan's compensation moves a weight down to
-a limit that is known."""
+"""Small rates: a schedule ends as expected, and Kahan's compensation moves a weight down to a known
+limit."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def test_a_rate_that_underflows_from_the_start_is_refused() -> None:
 
 
 def limit(fmt: LNSFormat) -> float:
-    """``(2^(2^-f / 2) - 1)^2``: half an ulp of half an ulp, the limit that the documentation of SGD
-    gives."""
+    """``(2^(2^-f / 2) - 1)^2``: half an ulp of half an ulp, the limit in the documentation of
+    SGD."""
     return float((2 ** (0.5 / 2**fmt.fraction_bits) - 1) ** 2)
 
 
 def walked(fmt: LNSFormat, update: float, **options: object) -> float:
-    """How far a weight of 1 comes by equal updates that add up to 0.3, as a share of that."""
+    """The distance that a weight of 1 moves by equal updates with a sum of 0.3, as a share of
+    0.3."""
     steps = round(0.3 / update)
     weight = encode(torch.ones(256), fmt)
     u = encode(torch.full((256,), update), fmt)
@@ -184,7 +185,7 @@ def test_a_weight_decay_that_rounding_loses_warns_as_the_optimizer_is_made(
 def test_bias_correction_is_that_of_the_decay_that_the_format_has(
     beta1: float, fmt: str, amsgrad: bool
 ) -> None:
-    """A constant gradient moves a weight by one rate a step, but for rounding."""
+    """A constant gradient moves a weight by one rate per step, up to rounding."""
     weight = LNSTensor.from_float(torch.ones(1), fmt).requires_grad_()
     optimizer = optim.Adam([weight], 1e-3, (beta1, 0.999), kahan_sum=True, amsgrad=amsgrad)
     for _ in range(100):

@@ -1,5 +1,5 @@
-"""The state of optimizers: second moments that do not freeze, state dicts, and what compensation
-begins with."""
+"""The state of optimizers: second moments that do not freeze, state dicts, and the start of
+compensation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ROOTS = {
 @pytest.mark.parametrize("name", list(ROOTS))
 @pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
 def test_second_moments_do_not_freeze(name: str, arithmetic: str) -> None:
-    """With a decay of 0.999 the moment follows gradients that shrink by ten, where lns12's own
-    steps are 1.1 %."""
+    """With a decay of 0.999 the moment follows gradients that shrink by ten, although lns12's steps
+    are 1.1 %."""
     option, state = ROOTS[name]
     weight = nn.Parameter(LNSTensor.from_float(torch.ones(20), lns12))
     optimizer = make(
@@ -73,7 +73,7 @@ def test_adagrads_sum_goes_on_growing() -> None:
 
 @pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
 def test_asgds_average_follows_by_less_than_an_ulp(arithmetic: str) -> None:
-    """A thousandth of the way a step, over a thousand steps of a weight that stands still."""
+    """A thousandth of the distance per step, over a thousand steps, with a constant weight."""
     weight = nn.Parameter(LNSTensor.from_float(torch.full((8,), 2.0), lns12))
     optimizer = optim.ASGD([weight], lr=1.0, lambd=0.0, t0=0, arithmetic=arithmetic)
     run(optimizer, weight, [torch.full((8,), 1.0)] + [torch.zeros(8)] * 3000)
@@ -88,7 +88,7 @@ def test_asgds_average_follows_by_less_than_an_ulp(arithmetic: str) -> None:
     "kind", ["lns", "lns kahan", "lns random", "lns float32", "float32", "bfloat16"]
 )
 def test_state_survives_its_state_dict(name: str, kind: str) -> None:
-    """Six steps, and three, a state dict, and three more in a new optimizer: the same bits, the
+    """Six steps; and three, a state dict, and three more in a new optimizer: the same bits, the
     same dtypes."""
     rounding = {
         "lns kahan": ROUNDINGS[1], "lns random": ROUNDINGS[2],
@@ -120,7 +120,7 @@ def test_state_survives_its_state_dict(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", list(ALL))
 @pytest.mark.parametrize("arithmetic", optim.ARITHMETICS)
 def test_fresh_state_is_zero(name: str, arithmetic: str) -> None:
-    """As a captured CUDA graph needs: from zeroed state a step is a first step."""
+    """A captured CUDA graph needs this: with zeroed state a step equals the first step."""
     weights = [nn.Parameter(LNSTensor.from_float(start_of(30), lns12)) for _ in range(2)]
     first, again = (make(name, [w], kahan_sum=True, arithmetic=arithmetic) for w in weights)
     run(first, weights[0], gradients(1, 30))
@@ -192,7 +192,8 @@ def test_options_that_a_checkpoint_is_older_than_take_their_defaults() -> None:
 
 @pytest.mark.parametrize("kind", [SGD, AdamW, optim.Lion])
 def test_compensation_begins_with_what_conversion_lost(kind: Any) -> None:
-    """Weight and compensation together are the float32 weights to the square of a half step."""
+    """Weight and compensation together equal the float32 weights up to the square of a half
+    step."""
     model = nn.Linear(20, 30)
     exact = [p.detach().clone() for p in model.parameters()]
     convert_(model, lns12, scope="everywhere")

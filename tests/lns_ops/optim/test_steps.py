@@ -1,4 +1,5 @@
-"""Steps of SGD and Adam against the reference, torch and float32; their state and refusals."""
+"""Steps of SGD and Adam compared with the reference, torch and float32; their state and
+refusals."""
 
 from __future__ import annotations
 
@@ -99,8 +100,7 @@ def test_adam_on_floats_is_torchs(kind: str, weight_decay: float) -> None:
 
 
 def test_adam_in_lns16_stays_near_float32() -> None:
-    """Over fifty steps the LNS chain's weights differ from float32's by a few ulps (0.54 %
-    each)."""
+    """Over fifty steps the LNS weights differ from float32's by a few ulps (0.54 % each)."""
     torch.manual_seed(2)
     start, grads = torch.randn(500), [torch.randn(500) + 0.5 for _ in range(50)]
     exact = nn.Parameter(start.clone())
@@ -229,7 +229,8 @@ def small_net(scope: str | None = "everywhere") -> nn.Sequential:
 def test_a_step_between_forward_and_backward_is_refused(
     name: str, scope: str | None, options: dict[str, Any]
 ) -> None:
-    """As by torch.optim: the gradients would be those of other weights, or of a mixture."""
+    """With a step of torch.optim in between, the gradients would belong to other weights, or to a
+    mixture."""
     model = small_net(scope)
     optimizer = make(name, model.parameters(), **options)
     model(torch.ones(2, 3)).sum().backward()
@@ -275,7 +276,7 @@ def test_a_step_after_a_compiled_forward_is_a_change_too() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_backward_passes_without_a_step_between_add_up(name: str) -> None:
-    """Accumulation, retain_graph and parameters that no gradient reached, which stay unchanged."""
+    """Accumulation, retain_graph and parameters without a gradient, which stay unchanged."""
     model, unused = small_net(), nn.Parameter(LNSTensor.from_float(torch.ones(2, 2), lns16))
     optimizer = make(name, [*model.parameters(), unused])
     first, second = model(torch.ones(2, 3)).sum(), model(torch.ones(2, 3)).sum()

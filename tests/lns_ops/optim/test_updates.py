@@ -1,5 +1,5 @@
-"""Rounding at random, Adam, and their kernels: tables against exact arithmetic, kernels against the
-reference, optimizers against torch."""
+"""Stochastic rounding, Adam, and their kernels: tables equal exact arithmetic, kernels equal the
+reference, optimizers agree with torch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_stochastic_addition_is_unbiased(fmt: LNSFormat, update: float) -> None:
 
 
 def test_stochastic_addition_at_the_edges() -> None:
-    """Zeros and cancellation are exact whatever the bits; the range's end saturates."""
+    """Zeros and cancellation are exact for any bits; the range's end saturates."""
     for bits in (0, 65535):
         r = np.array([bits])
         one, zero = np.array([lns12.bias], np.int16), np.zeros(1, np.int16)
@@ -134,7 +134,7 @@ def test_decay_table_is_the_root_of_the_average(beta: float, fraction_bits: int)
 
 
 def test_the_second_moment_does_not_freeze() -> None:
-    """An average with beta 0.999 follows its input up and down, to within an ulp and a half of
+    """An average with beta 0.999 follows its input up and down to within an ulp and a half of
     float64 (1.6 % at f = 6)."""
     rng = np.random.default_rng(0)
     nearest = at_random = residue = np.zeros(300, np.int16)
@@ -321,8 +321,8 @@ def test_adam_in_float32(fmt: LNSFormat, rounding: str, decay: str | None) -> No
 
 
 def test_sums_that_leave_float32_saturate() -> None:
-    """Compensation and update are finite, their sum is not, and the weight flies to the other end:
-    inf - inf would be no number."""
+    """Compensation and update are finite but their sum is not, and the weight jumps to the other
+    end: inf - inf would be NaN."""
     fmt = LNSFormat(9, 0)
     far = np.array([fmt.field_mask, fmt.field_mask | fmt.sign_mask], np.int16)
     zeros = np.zeros_like(far)

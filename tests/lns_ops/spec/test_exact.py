@@ -22,8 +22,8 @@ OPERATIONS = ("add", "sub", "mul", "div")
 
 
 def pairs(fmt: LNSFormat) -> tuple[Codes, Codes]:
-    """All pairs of an 8-bit format; of others 10^6 at random, half of them close in magnitude,
-    where additions are hardest."""
+    """All pairs of an 8-bit format; for other formats 10^6 random pairs, half of them close in
+    magnitude, where additions are hardest."""
     codes = fmt.codes()
     if fmt.bits == 8:
         x, y = np.meshgrid(codes, codes)
@@ -38,8 +38,8 @@ def pairs(fmt: LNSFormat) -> tuple[Codes, Codes]:
 
 @lru_cache(maxsize=100_000)
 def gaussian_logarithm(distance: int, unlike: bool, fraction_bits: int) -> int:
-    """``2^f log2(1 +- 2^(-distance / 2^f))``, rounded to nearest; no tie is possible, it is
-    irrational."""
+    """``2^f log2(1 +- 2^(-distance / 2^f))``, rounded to nearest; it is irrational, so there are no
+    ties."""
     with mpmath.workdps(40):
         ratio = mpmath.power(2, -mpmath.mpf(distance) / (1 << fraction_bits))
         return int(
@@ -48,7 +48,7 @@ def gaussian_logarithm(distance: int, unlike: bool, fraction_bits: int) -> int:
 
 
 def exact_sum(x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """``x + y`` from the definition, every distance by mpmath."""
+    """``x + y`` by definition; mpmath computes every distance."""
     (sx, lx), (sy, ly) = reference.unpack(x, fmt), reference.unpack(y, fmt)
     zero = (lx == reference.NO_LOG) | (ly == reference.NO_LOG)
     distance, unlike = np.where(zero, 0, np.abs(lx - ly)), (sx != sy) & ~zero
@@ -73,9 +73,9 @@ def test_sums_of_forty_digits(fmt: LNSFormat) -> None:
 
 @pytest.mark.parametrize("fmt", [lns8, lns12, lns16, LNSFormat(16, 10)], ids=str)
 def test_products_are_exact(fmt: LNSFormat) -> None:
-    """In whole logarithms: zero below the range, the largest magnitude above it."""
+    """Convert to whole logarithms: zero below the range, the largest magnitude above it."""
     x, y = pairs(fmt)
-    y = np.where(y == 0, fmt.bias, y).astype(np.int16)  # no division by zero
+    y = np.where(y == 0, fmt.bias, y).astype(np.int16)  # avoids division by zero
     (sx, lx), (sy, ly) = reference.unpack(x, fmt), reference.unpack(y, fmt)
     for got, log in (
         (cpu.mul(x, y, fmt), lx + ly),
@@ -88,7 +88,7 @@ def test_products_are_exact(fmt: LNSFormat) -> None:
 
 
 def by_xlns(xlns: Any, operation: str, x: Codes, y: Codes, fmt: LNSFormat) -> Codes:
-    """The operation on xlns's arrays (``2 log + sign``, no bounds), clamped to the format."""
+    """The operation on xlns's arrays (``2 log + sign``, unbounded), clamped to the format."""
     numbers = []
     for codes in (x, y):
         sign, log = reference.unpack(codes, fmt)

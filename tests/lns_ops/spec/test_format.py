@@ -1,4 +1,4 @@
-"""Formats: which exist, what their codes mean, how values round to them."""
+"""Formats: which exist, what their codes mean, how values are rounded to them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_encode_refuses_what_lns_cannot_hold(value: float) -> None:
 
 @pytest.mark.parametrize("fraction_bits", range(15))
 def test_tables_are_powers_of_two_rounded_once(fraction_bits: int) -> None:
-    """Against decimals of 40 digits, of 64 places in each table."""
+    """Compared with 40-digit decimals, for 64 places in each table."""
     n = 1 << fraction_bits
     with localcontext() as context:
         context.prec = 40

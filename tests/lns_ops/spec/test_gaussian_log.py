@@ -1,5 +1,5 @@
-"""The Gaussian-logarithm tables against arbitrary-precision arithmetic: every entry is correctly
-rounded and none is a tie."""
+"""The Gaussian-logarithm tables compared with arbitrary-precision arithmetic: every entry is
+correctly rounded, without ties."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_tables(fraction_bits: int) -> None:
     for sign, table in ((1, plus), (-1, minus)):
         for distance in range(1, len(table)):
             error = abs(exact_log_ratio(fraction_bits, distance, sign) - int(table[distance]))
-            # Strictly inside the half: with 30 digits at hand, 1e-15 rules out both a tie and a
-            # wrong neighbour.
+            # Strictly below a half: with 30 digits, a margin of 1e-15 excludes ties and wrong
+            # neighbours.
             assert error < half - mpmath.mpf("1e-15"), (fraction_bits, distance, sign)
 
 
@@ -48,7 +48,7 @@ def test_table_ends_where_both_corrections_vanish(fraction_bits: int) -> None:
     assert plus[-1] == 0
     assert minus[-1] == 0
     assert plus[-2] != 0 or minus[-2] != 0
-    # Beyond the table |log2(1 - 2^-d)| only shrinks, so its end is enough.
+    # Beyond the table |log2(1 - 2^-d)| decreases, so checking its end is enough.
     assert abs(exact_log_ratio(fraction_bits, len(plus) - 1, -1)) < 0.5
 
 

@@ -1,5 +1,5 @@
-"""The reference against real arithmetic: what the contract promises, checked without looking at how
-it is written."""
+"""The reference compared with real arithmetic: the promises of the contract, checked independently
+of its code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def every_pair(fmt: LNSFormat) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_correctly_rounded(codes: np.ndarray, exact: np.ndarray, fmt: LNSFormat) -> None:
-    """Correctly rounded, saturated, or underflowed. One rounding of the table leaves 0.5 ulp and a
-    hair where two logs nearly tie."""
+    """Correctly rounded, saturated, or underflowed. One table rounding leaves slightly more than
+    0.5 ulp if two logarithms nearly tie."""
     np.testing.assert_array_equal(codes, reference.encode(exact, fmt))
 
 
@@ -81,7 +81,7 @@ def test_errors_of_sqrt_and_division() -> None:
 
 
 def test_blocks_keep_long_sums_from_sticking() -> None:
-    """4,096 ones stick at 370 when added one after another at f = 7; in blocks of 64 they come out
+    """Added one after another, 4,096 ones stagnate at 370 for f = 7; in blocks of 64 the sum is
     right."""
     ones = reference.encode(np.ones(4096), lns16)
     assert float(reference.decode(reference.sum(ones, 0, lns16), lns16)) == pytest.approx(
@@ -95,8 +95,7 @@ def test_blocks_keep_long_sums_from_sticking() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1), k=st.integers(0, 200))
 def test_matmul_is_products_summed_in_order(seed: int, k: int) -> None:
-    """matmul equals the sum of elementwise products wherever products neither saturate nor
-    underflow."""
+    """matmul equals the sum of elementwise products if products neither saturate nor underflow."""
     rng = np.random.default_rng(seed)
     x, y = (
         reference.encode(rng.uniform(0.5, 2, s) * rng.choice([-1, 1], s), lns12)
@@ -107,7 +106,7 @@ def test_matmul_is_products_summed_in_order(seed: int, k: int) -> None:
 
 
 def test_matmul_error_is_what_the_design_measured() -> None:
-    """f = 7, K = 784: 1.06 % root-mean-square against float64 on the same operands was measured;
+    """f = 7, K = 784: the measured RMS error is 1.06 % compared with float64 on the same operands;
     allow a fifth more."""
     rng = np.random.default_rng(0)
     x, y = (reference.encode(rng.standard_normal(s), lns16) for s in ((16, 784), (784, 16)))
@@ -118,7 +117,7 @@ def test_matmul_error_is_what_the_design_measured() -> None:
 
 def test_kahan_wins_back_small_updates() -> None:
     """1,000 updates of 1e-3 on a weight of 1: plain LNS never moves (half an ulp is 5.4e-3), Kahan
-    arrives at 2."""
+    reaches 2."""
     one, step = reference.encode(np.array([1.0]), lns12), reference.encode(np.array([1.0]), lns12)
     rate = reference.encode(np.array(1e-3), lns12)
     plain, weight, compensation = one, one, np.zeros(1, np.int16)

@@ -1,5 +1,5 @@
-"""Functions from tables: every entry is the nearest code; the kernel reads the table and raises
-where there is no value."""
+"""Functions from tables: every entry is the nearest code. The kernel reads the table and raises if
+the function has no value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARAMETERS = {
     "d_elu_of_result": (0.7, 1.3, 0.9),
 }
 
-# Written here in other words than in lns_ops.spec.unary_functions, with 40 digits.
+# Written differently than in lns_ops.spec.unary_functions, with 40 digits.
 INDEPENDENT = {
     "exp": lambda x: mpmath.e**x,
     "expm1": lambda x: mpmath.e**x - 1,
@@ -96,7 +96,7 @@ def some_codes(fmt: LNSFormat, count: int) -> list[int]:
 @pytest.mark.parametrize("fmt", [lns8, lns12, LNSFormat(16, 10)], ids=str)
 def test_entries_are_the_nearest_codes(name: str, fmt: LNSFormat) -> None:
     table = unary_functions.table(name, PARAMETERS.get(name, ()), fmt)
-    with mpmath.workdps(400):  # 1 - tanh(40) and the like cancel without loss
+    with mpmath.workdps(400):  # 1 - tanh(40) and similar differences cancel without loss
         for code in some_codes(fmt, 90):
             assert table[code & (2 * fmt.field_mask + 1)] == nearest(
                 INDEPENDENT[name](value_of(code, fmt)), fmt
@@ -117,8 +117,7 @@ def test_derivatives_are_derivatives(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(unary_functions.FUNCTIONS))
 def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
-    """The formulas in float64 against themselves with 60 digits: within the error that the tables
-    allow for."""
+    """The formulas in float64 compared with 60 digits: within the error that the tables allow."""
     function, parameters = unary_functions.FUNCTIONS[name], PARAMETERS.get(name, ())
     for code in some_codes(lns16, 120):
         with mpmath.workdps(60):
@@ -130,8 +129,8 @@ def test_float64_is_trusted_no_further_than_it_goes(name: str) -> None:
 
 
 def test_where_float64_could_err_more_digits_decide() -> None:
-    """x + tiny lies just beyond a threshold for one code: the table must not depend on float64's
-    last bits."""
+    """x + tiny is just beyond a threshold for one code; the table must not depend on float64's last
+    bits."""
     fmt = lns12
     threshold = mpmath.power(2, mpmath.mpf(1) / 128)
 
@@ -172,7 +171,7 @@ def test_zero_to_a_small_power_is_zero() -> None:
 
 @pytest.mark.parametrize("exponent", [1 / 3, 0.1, 1.5, 2.5**-30, -1e-300, -1e300, 2.5 + 2**-50])
 def test_powers_are_rounded_as_fractions_are(exponent: float) -> None:
-    """Of all logarithms: products of float64 decide but near ties."""
+    """For all logarithms: products of float64 decide, except near ties."""
     logs = np.arange(-lns16.max_log, lns16.max_log + 1)
     limit = 1 << 20
     exact = [min(max(round(Fraction(exponent) * x), -limit), limit) for x in logs.tolist()]
@@ -257,7 +256,7 @@ def test_sums_by_index_in_coarse_formats(n: int, fmt: LNSFormat, seed: int) -> N
     terms, at = torch.from_numpy(x), torch.from_numpy(index)
     got = indexed.index_sum(terms, at, 3, fmt)
     np.testing.assert_array_equal(got.numpy(), reference.sum_by_index(x, index, 3, fmt))
-    with FlopCounterMode(display=False):  # who watches operators gets what a GPU computes
+    with FlopCounterMode(display=False):  # a dispatch mode gets the operations that a GPU uses
         assert torch.equal(indexed.index_sum(terms, at, 3, fmt), got)
 
 
@@ -271,7 +270,8 @@ def test_sums_by_index_in_coarse_formats(n: int, fmt: LNSFormat, seed: int) -> N
 def test_long_sums_by_index_are_cut_as_long_sums_are(
     counts: list[int], unused: int, fmt: LNSFormat, seed: int
 ) -> None:
-    """A destination's sum has the bits of the sum of its terms alone, however many there are."""
+    """The sum at a destination equals the sum of its terms alone bit for bit, for any number of
+    terms."""
     rng = np.random.default_rng(seed)
     index = rng.permutation(np.repeat(np.arange(-1, len(counts)), [unused, *counts]))
     x = lns.encode(torch.from_numpy(rng.random(len(index), np.float32)), fmt)

@@ -1,5 +1,5 @@
-"""Errors of encoding name operation, value and place; bounds keep values off the edges of domains;
-numbers are where tensors are."""
+"""Errors of encoding name operation, value and place; bounds keep values away from the edges of
+domains; numbers are on the tensors' device."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ON_ANY_DEVICE: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 @pytest.mark.parametrize("name", list(ON_ANY_DEVICE))
 def test_numbers_are_where_tensors_are(name: str) -> None:
-    """On a GPU that torch imagines: a number that becomes a tensor on the CPU is refused there."""
+    """On torch's fake GPU: a number that becomes a tensor on the CPU is refused there."""
     with FakeTensorMode():
         codes = torch.empty(3, 4, dtype=torch.int16, device="cuda")
         index = torch.empty(3, 4, dtype=torch.int64, device="cuda")

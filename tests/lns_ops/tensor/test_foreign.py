@@ -1,5 +1,5 @@
-"""What networks of other people call: weight normalization, groups of products, lists of tensors,
-initializers, clipping; and networks of the zoo that need one rule each."""
+"""Calls in networks from other projects: weight normalization, groups of products, lists of
+tensors, initializers, clipping; and networks of the zoo that need one rule each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def random(*shape: int, seed: int = 0) -> LNSTensor:
 def test_weight_normalization_is_a_product_a_norm_and_a_quotient(dim: int) -> None:
     v, g = random(3, 4).requires_grad_(), random(3, 1, seed=1) if dim == 0 else random(1, 4, seed=1)
     g = (random(1, seed=1)[0] if dim == -1 else g).detach().requires_grad_()
-    w = torch._weight_norm(v, g, dim)  # what torch.nn.utils calls
+    w = torch._weight_norm(v, g, dim)  # torch.nn.utils calls this
     others = [0, 1] if dim == -1 else [1 - dim]
     a, b = (x.detach().requires_grad_() for x in (v, g))
     expected = a * (b / torch.linalg.vector_norm(a, dim=others, keepdim=dim != -1))
@@ -113,7 +113,7 @@ def test_comparisons_in_place_write_ones_and_zeros() -> None:
 
 
 def test_weight_normalization_of_a_vector_takes_each_entry_alone() -> None:
-    """As torch's, with dimension 0: the direction of a single number is its sign."""
+    """As torch's with dimension 0: the direction of a single number is its sign."""
     v, g = random(5).requires_grad_(), random(5, seed=1)
     assert torch.equal(torch.norm_except_dim(v, 2, 0).codes, v.abs().codes)
     w = torch._weight_norm(v, g, 0)
@@ -162,7 +162,7 @@ def test_shares_of_a_dirichlet_distribution_add_up_to_one() -> None:
     exact = torch.distributions.Dirichlet(concentration.detach().to_float()).rsample()
     assert torch.equal(shares.sum(-1).to_float(), torch.ones(64))
     assert ((shares.to_float() - exact).abs() <= 4 * half_ulp(lns16) * exact).all()
-    distribution.log_prob(shares).sum().backward()  # which checks that they do
+    distribution.log_prob(shares).sum().backward()  # it checks that they do
     assert concentration.grad is not None
 
 
@@ -233,7 +233,7 @@ def test_operations_on_lists_are_those_on_each(name: str) -> None:
 )
 @pytest.mark.parametrize("made", [lambda n: random(3, seed=n), lambda n: torch.randn(3)])
 def test_operations_on_lists_in_place_are_changes_to_autograd(written: Any, made: Any) -> None:
-    """A product is not differentiated with a factor of another value, in LNS as in float32."""
+    """A product is not differentiated with another value of a factor, in LNS as in float32."""
     x, factor = made(0).requires_grad_(), made(1).detach()
     (x * factor).sum().backward()
     late = (x * factor).sum()
@@ -250,7 +250,7 @@ def with_gradient(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def test_images_take_the_places_of_words() -> None:
-    """What networks of words and images do: ``masked_scatter``, whose gradient is a selection."""
+    """As in networks for words and images: ``masked_scatter``, whose gradient is a selection."""
     words, image = random(2, 3, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()
     here = torch.zeros(2, 3, 1, dtype=torch.bool)
     here[0] = True
@@ -282,7 +282,7 @@ def test_blocks_on_a_diagonal_and_signs() -> None:
 
 @pytest.mark.parametrize("name", ["nms", "roi_align", "deform_conv2d"])
 def test_operators_of_torchvision_are_computed_in_float32(name: str) -> None:
-    """Of torchvision, or operators of such names where it is not installed."""
+    """torchvision's operators, or operators with their names if it is not installed."""
     assert is_decoded(name)
     with torch.library._scoped_library("seen", "FRAGMENT") as library:
         library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
@@ -355,7 +355,7 @@ def test_networks_of_the_zoo_train(name: str, scope: str, monkeypatch: pytest.Mo
     (network,) = [n for n in zoo.NETWORKS if n.name == name]
     copied = name != "physics-informed"  # inference mode has no gradients
     found = zoo.attempt(network, scope, copied)
-    in_part = scope == "matmul" and name == "spectral-norm"  # whose power iterations are float32
+    in_part = scope == "matmul" and name == "spectral-norm"  # its power iterations are float32
     assert found["trains"] == ("in part" if in_part else "yes")
     assert found["copies"] == ("yes" if copied else "-")
 

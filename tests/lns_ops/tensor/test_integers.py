@@ -1,4 +1,5 @@
-"""Integers, which LNS values are near: given back where integers are asked for."""
+"""Integers, to which LNS values are only near, are returned exactly where integers are
+requested."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_floats_that_are_compared_with_are_encoded() -> None:
 
 
 def test_pixels_at_learned_places_are_those_of_float32() -> None:
-    """Rounded down places index an image, as in deformable convolutions and hash grids."""
+    """Positions rounded down index an image, as in deformable convolutions and hash grids."""
     image = torch.randn(8, 8)
 
     def sampled(offset: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ def test_embeddings_by_rounded_numbers() -> None:
 
 @pytest.mark.parametrize("number", [0.3, 5, 1000])
 def test_numbers_that_are_compared_with_are_encoded(number: float) -> None:
-    """By the same rule as ``==``, whatever holds the number."""
+    """By the same rule as ``==``, whatever type the number has."""
     x = LNSTensor.from_float(torch.tensor([0.3, 1000.0, 5.0]), lns16)
     expected = x == number
     assert expected.any()

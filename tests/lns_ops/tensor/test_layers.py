@@ -1,5 +1,5 @@
-"""torch's layers, converted whole: outputs and all gradients against float64, and the torch
-conventions that each layer has."""
+"""torch's layers, converted whole: outputs and all gradients compared with float64, and each
+layer's torch conventions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 
 class Swish(nn.Module):
-    """``x sigmoid(beta x)`` with beta trained."""
+    """``x sigmoid(beta x)`` with a trained beta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_embedding(options: dict[str, Any]) -> None:
     ids=str,
 )
 def test_embedding_bag(mode: str, options: dict[str, Any]) -> None:
-    """Bags of no, one and many rows; of the weights of samples (sums only) the gradient too."""
+    """Bags of no, one and many rows; with per-sample weights (sums only) also their gradient."""
     if mode != "sum" and "per_sample_weights" in options:
         pytest.skip("torch has no such mode")
     torch.manual_seed(1)
@@ -150,7 +150,7 @@ def test_embedding_bag(mode: str, options: dict[str, Any]) -> None:
 
 
 class Bags(nn.Module):
-    """An embedding bag of given tokens as a function of what weighs them."""
+    """An embedding bag of given tokens as a function of its weights."""
 
     def __init__(self, bag: nn.EmbeddingBag, tokens: Tensor, offsets: Tensor) -> None:
         super().__init__()
@@ -161,8 +161,8 @@ class Bags(nn.Module):
 
 
 def test_embedding_bags_sum_in_the_contracts_order() -> None:
-    """A bag is the sum of its rows, bit for bit, and so is the gradient of a row over the samples
-    that name it."""
+    """A bag is the sum of its rows, bit for bit; so is the gradient of a row, over the samples that
+    use it."""
     torch.manual_seed(1)
     weight = LNSTensor.from_float(torch.randn(30, 4), lns12).requires_grad_()
     tokens = torch.randint(0, 30, (6, 200))
@@ -182,8 +182,8 @@ def test_embedding_bags_sum_in_the_contracts_order() -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_gradients_of_bags_by_frequency(mode: str) -> None:
-    """Divided by how often their row occurs. (torch 2.13 on a CPU divides by the count of another
-    row: no reference.)"""
+    """Divided by the number of times their row occurs. (torch 2.13 on a CPU divides by another
+    row's count, so it is not the reference.)"""
     torch.manual_seed(1)
     values, tokens, grads = torch.randn(9, 5), torch.randint(0, 9, (4, 50)), []
     for by_frequency in (False, True):
@@ -228,7 +228,7 @@ def test_running_statistics_are_float32_and_follow_the_batches() -> None:
 
 
 def test_statistics_of_many_values_do_not_stick() -> None:
-    """Half a million values a channel; in one sequence of block totals the sum would stop at a few
+    """Half a million values per channel; a single sequence of block totals would stop at a few
     thousand."""
     x = torch.randn(32, 1, 128, 128) * 0.5 + 3
     out = convert_(nn.BatchNorm2d(1), lns12, scope="everywhere")(x).to_float()
@@ -258,7 +258,7 @@ def test_statistics_of_many_values_do_not_stick() -> None:
     ids=lambda value: value().__class__.__name__ if callable(value) else "",
 )
 def test_layers_take_no_examples(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    """As an expert does that no token was sent to: torch's shapes, and gradients of zeros."""
+    """Like an expert without tokens: torch's shapes, and gradients of zeros."""
     plain, layer = make(), convert_(make(), lns16, scope="everywhere")
     if isinstance(plain, (nn.Embedding, nn.EmbeddingBag)):
         inputs = [torch.zeros(shape, dtype=torch.int64)] * 2
@@ -315,7 +315,7 @@ def test_a_normalized_shape_that_is_not_the_inputs_is_refused(norm: Any, sizes: 
 
 @pytest.mark.parametrize("shape", [(2, 3, 1), (2, 3, 1, 1)])
 def test_a_channel_of_one_position_has_no_variance(shape: tuple[int, ...]) -> None:
-    """As torch has it, which refuses such an input too."""
+    """As in torch, which refuses such an input, too."""
     layer = nn.InstanceNorm1d(3) if len(shape) == 3 else nn.InstanceNorm2d(3)
     with pytest.raises(ValueError, match="more than 1 spatial element"):
         layer(torch.randn(shape))
@@ -325,7 +325,7 @@ def test_a_channel_of_one_position_has_no_variance(shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
 def test_dropout_leaves_out_what_it_does_in_float32(order: tuple[int, ...]) -> None:
-    """torch draws in the order of memory: layers that turn tensors around draw otherwise."""
+    """torch draws in memory order; layers that transpose tensors draw differently."""
     values = torch.ones(6, 5, 4).permute(order)
     x = LNSTensor.from_float(torch.ones(6, 5, 4), lns12).permute(order)
     masks = []
@@ -419,12 +419,12 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, 
         ((4, 6, 5, 2), (6,), (6,)),
     ),
 }
-"""Functions that take one step of the graph, the same as several, and the shapes of operands."""
+"""Functions with one step in the graph equal several steps; and the shapes of operands."""
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_what_takes_one_step_has_the_bits_of_its_parts(name: str) -> None:
-    """Output, gradients and, where there are any, second derivatives."""
+    """Output, gradients and, if they exist, second derivatives."""
     *ways, shapes = STEPS[name]
     twice = "norm" not in name or "evaluation" in name
 

@@ -1,5 +1,5 @@
-"""The gradient of a mean over many terms underflows in a narrow format: that is said, and a power
-of two on the loss mends it."""
+"""The gradient of a mean over many terms underflows in a narrow format: a warning says so, and a
+power of two on the loss prevents it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_gradient_that_underflows_as_it_enters_is_said_once(name: str, scope: 
     assert "% of it underflow in lns12" in message
     assert "lns_ops.LossScale" in message
     assert not said(train)
-    convert_(net(), "lns12", scope=scope)  # another network begins anew
+    convert_(net(), "lns12", scope=scope)  # another network starts from zero
     assert len(said(train)) == 1
 
 
@@ -99,7 +99,7 @@ def test_a_gradient_that_keeps_what_counts_is_not_warned_of(scope: str, fmt: str
     x, y = batch()
     model = convert_(net(), fmt, scope=scope)
     scale = 1 if fmt == "lns12" else 1 / len(y)
-    sure = 20 * F.one_hot(y, 64)  # of such a row all gradients are below the range
+    sure = 20 * F.one_hot(y, 64)  # all gradients of such a row are below the range
     sure[::2] = 0
     assert not said(lambda: (F.cross_entropy(model(x), y, reduction="sum") * scale).backward())
     assert not said(

@@ -1,5 +1,5 @@
-"""An LNSTensor takes 2 bytes a value: weights, gradients, optimizer state, and what autograd saves
-for the backward pass."""
+"""An LNSTensor takes 2 bytes per value: weights, gradients, optimizer state, and tensors saved for
+the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lns_ops.optim import SGD
 
 
 def kept(lns: bool) -> dict[str, int]:
-    """Bytes in float-valued tensors, every storage once; int64 indices of max pooling left out."""
+    """Bytes in float tensors, every storage once, without the int64 indices of max pooling."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 10)

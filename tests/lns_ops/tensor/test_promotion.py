@@ -1,4 +1,4 @@
-"""Where LNS tensors meet float tensors: encoded out of place, decoded in place, -inf masks."""
+"""LNS tensors together with float tensors: encoded out of place, decoded in place, -inf masks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ SPARSE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_products_with_sparse_matrices_are_those_with_dense_ones(
     name: str, layout: torch.layout
 ) -> None:
-    """The terms of a row are few enough for one block of the contract's sum."""
+    """A row has few enough terms for one block of the contract's sum."""
     matrix = torch.randn(5, 20).where(torch.rand(5, 20) > 0.6, 0.0)
     x, y = random(20, 4).requires_grad_(), random(20, 4).requires_grad_()
     found = SPARSE[name](matrix.to_sparse(layout=layout), x)
@@ -208,14 +208,14 @@ def test_numbers_and_lists_and_texts() -> None:
 
 
 class Rotary(nn.Module):
-    """A module that owns a buffer only."""
+    """A module that only has a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input turned by its position times a frequency."""
+        """Return the input, turned by its position times a frequency."""
         angles = torch.outer(torch.arange(1000, 1000 + len(x)), self.frequencies)
         return torch.cat([x[:, :4] * angles.cos(), x[:, 4:] * angles.sin()], -1)
 
@@ -263,7 +263,7 @@ def test_tools_around_a_network(name: str) -> None:
 
 
 class Ones(torch.autograd.Function):
-    """A function of somebody else, whose gradient is a float tensor."""
+    """A function of another project, whose gradient is a float tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What torch refuses, or takes as values, and what once ended the process or read other memory."""
+"""Inputs that torch refuses, or reads as values, and calls that once ended the process or read
+other memory."""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ def step(name: str, fmt: str | None, **options: Any) -> tuple[nn.Module, Any]:
     ("theirs", "ours"), [("lns12", "lns16"), ("lns16", "lns12"), (None, "lns16"), ("lns16", None)]
 )
 def test_state_of_another_format_is_refused(name: str, theirs: str | None, ours: str) -> None:
-    """Its codes would be read as those of this one."""
+    """Its codes would be read in this format."""
     options = {"momentum": 0.5} if name == "SGD" else {}
     _, optimizer = step(name, ours, **options)
     before = copy.deepcopy(optimizer.state_dict())
@@ -229,7 +230,7 @@ def test_floats_are_normalized_with_lns_weights() -> None:
 
 
 def test_state_of_a_number_is_taken_again() -> None:
-    """Of a parameter without dimensions, whose state has values in float64 of the same shape."""
+    """For a parameter without dimensions, whose state has float64 values of the same shape."""
     parameter = nn.Parameter(lns(2.0))
     for make in (lns_ops.optim.NAdam, lns_ops.optim.SignMul):
         optimizer = make([parameter], lr=0.01)
@@ -260,7 +261,7 @@ def test_a_gradient_scaler_is_told_of_powers_of_two() -> None:
 
 @torch.library.custom_op("lns_tests::double_", mutates_args={"tensors"})
 def double_(tensors: list[Tensor]) -> None:
-    """An operation of somebody else that writes to a list."""
+    """Another project's operation that writes to a list."""
     for each in tensors:
         each.mul_(2)
 
@@ -274,7 +275,7 @@ def test_the_fallback_writes_to_lists() -> None:
 
 
 def test_segments_are_torchs() -> None:
-    """Rows of segments of an axis, also those that leave values out."""
+    """Segments of rows along an axis, also segments that leave out values."""
     x = lns(torch.arange(1.0, 25.0).reshape(2, 4, 3))
     lengths = torch.tensor([[1, 3], [2, 1]])
     offsets = torch.tensor([[1, 2, 4], [0, 3, 3]])
@@ -307,7 +308,7 @@ def test_segments_that_have_no_result_are_refused(
 def test_equal_ends_of_a_segment_share_its_gradient_alone(
     reduce: str, initial: float | None
 ) -> None:
-    """Not with ``initial``, nor with where the search starts; rows by a negative axis."""
+    """Not with ``initial`` or a start of the search; rows along a negative axis."""
     values = torch.tensor([[2.0, 2.0, 0.0, 0.0], [0.0, -1.0, 2.0, 4.0]])
     x, given = LNSTensor.from_float(values, "lns16").requires_grad_(), values.requires_grad_()
     lengths = torch.tensor([[2, 2], [2, 2]])
@@ -338,7 +339,7 @@ def test_flex_attention_is_refused_with_what_to_use(way: str) -> None:
 
 
 def test_a_sum_over_as_many_terms_as_values_say_cannot_be_compiled_whole() -> None:
-    """``torch.bincount`` has as many counts as the largest value wants."""
+    """``torch.bincount`` has as many counts as the largest value requires."""
     torch.compiler.reset()
 
     def scaled(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

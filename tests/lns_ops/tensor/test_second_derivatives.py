@@ -1,4 +1,4 @@
-"""Gradients of gradients (gradient penalties): near float32; none is lost silently."""
+"""Gradients of gradients (gradient penalties) are near float32; no gradient is lost silently."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lns_ops import LNSTensor
 
 
 class Causal(nn.Module):
-    """Attention to what came before."""
+    """Attention to earlier positions."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
 class Reshaped(nn.Module):
-    """A layer of sequences or images, on rows of eight."""
+    """A layer for sequences or images, on rows of eight."""
 
     def __init__(self, layer: nn.Module, *shape: int) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ LAYERS = {
 
 
 def penalised(layer: nn.Module, fmt: str | None, floats: bool) -> list[Tensor | None]:
-    """Return the gradients of a penalty of the gradient of a net with this layer."""
+    """Return a net's gradients of the gradient penalty, with this layer in the net."""
     torch.manual_seed(0)
     layer = copy.deepcopy(layer)
-    for part in layer.modules():  # not as drawn when the tests were collected
+    for part in layer.modules():  # new weights, independent of the collection
         if isinstance(part, nn.Conv2d | nn.LSTM):
             part.reset_parameters()
     model = nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -113,7 +113,7 @@ STEPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_second_derivatives_are_near_float64(name: str) -> None:
-    """The first derivatives that have derivatives are those that have none, to the bit."""
+    """First derivatives in a graph equal those without a graph, bit for bit."""
     torch.manual_seed(0)
     function, shape = STEPS[name]
     given = [torch.randn(shape), torch.rand(6) + 0.5, torch.randn(6), torch.randn(shape)]
@@ -163,7 +163,7 @@ def test_derivatives_of_absolute_values_and_signs(
 
 
 def test_statistics_alone_have_a_gradient() -> None:
-    """A penalty that does not hang on the output of a norm, only on what it divides by."""
+    """A penalty that does not depend on the output of a norm, only on its divisor."""
     x = LNSTensor.from_float(torch.randn(4, 6), "lns16").requires_grad_()
     seed = LNSTensor.from_float(torch.randn(4, 6), "lns16").requires_grad_()
     (slope,) = torch.autograd.grad(functional.layer_norm(x, (6,)), x, seed, create_graph=True)
@@ -186,7 +186,7 @@ def critic_step(critic: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_critic_learns_under_a_gradient_penalty(norm: type[nn.Module]) -> None:
-    """Of two clouds 2 apart, which is what the gap of a critic of slope 1 comes to."""
+    """For two clouds at a distance of 2, which is the gap of a critic of slope 1."""
     torch.manual_seed(0)
     critic = nn.Sequential(nn.Linear(2, 16), norm(16), nn.Tanh(), nn.Linear(16, 1))
     lns_ops.convert_(critic, "lns16", scope="everywhere")

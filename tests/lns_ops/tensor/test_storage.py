@@ -1,4 +1,4 @@
-"""An LNSTensor's memory is that of its codes: shared, replaced, copied and saved as such, or
+"""An LNSTensor's memory is the memory of its codes: shared, replaced, copied and saved as such, or
 refused."""
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def test_views_are_copied(copied: str, view: str) -> None:
     assert equal(x, VIEWS[view](VALUES))
 
 
-# pickle writes every storage apart, torch's own too
+# pickle writes every storage separately, torch's own too
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save"])
 def test_tensors_that_share_memory_share_it_in_the_copy(copied: str) -> None:
     whole = lns()
@@ -341,7 +341,7 @@ def test_views_in_inference_mode(name: str) -> None:
 
 
 def test_moving_averages_are_kept_in_float32() -> None:
-    """In LNS a decay of 0.999 never moves; the warning says what does."""
+    """In LNS a decay of 0.999 never moves the value; the warning names the remedy."""
     model, decay = layer(), get_ema_multi_avg_fn(0.999)
     stuck = AveragedModel(model, multi_avg_fn=decay)
     average = AveragedModel(revert_(copy.deepcopy(model)), multi_avg_fn=decay)

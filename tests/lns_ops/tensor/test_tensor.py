@@ -1,5 +1,5 @@
-"""LNSTensor in torch: operations against the reference, gradients against float64, and the torch
-machinery around them."""
+"""LNSTensor in torch: operations equal the reference, gradients agree with float64, and torch's
+features work."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_operators_equal_the_reference(
 
 @pytest.mark.parametrize("name", ["lt", "le", "gt", "ge"])
 def test_numbers_below_the_smallest_magnitude_lie_between_zero_and_it(name: str) -> None:
-    """As the tolerance of a loop does that ends once nothing changes, or of a check of sums."""
+    """Such as the tolerance of a loop that ends once nothing changes, or of a check of sums."""
     values = torch.tensor([-1.0, -lns12.smallest, 0.0, lns12.smallest, 2.0])
     x = LNSTensor.from_float(values, lns12)
     for number in (1e-6, -1e-6, 1e-45):
         assert torch.equal(getattr(x, name)(number), getattr(values.double(), name)(number))
-    assert (x == 1e-6).tolist() == [False, False, True, False, False]  # which is encoded first
-    torch.distributions.OneHotCategorical(logits=random((8, 4), lns12))  # whose sums are checked
+    assert (x == 1e-6).tolist() == [False, False, True, False, False]  # it is encoded first
+    torch.distributions.OneHotCategorical(logits=random((8, 4), lns12))  # its sums are checked
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=IDS)
@@ -134,7 +134,7 @@ def test_means_equal_the_reference_and_do_not_saturate(terms: int, fmt: LNSForma
     x = np.random.default_rng(terms).choice(fmt.codes(), (terms, 5))
     equal(LNSTensor(torch.from_numpy(x), fmt).mean(0), reference.mean(x, 0, fmt))
     large = LNSTensor(torch.full((terms,), fmt.field_mask, dtype=torch.int16), fmt)
-    # lns8's sums stick at 23 equal terms; saturation would leave 1 / terms of the mean.
+    # lns8's sums stagnate at 23 equal terms; saturation would leave 1 / terms of the mean.
     assert large.mean().to_float().item() > fmt.largest * (0.05 if fmt == lns8 else 0.8)
 
 
@@ -167,14 +167,14 @@ def small_net() -> nn.Sequential:
     )
 
 
-# A gradient passes some ten roundings of up to half an ulp each, and sums of 64 terms: eight
-# half-ulps cover them (five are seen).
+# A gradient has some ten roundings of up to half an ulp each, and sums of 64 terms: eight half-ulps
+# are enough (five are observed).
 GRADIENT_HALF_ULPS = 8
 
 
 class Gate(nn.Module):
-    """A ReLU that opens where another net's ReLU did: a pre-activation that rounds across zero is
-    no error of the gradient."""
+    """A ReLU that opens where another net's ReLU opened: a pre-activation that rounds across zero
+    is not an error of the gradient."""
 
     def __init__(self, masks: list[Tensor]) -> None:
         super().__init__()
@@ -298,8 +298,8 @@ def test_errors_name_value_rule_and_remedy() -> None:
 
 @pytest.mark.parametrize("K", [4096, 4097, 9000])
 def test_long_products_are_cut_as_sums_are(K: int) -> None:
-    """Ones do not stick: at f = 6 one sequence of 9,000 of them would end at a third; bias and
-    batches likewise."""
+    """Ones do not stagnate: at f = 6 a single sequence of 9,000 ones would end at a third; the same
+    for bias and batches."""
     x, y = random((3, K), lns12, 1), random((K, 5), lns12, 2)
     expected = reference.long_matmul(x.codes.numpy(), y.codes.numpy(), lns12)
     equal(x @ y, expected)

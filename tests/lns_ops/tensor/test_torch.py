@@ -1,5 +1,5 @@
-"""What torch users do with tensors and modules: saving, copying, compiling, checkpointing,
-counting, loading in workers."""
+"""Common uses of tensors and modules in torch: saving, copying, compiling, checkpointing, counting,
+loading in workers."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_what_is_saved_for_the_backward_pass_takes_two_bytes_a_value() -> None:
 
     def pack(x: Tensor) -> Tensor:
         inner = codes(x)
-        if any(inner.stride()):  # what stands for a norm's parts in the graph is one element
+        if any(inner.stride()):  # the graph has one element in place of a norm's parts
             sizes.append((x.numel(), inner.numel() * inner.element_size()))
         return x
 

@@ -1,4 +1,4 @@
-"""Layers beside their twins in float64: how far apart outputs and gradients may be."""
+"""Layers and their float64 twins: the allowed distance of outputs and gradients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.lns_ops.lns_formats import half_ulp
 FMT = LNSFormat(16, 10)
 
 ROUNDINGS = {"few": 12, "some": 40, "many": 150}
-"""Half-ulps in the norm: a layer of a few operations; norms and attention; recurrences over steps,
-where errors are fed back."""
+"""Half-ulps in the norm: for a layer of a few operations; for norms and attention; for recurrences
+over steps, where errors are fed back."""
 
 
 def values(x: Any) -> Tensor:
@@ -42,7 +42,7 @@ def gradients(
 
 
 def exact_twin(model: nn.Module) -> nn.Module:
-    """float64 with the weights that the encoded ones stand for."""
+    """Return the float64 twin with the decoded weights."""
     from lns_ops import revert_
 
     return revert_(copy.deepcopy(model)).double()

@@ -1,4 +1,4 @@
-"""What a study says of itself: amendments, the statistic of each claim, its picture."""
+"""Statements of a study: amendments, the statistic of each claim, its picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AMENDED = [{"date": "2026-11-24", "change": "Five seeds in place of two.", "reas
 
 
 def test_the_page_has_the_amendments_of_the_file(tiny: Tiny, tmp_path: Path) -> None:
-    """The ledger is of before, and its claim too."""
+    """The ledger and its claim are from an earlier version."""
     checks = [claim(value={"row": "float32", "at_most": 2.5})]
     study = tiny("amended", FIVE, f"claims={json.dumps(checks)}")
     write_ledger(study, with_errors(study, {"float32": BETTER, "lns matmul": WORSE}))
@@ -126,7 +126,7 @@ def test_every_claim_states_its_own_statistic(tiny: Tiny) -> None:
 
 
 def test_a_ledger_of_an_earlier_version_keeps_its_digest(tiny: Tiny) -> None:
-    """It stated one statistic for all; nothing has changed since but the version."""
+    """It stated one statistic for all claims; only the version has changed since."""
     checks = json.dumps([claim(value={"row": "float32", "at_most": 2.5})])
     study = tiny("earlier", f"claims={checks}")
     events, old = made_up_events(study), statement(study.to_dict(), {}, statistics=False)
@@ -142,7 +142,7 @@ def test_a_ledger_of_an_earlier_version_keeps_its_digest(tiny: Tiny) -> None:
 
 
 def test_the_nearest_rival_has_its_own_resolution(tiny: Tiny) -> None:
-    """Another row's spread is ten times its."""
+    """The spread of another row is ten times as large."""
     rows = (
         "rows=[{label: a}, {label: b, overrides: {epochs: 4}}, {label: c, overrides: {epochs: 5}}]"
     )

@@ -1,4 +1,4 @@
-"""Verdicts that were false, or looked surer than they were: each from a made-up ledger."""
+"""Verdicts that were wrong or too sure, each from a made-up ledger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.study.results.test_answer import with_errors
 def test_differences_that_are_equal_but_for_rounding_have_no_spread(
     first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    """Three mistakes more of 297 at both seeds."""
+    """At both seeds three more of 297 examples are wrong."""
     gaps = [100.0 * (ours / 297) - 100.0 * (theirs / 297) for ours, theirs in (first, second)]
     assert 0 < abs(gaps[0] - gaps[1]) < 1e-12
     about = ClaimConfig(**claim(difference={"rows": ["a", "b"], "at_least": 1.0}))
@@ -50,7 +50,7 @@ def test_a_figure_that_is_shown_as_nothing_has_no_sign() -> None:
     ("k", "q"), [(2, 1.960), (3, 2.343), (4, 2.569), (5, 2.728), (9, 3.102), (10, 3.164)]
 )
 def test_critical_differences_are_those_of_the_published_table(k: int, q: float) -> None:
-    """Demsar 2006, table 5 (a), which has three decimals, cut off."""
+    """Demsar 2006, table 5 (a), truncated to three decimals."""
     assert critical_difference(k, 14) == pytest.approx(
         q * math.sqrt(k * (k + 1) / (6 * 14)), abs=1e-3 * math.sqrt(k * (k + 1) / 84)
     )
@@ -68,7 +68,8 @@ def judge_three(tiny: Tiny, errors: dict[str, list[float]], **check: Any) -> Ver
 
 
 def test_what_is_shown_of_a_best_row_is_what_decides(tiny: Tiny) -> None:
-    """A rival with the larger mean is surely worse by a little, another one may be better."""
+    """The rival with the larger mean is significantly worse by a little; another one may be
+    better."""
     small = [0.01, 0.02, 0.0, 0.01, 0.01]
     wide = [3.0, -3.0, 2.0, -2.0, -0.5]
     errors = {
@@ -86,7 +87,7 @@ def test_what_is_shown_of_a_best_row_is_what_decides(tiny: Tiny) -> None:
 
 
 def test_a_row_that_cannot_be_tested_keeps_a_claim_open(tiny: Tiny) -> None:
-    """It is better by 0.29 at all three seeds, which is no interval, and 0.3 is allowed."""
+    """It is better by 0.29 at all three seeds, which gives no interval; 0.3 is allowed."""
     ours = WORSE[:3]
     errors = {"a": ours, "b": [x - 0.29 for x in ours], "c": [x + 9 + y for x, y in
               zip(ours, BETTER, strict=False)]}  # fmt: skip
@@ -115,7 +116,7 @@ def test_an_own_function_waits_for_a_seed_that_failed(tiny: Tiny, tmp_path: Path
 
 @pytest.mark.parametrize(("blocks", "outcome"), [(4, "undecided"), (5, "undecided"), (6, "holds")])
 def test_two_values_need_six_blocks(tiny: Tiny, blocks: int, outcome: str) -> None:
-    """Four of four is within Nemenyi's difference, and happens by chance in one of eight."""
+    """Four of four is within Nemenyi's difference, and happens by chance in one of eight cases."""
     check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
     space = f"space={{batch_size: {{grid: {list(range(16, 16 + blocks))}}}}}"
     study = tiny(
@@ -131,7 +132,8 @@ def test_two_values_need_six_blocks(tiny: Tiny, blocks: int, outcome: str) -> No
     ("last", "outcome"), [([2.1, 3.2], "holds"), ([9.0, 3.1], "undecided")]
 )  # fmt: skip
 def test_ten_blocks_of_one_data_set_are_no_ten(tiny: Tiny, last: list[float], outcome: str) -> None:
-    """One bad seed of three is bad in every block: ten equal blocks, and one seed against two."""
+    """One bad seed of three is bad in every block: ten equal blocks, but only one seed of
+    difference."""
     check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
     study = tiny(
         "claims", "seeds=[0,1,2]", f"space={{batch_size: {{grid: {list(range(16, 26))}}}}}",
@@ -145,8 +147,8 @@ def test_ten_blocks_of_one_data_set_are_no_ten(tiny: Tiny, last: list[float], ou
 
 
 def test_tukeys_difference_of_seeds() -> None:
-    """By hand: three values by three seeds, residuals of squares 0.0533 with four degrees of
-    freedom, q(0.05; 3, 4) = 5.040 (table of the studentized range)."""
+    """By hand: three values by three seeds, squared residuals 0.0533 with four degrees of freedom,
+    q(0.05; 3, 4) = 5.040 (table of the studentized range)."""
     ranks = np.array([[1.0, 2.0, 3.0], [1.2, 1.8, 3.0], [1.0, 2.0, 3.0]])
     rests = ranks - ranks.mean(0)  # all rows have the mean 2
     expected = 5.040 * math.sqrt(float((rests**2).sum()) / 4 / 3)
@@ -155,7 +157,7 @@ def test_tukeys_difference_of_seeds() -> None:
 
 
 def test_a_value_ranks_by_its_confirmed_configuration(tiny: Tiny) -> None:
-    """One of two configurations ran with more seeds; the other has the lower error of one seed."""
+    """One of two configurations ran with more seeds; the other has the lower error at one seed."""
     space = "space={optimizer.lr: {grid: [0.1, 0.2]}}"
     study = tiny("claims", "seeds=[0,1,2]", space, "search.algorithm=grid")
     plan, *events = made_up_events(study)
@@ -206,4 +208,4 @@ def test_a_function_that_is_edited_after_the_run_is_told(tiny: Tiny, tmp_path: P
     assert tags["claim.c"].startswith("NOT AS STATED, holds")
     facts = reproduced(read(study.folder), study.folder, "lns-study run edited").facts
     assert f"c (changed: check was own.py:f {before[:12]})" in facts["Statement"]
-    assert "CLAIMS CHANGED" not in facts.get("Remarks", "")  # said once on a page of claims
+    assert "CLAIMS CHANGED" not in facts.get("Remarks", "")  # shown once on a page of claims

@@ -1,4 +1,4 @@
-"""The checks beside the study files: what they make of figures and of real trials."""
+"""The checks beside the study files, on made-up figures and on real trials."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_bits_from_which_kahan_is_free_are_undecided_where_a_trial_diverged(
 
 
 def test_the_interval_of_a_crossing_holds_it_as_often_as_it_says() -> None:
-    """Percentiles of a bootstrap over five seeds hold it in 85 of 100 studies."""
+    """Percentiles of a bootstrap over five seeds contain it in 85 of 100 studies."""
     found, rng = check("law_of_bits.py:crossing"), np.random.default_rng(0)
     truth, studies = np.array([1.2, 0.45, 0.12, 0.03]), 40
     crossing = found(np.array([truth] * 5), [4, 6, 8, 10])["figure"]
@@ -74,7 +74,8 @@ def test_swish_is_open_where_one_data_set_is() -> None:
 
 
 ENERGY_FORMATS = ["float32", "float32", "int8", "lns12", "lns12"]
-"""Formats of five networks, each narrower first; of N = 1, 2, 2, 1 and 2 multiply-accumulates."""
+"""Formats of five networks, each narrower one first; with N = 1, 2, 2, 1 and 2
+multiply-accumulates."""
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,9 @@ ENERGY_FORMATS = ["float32", "float32", "int8", "lns12", "lns12"]
     [
         # all are near the best: one LNS operation for each of the other's, or for two of them
         ([2.0, 1.8, 2.0, 2.0, 2.0], 4.6 - 0.1875, 2 * 0.3 - 0.1875),
-        # the narrow LNS network is not: two for each of float32
+        # the narrow LNS network is not: two operations for each of float32's
         ([2.0, 1.8, 2.0, 2.4, 2.0], 4.6 / 2 - 0.1875, 0.3 - 0.1875),
-        # nor is the narrow float32 network
+        # neither is the narrow float32 network
         ([2.6, 1.8, 2.0, 2.4, 2.0], 4.6 - 0.1875, 0.3 - 0.1875),
         ([2.0, 1.8, 9.0, 2.0, 2.0], 4.6 - 0.1875, math.inf),
         ([2.0, 1.8, 2.0, 9.0, 9.0], -math.inf, -math.inf),
@@ -143,7 +144,7 @@ def test_energy_without_a_gpu_is_modelled_and_not_measured(tmp_path: Path) -> No
     assert "trial.device=cuda" in check("energy.py:measured")(ran)["note"]
     found = check("energy.py:against_float32")(ran)
     assert found["low"] <= found["figure"] <= found["high"]
-    assert "float16" in check("energy.py:against_float16")(ran)["note"]  # no such row
+    assert "float16" in check("energy.py:against_float16")(ran)["note"]  # there is no such row
     assert "the line joins" in reproduced(read(ran.folder), ran.folder, "").alt
     networks = ran.state.trials
     assert len(networks) == 3 * 3 * 2

@@ -1,4 +1,4 @@
-"""Reading a study runs none of the code that its ledger names."""
+"""Reading a study runs no code that its ledger names."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Tiny = Callable[..., StudyConfig]
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """A file that is there once the function of the claim has run."""
+    """A file that exists once the function of the claim has run."""
     return tmp_path / "ran"
 
 
 @pytest.fixture
 def stored(tiny: Tiny, tmp_path: Path, ran: Path) -> StudyConfig:
-    """A study with a claim whose function leaves a trace, and a ledger that nobody here wrote."""
+    """A study with a claim whose function leaves a trace, and a ledger from somebody else."""
     (tmp_path / "own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"
         "def one(study):\n    return {'figure': 1, 'low': 0.5, 'high': 2, 'unit': 'points'}\n"
@@ -154,7 +154,7 @@ def test_a_kept_verdict_is_text_and_numbers(stored: StudyConfig) -> None:
 def test_a_page_of_claims_runs_no_code_of_other_studies(
     stored: StudyConfig, tiny: Tiny, tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a function of a claim, nor a Python file as which a study is named."""
+    """Neither a claim's function, nor a Python file that is named as a study."""
     own = json.dumps([claim("own", value={"row": "float32", "at_most": 5})])
     mine = tiny("mine", f"storage={stored.storage}", f"claims={own}")
     write_ledger(mine, made_up_events(mine))
@@ -173,7 +173,7 @@ def test_a_page_of_claims_runs_no_code_of_other_studies(
 
 @pytest.mark.timeout(60)
 def test_a_huge_file_in_the_place_of_code_is_not_read(stored: StudyConfig, tmp_path: Path) -> None:
-    """200 GiB of zeros take no room on a disk."""
+    """200 GiB of zeros take no disk space."""
     write_report(read(stored.folder), stored.folder / "report")
     os.truncate(tmp_path / "own.py", 200 * 2**30)
     assert main(["report", "stored", "--storage", stored.storage]) == 0

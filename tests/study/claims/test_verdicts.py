@@ -1,4 +1,4 @@
-"""Verdicts from made-up ledgers, what was stated, and what a config refuses."""
+"""Verdicts from made-up ledgers, statements, and claims that a config refuses."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def test_a_search_that_was_broken_off_decides_nothing(tiny: Tiny, tmp_path: Path
 def test_a_row_without_a_figure_decides_nothing_and_is_named(
     tiny: Tiny, tmp_path: Path, search: str, failed: bool
 ) -> None:
-    """A search whose points were all refused has no trials, another's trials all failed."""
+    """One search has no trials because all its points were refused; all trials of another
+    failed."""
     (tmp_path / "own.py").write_text("def f(study): return {'figure': 1, 'verdict': 'holds'}")
     checks = [
         claim("best", no_row_beats={"row": "float32"}),
@@ -338,7 +339,8 @@ def test_ranks_follow_friedman_and_nemenyi(tiny: Tiny) -> None:
 
 
 def test_ranks_over_few_blocks_say_that_no_lead_suffices(tiny: Tiny) -> None:
-    """Of two values the best leads by at most 1 rank; three blocks show 1.960 sqrt(6 / 18)."""
+    """For two values the best can lead by at most 1 rank; three blocks can show 1.960 sqrt(6 /
+    18)."""
     check = claim(ranks={"of": "row", "blocks": ["batch_size"], "best": "float32"})
     study = tiny(
         "claims", "seeds=[0]", "space={batch_size: {grid: [16, 17, 18]}}", "search.algorithm=grid",
@@ -487,7 +489,7 @@ def test_a_small_form_is_its_changes_under_a_name_of_its_own(tmp_path: Path) -> 
 
 
 def test_a_study_that_is_small_has_not_the_small_form_of_another() -> None:
-    """Quickstart is the table with a small budget; that of the table takes longer."""
+    """Quickstart is the table with a small budget; the table's own small form takes longer."""
     assert load("quickstart", download=False).small == {}
     with pytest.raises(ValueError, match="has no small form"):
         load("quickstart", download=False, small=True)

@@ -102,7 +102,7 @@ def test_a_page_is_written_again_from_the_storage_alone(
 def test_other_studies_that_ran_in_this_form_keep_their_parts(
     reproduced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a command that runs it: of its file where that is found and as it ran."""
+    """Each part has a command that runs it: the file's if the file is found and unchanged since."""
     storage = tmp_path / "studies"
     (storage / "mine-small").mkdir(parents=True)
     shutil.copy(study_of(reproduced).folder / LEDGER, storage / "mine-small")
@@ -144,7 +144,8 @@ def test_a_report_is_verified(reproduced: Path, capsys: pytest.CaptureFixture[st
 
 @contextmanager
 def falsified(reproduced: Path, said: str) -> Iterator[dict[str, Any]]:
-    """Yield the report's record to be changed; verifying it then says what begins with ``said``."""
+    """Yield the report's record for changes; afterwards verification must print a line that starts
+    with ``said``."""
     file = study_of(reproduced).folder / "report" / FILE
     true = file.read_text()
     values = json.loads(true)
@@ -303,7 +304,8 @@ def test_a_page_with_one_text_altered_is_seen(reproduced: Path, what: str) -> No
 def test_a_ledger_that_was_altered_with_its_checksum_and_report_is_seen_in_mlflow(
     reproduced: Path, tmp_path: Path
 ) -> None:
-    """A validation figure is in no table of a row, and chooses a searched row's configuration."""
+    """No table of a row has the validation figure, but it chooses a searched row's
+    configuration."""
     study = study_of(reproduced)
     forged = tmp_path / study.folder.name
     shutil.copytree(study.folder, forged)

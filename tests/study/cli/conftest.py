@@ -1,4 +1,4 @@
-"""The working folder of the tests of commands."""
+"""The working folder for tests of commands."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ CONTENT = {"one": b"1" * 1000, "two": b"2" * 1000}
 
 
 class Mirror(http.server.BaseHTTPRequestHandler):
-    """A mirror whose connections break off in the middle of the files in ``torn``."""
+    """A mirror whose connections break in the middle of the files in ``torn``."""
 
     torn: ClassVar[set[str]] = set()
     asked: ClassVar[list[str]] = []
@@ -87,7 +87,7 @@ class Mirror(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mirror]]:
-    """A real HTTP server on loopback, from which ``text`` is a data set of two files."""
+    """A real HTTP server on loopback; ``text`` is a data set of two files from it."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Mirror)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

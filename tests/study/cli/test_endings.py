@@ -1,4 +1,4 @@
-"""How commands end: by Ctrl-C, by notices, with their terminal, and with their children."""
+"""How commands end: with Ctrl-C, notices, their terminal, and their children."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.study.tracking.conftest import runs_of
 
 
 def _children(pid: int) -> set[int]:
-    """Processes whose parent chain reaches ``pid``."""
+    """Return the processes that descend from ``pid``."""
     done = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
     parents = {int(a): int(b) for a, b in (line.split() for line in done.stdout.splitlines())}
     found = {pid}
@@ -56,8 +56,8 @@ def _still_there(pids: set[int], seconds: float = 20) -> set[int]:
 def test_ctrl_c_then_the_same_command_continues(
     folder: Path, wish: signal.Signals, send: Callable[[int, signal.Signals], None]
 ) -> None:
-    """Ctrl-C in the middle: exit code 130, no process left, MLflow's runs closed, and the next run
-    trains only what is missing."""
+    """Ctrl-C during a run: exit code 130, no process left, MLflow's runs closed, and the next run
+    only trains the rest."""
     command = [
         sys.executable,
         "-m",
@@ -105,12 +105,12 @@ def test_ctrl_c_then_the_same_command_continues(
 
 @pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_ends_in_order(folder: Path) -> None:
-    """Its last words have nobody to read them."""
+    """Nothing reads its last output."""
     ours, theirs = pty.openpty()
 
     def take_terminal() -> None:
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored, for the tests too
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, for the tests too
 
     process = subprocess.Popen(
         [sys.executable, "-m", "study", "run", "tiny", "trial.epochs=3000", "rows=[{label: a}]",
@@ -137,7 +137,7 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
-    """With a Ray of its own: the restarted driver gets the CPUs back that the killed one's workers
+    """With its own Ray: the restarted driver gets the CPUs back that workers of the killed one
     held."""
     gang = ["trial.workers=2", "trial.epochs=6", "rows=[{label: a}]", "baseline=null"]
     command = [sys.executable, "-m", "study", "run", "tiny", *gang, "name=killed"]
@@ -170,7 +170,7 @@ def test_a_killed_gang_driver_continues_its_run(folder: Path) -> None:
 def test_ui_serves_and_ends_with_its_children(
     tmp_path: Path, wish: signal.Signals, on_sigint: Any
 ) -> None:
-    """SIGTERM also where SIGINT is ignored, as in a script's ``lns-study ui &``."""
+    """SIGTERM works also if SIGINT is ignored, as in a script's ``lns-study ui &``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,5 +1,4 @@
-"""The command line as a user meets it: help, errors with exit code 2 and no traceback, Ctrl-C, the
-UI."""
+"""The command line for users: help, errors with exit code 2 and no traceback, Ctrl-C, the UI."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ def lns_study(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comp
 
 @dataclass
 class Here:
-    """The same command line in this process, which spares its imports; in ``folder``."""
+    """Run a command line in this process, in ``folder``; this saves its imports."""
 
     folder: Path
     capture: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Its exit code and what it printed."""
+        """Return its exit code and its output."""
         self.capture.readouterr()
         code = main(arguments)
         printed = self.capture.readouterr()
@@ -303,8 +302,8 @@ def test_only_the_users_input_exits_with_2(folder: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_extend_rerun_and_doctor(folder: Path) -> None:
-    """More epochs go on from the checkpoints and end with the bits of a study that had them from
-    the start; a trial repeats bit for bit."""
+    """Added epochs continue from the checkpoints and give the bits of a study that had them from
+    the start; a repeated trial has the same bits."""
     rows = ["rows=[{label: a, overrides: {precision.format: lns12}}]", "baseline=null"]
     assert lns_study("run", "tiny.yaml", *rows, "trial.epochs=2", cwd=folder).returncode == 0
     done = lns_study("extend", "tiny", "trial.epochs=4", "seeds=[0,1]", "--plain", cwd=folder)

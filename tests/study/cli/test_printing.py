@@ -1,4 +1,4 @@
-"""What commands print and write of a ledger that a stranger may have written."""
+"""Output of commands for a ledger that may come from a stranger."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.study.conftest import made_up_events, write_ledger
 from tests.study.tracking.conftest import Tiny
 
 UNSEEN = "\xad\u034f\u115f\u17b4\u180e\u3164\ufe0f\uffa0\ufff9\U0001d173\U000e0041\U000e0101"
-"""Characters that no terminal or page shows, by which two labels look alike."""
+"""Characters that terminals and pages do not show, so that two labels look the same."""
 HOSTILE = (
     "\x1b]0;title\x07\x1b[2J\x9b31m\u202eevil\u2066\u061c\u200f\u200e\u200b\u2060\ufeff\r" + UNSEEN
 )
@@ -36,7 +36,7 @@ CONTROLS = re.compile(
 
 
 def hostile_study(tiny: Tiny) -> Any:
-    """A study whose question, labels and errors steer a terminal, and turn what is read round."""
+    """A study whose question, labels and errors control a terminal or reverse the text."""
     study = tiny("hostile", "seeds=[0,1]")
     events = made_up_events(study)
     plan = events[0]
@@ -100,7 +100,7 @@ def test_every_control_character_and_separator_of_unicode_is_escaped() -> None:
 def test_a_label_with_brackets_is_shown_as_it_is(
     tiny: Tiny, label: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library that draws the tables of ``status`` has tags in brackets, such as links."""
+    """The library that draws the tables of ``status`` reads tags in brackets, such as links."""
     study = tiny("tags", f"rows=[{{label: '{label}'}}]", "baseline=null")
     write_ledger(study, made_up_events(study))
     monkeypatch.setenv("COLUMNS", "200")
@@ -116,8 +116,7 @@ def test_no_control_character_of_a_ledger_is_in_what_python_shows(tiny: Tiny) ->
 
 
 def test_the_figures_file_escapes_control_characters_and_holds_the_same_texts(tiny: Tiny) -> None:
-    """JSON has an escape for each; so who reads it with ``cat`` is safe, and programs see no
-    difference."""
+    """JSON has an escape for each, so ``cat`` is safe and programs see no difference."""
     study, _ = hostile_study(tiny)
     state = fold(read_ledger(study.folder))
     folder = write_report(state, study.folder / "report")
@@ -130,7 +129,7 @@ def test_the_figures_file_escapes_control_characters_and_holds_the_same_texts(ti
 
 
 def test_no_control_character_of_a_ledger_is_in_what_a_page_draws(tiny: Tiny) -> None:
-    """Its script shows names that it reads from JSON, in which every character has an escape."""
+    """Its script shows names that it reads from JSON, where every character has an escape."""
     study, _ = hostile_study(tiny)
     page = write_report(fold(read_ledger(study.folder)), study.folder / "report") / "report.html"
     data = page.read_text().partition('id="explore-data">')[2].partition("</script>")[0]
@@ -140,7 +139,7 @@ def test_no_control_character_of_a_ledger_is_in_what_a_page_draws(tiny: Tiny) ->
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts in JSON's values, names included."""
+    """Yield the texts in JSON's values, including names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -152,7 +151,7 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def test_a_name_or_label_is_no_link_or_picture_in_the_report(tiny: Tiny) -> None:
-    """Nor is it HTML, in Markdown, in which it says what it is."""
+    """In Markdown the text must not become HTML, and is shown as it is."""
     live = "![x](http://127.0.0.1:9/x) <img src=x> [y]: http://127.0.0.1:9"
     study = tiny("tiny", f"rows=[{{label: '{live}'}}]", "baseline=null")
     study = dataclasses.replace(study, question=live)
@@ -164,7 +163,7 @@ def test_a_name_or_label_is_no_link_or_picture_in_the_report(tiny: Tiny) -> None
 
 
 def test_a_bare_address_is_none_in_the_report(tiny: Tiny) -> None:
-    """Many viewers of Markdown make links of addresses that stand in the text."""
+    """Many Markdown viewers turn addresses in the text into links."""
     bare = "https://evil.example/a www.evil.example me@evil.example WWW.evil.example ftp://evil/x"
     study = tiny("bare", f"rows=[{{label: '{bare}'}}]", "baseline=null")
     study = dataclasses.replace(study, question=bare)
@@ -177,7 +176,7 @@ def test_a_bare_address_is_none_in_the_report(tiny: Tiny) -> None:
 
 
 def odd_study(tiny: Tiny, name: str, odd: str) -> Any:
-    """A study of whose first row the label, and the question, end in ``odd``."""
+    """A study; the label of its first row, and the question, end in ``odd``."""
     study = tiny(name)
     events = made_up_events(study)
     text = json.dumps(events).replace('"float32"', json.dumps(f"float32{odd}"))
@@ -219,7 +218,7 @@ def test_a_line_break_in_a_label_forges_no_line(
 ) -> None:
     study = odd_study(tiny, "broken", "\nFORGED: holds\r\n| FORGED | x |\u2028FORGED")
     for words in commands(study, tmp_path):
-        if words[0] != "status":  # a terminal's width breaks its cells anywhere
+        if words[0] != "status":  # a terminal's width may break its cells anywhere
             assert main(words) == 0, words
     report = study.folder / "report"
     texts = [capsys.readouterr().out, (tmp_path / "x.csv").read_text()]

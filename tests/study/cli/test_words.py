@@ -1,4 +1,4 @@
-"""Slips of the command line, and help on a terminal of eighty columns."""
+"""Typing errors on the command line, and help on a terminal with eighty columns."""
 
 from __future__ import annotations
 

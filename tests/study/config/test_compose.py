@@ -1,4 +1,4 @@
-"""Configs from YAML and overrides: what merges, what is refused, and what the refusal says."""
+"""Configs from YAML and overrides: merging, refusals, and their messages."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_a_study_may_name_its_own_keys(tmp_path: Path) -> None:
 
 
 def bomb(line: str) -> str:
-    """Twelve lines, each of which holds the one before it eight times."""
+    """Twelve lines; each contains the line before it eight times."""
     return "".join(
         f"x{b}: &{b} {line.format(', '.join([f'*{a}'] * 8))}\n"
         for a, b in pairwise("abcdefghijklm")

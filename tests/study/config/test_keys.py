@@ -1,4 +1,4 @@
-"""Nested dicts: what is left of them without some keys, and digests that ledgers keep."""
+"""Nested dicts: removing keys, and digests that ledgers keep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_what_changes_no_result_is_left_out_of_a_copy() -> None:
 
 
 def test_a_digest_is_that_of_stored_studies() -> None:
-    """Ids of trials and statements in ledgers are made of it."""
+    """Ids of trials and statements in ledgers are made with it."""
     first = sha256_of({"b": [1, 2.5], "a": {"é": None}})
     assert first == sha256_of({"a": {"é": None}, "b": [1, 2.5]})
     assert first == "5378cdf8509c1d5d62ed4534dc366df05a1c87b7cf681fa2c6ac69a6a31aee6b"

@@ -1,4 +1,5 @@
-"""How later files and overrides change a mapping: merged, emptied by ``{}``, one taken by null."""
+"""How later files and overrides change a mapping: merged, emptied by ``{}``, one key removed by
+null."""
 
 from __future__ import annotations
 

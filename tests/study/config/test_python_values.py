@@ -1,4 +1,4 @@
-"""Values that Python programs have, in configs and in changes: NumPy's, torch's, pandas', paths."""
+"""Values of Python programs in configs and changes: NumPy's, torch's, pandas', paths."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ VALUES: list[tuple[Any, Any]] = [
     (np.float32(2.5), 2.5),
     (np.str_("values"), "values"),
 ]
-"""Values of libraries, each with the plain one that it stands for."""
+"""Values of libraries, each with its plain equivalent."""
 
 
 def config(values: bool) -> StudyConfig:
-    """A study with values of libraries, or with the plain ones that they stand for."""
+    """A study with values of libraries, or with their plain equivalents."""
     (
         seeds,
         epochs,
@@ -96,7 +96,7 @@ def config(values: bool) -> StudyConfig:
 
 
 def test_values_of_libraries_are_the_plain_ones() -> None:
-    """Down to the trials' ids, and in the same types."""
+    """Equal up to the trials' ids, and with the same types."""
     given, meant = config(True), config(False)
     assert repr(given) == repr(meant)
     assert load(given, ["data=digits"]) == load(meant, ["data=digits"])

@@ -1,4 +1,4 @@
-"""What an error about a config shows as its remedy is taken, wherever it shows ``key=value``."""
+"""Every ``key=value`` that an error about a config shows as a remedy is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOGETHER = {
     "trainable.args",
     "trainable.name",
 }  # fmt: skip
-"""Keys of which a value asks for that of another key, which the next error names."""
+"""Keys with a value that requires a value of another key, which the next error names."""
 
 
 def key_of(override: str) -> str:
@@ -26,7 +26,7 @@ def key_of(override: str) -> str:
 
 
 def remedies(message: str, key: str) -> list[str]:
-    """The values of a key that the last part of an error shows."""
+    """Return the settings of a key that the last part of an error shows."""
     found = SHOWN.findall(message.rpartition("; ")[2])
     return [shown for shown in found if key_of(shown) == key and "..." not in shown]
 

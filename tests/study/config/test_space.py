@@ -1,4 +1,4 @@
-"""The search space: what configs say, what points come of it."""
+"""The search space: configs, and the points drawn from them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_more_points_keep_the_first(algorithm: str) -> None:
 
 
 def test_sobol_covers_evenly() -> None:
-    """Each sixteenth of every axis has its share of 64 points, which random points miss."""
+    """Each sixteenth of every axis gets its share of 64 points, unlike with random points."""
     points = list(unit_points("sobol", 2, 64, seed=0))
     for axis in range(2):
         assert [
@@ -162,7 +162,7 @@ def test_what_other_errors_show_is_taken() -> None:
 
 
 def test_true_and_1_are_two_choices() -> None:
-    """Python says that they are equal."""
+    """Python considers them equal."""
     space = parse_space({"x": {"choice": [1, True]}, "y": {"choice": [2, 3], "when": {"x": True}}})
     first, _ = space.domains
     assert [first.index(value) for value in (1, True)] == [0, 1]

@@ -1,4 +1,4 @@
-"""What is a text in the schema is read as it is spelled, and numbers as people write them."""
+"""Texts of the schema are read as spelled, and numbers in every usual form."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_study_is_not_taken_over_by_another_spelling(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [1.1, 7, True])
 def test_a_number_in_python_is_no_name(tmp_path: Path, value: Any) -> None:
-    """1.10 is 1.1 in Python, and who wrote it may have meant either."""
+    """In Python 1.10 is 1.1, and the author may have meant either."""
     (tmp_path / "spelled.yaml").write_text(TINY)
     with pytest.raises(ValueError, match=rf"name={value!r}: must be text.*name='{value}'"):
         create(str(tmp_path / "spelled.yaml"), name=value)

@@ -1,4 +1,4 @@
-"""Which studies of ``conf/study`` have a key, their groups included."""
+"""Which studies of ``conf/study``, with their groups, have a key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_study_that_takes_its_groups_claims_away_has_none() -> None:
 
 @pytest.mark.parametrize("name", ["law_of_bits", "swish", "update_rules", "energy"])
 def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
-    """Of searches whose results propose no further trials."""
+    """Searches whose results do not lead to further trials."""
     size = make_plan(load(name, small=True, download=False), download=False).size
     (line,) = re.findall(rf"^\| `{name}`.*$", (ROOT / "docs/studies/index.md").read_text(), re.M)
     assert f"| {size} trials" in line
@@ -41,7 +41,7 @@ def test_the_pages_say_how_many_trials_a_small_form_has(name: str) -> None:
 
 @pytest.mark.parametrize("small", [False, True], ids=["full", "small"])
 def test_every_rate_of_every_study_has_a_code(small: bool) -> None:
-    """Of the studies whose trials are known before they run; the data are not looked at."""
+    """Studies whose trials are known before they run; the data are not read."""
     files = (ROOT / "conf" / "study").glob("*.yaml")
     for name in studies_with("small") if small else [file.stem for file in files]:
         study = load(name, small=small, download=False)

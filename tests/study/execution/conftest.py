@@ -1,4 +1,4 @@
-"""What tests of whole studies share."""
+"""Fixtures for tests of whole studies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ TIMED = {"samples_per_second"}
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
 def both(tiny: Tiny, request: pytest.FixtureRequest) -> Tiny:
-    """A tiny study on the local engine, and again on the ray engine: what holds of one must hold of
-    the other."""
+    """A tiny study on the local engine, then on the ray engine; the tests must pass on both."""
     engine = request.param
     if engine == "ray":
         request.getfixturevalue("ray_session")
@@ -42,7 +41,7 @@ def run(
 
 
 def run_tiny(folder: Path, *overrides: str) -> tuple[StudyConfig, Outcome]:
-    """The tiny study, run once without trouble."""
+    """The tiny study after one undisturbed run."""
     path = folder / "tiny.yaml"
     path.write_text(TINY)
     study = load(str(path), list(overrides))
@@ -52,8 +51,7 @@ def run_tiny(folder: Path, *overrides: str) -> tuple[StudyConfig, Outcome]:
 
 
 def killing_once(killed: list[str]) -> Callable[[Event], None]:
-    """What kills the process of the first trial that reports its second epoch, and notes the
-    trial."""
+    """Return a reaction that kills the process of the first trial at its second epoch, once."""
 
     def react(event: Event) -> None:
         if event["event"] == "report" and event["epoch"] == 2 and not killed:
@@ -64,8 +62,8 @@ def killing_once(killed: list[str]) -> Callable[[Event], None]:
 
 
 def results(state: Any) -> dict[str, Any]:
-    """Everything a trial computed, by trial id: metrics of every epoch and the test, timings left
-    out."""
+    """Return all results of a trial by trial id: metrics of every epoch and of the test, without
+    timings."""
     return {
         trial.id: (
             [
@@ -79,7 +77,7 @@ def results(state: Any) -> dict[str, Any]:
 
 
 def count_reports(study: StudyConfig) -> dict[tuple[str, int], int]:
-    """Report lines in the ledger's file itself, by trial and epoch."""
+    """Return the reports in the ledger's file itself, by trial and epoch."""
     return Counter(
         (event["trial"], event["epoch"])
         for event in raw_lines(study.folder)

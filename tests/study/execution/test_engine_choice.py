@@ -1,5 +1,5 @@
-"""Which engine runs a study: Ray Tune what needs Ray or asks for it, this machine's processes the
-rest."""
+"""Which engine runs a study: Ray Tune if the study needs or names it, otherwise this machine's
+processes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """``ray job submit -- lns-study run`` on a real Ray head with token authentication: code and config
-travel, a stopped job is continued."""
+are sent, a stopped job is continued."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def submit(
     ]
     deadline = time.monotonic() + 60
     done = ray(*command, env=env, timeout=400)
-    # the head has only just begun
+    # the head has only just started
     while "No available agent" in done.stdout + done.stderr and time.monotonic() < deadline:
         time.sleep(1)
         done = ray(*command, env=env, timeout=400)

@@ -1,4 +1,4 @@
-"""Times of a launch, as the ledger of the study that was launched has them."""
+"""Times of a launch in the ledger of the launched study."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from study.ledger.slots import Run, follow
 
 
 def launched(times: dict[str, float], *before: float) -> Run:
-    """The run of a job whose plan came at 20, after runs whose plans came before."""
+    """The run of a job whose plan was made at 20, after runs with earlier plans."""
     runs: list[Run] = []
     for planned in before:
         follow(runs, {"event": "planned", "time": planned, "trials": []})

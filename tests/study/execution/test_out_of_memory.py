@@ -1,5 +1,5 @@
-"""Trials whose memory runs out, really: tried once more with smaller micro-batches or a whole GPU,
-and the study says so."""
+"""Trials that really run out of memory are retried once with smaller micro-batches or a whole GPU,
+and the study reports it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_helps() -> None:
     assert relief(config) == {"layout.micro_batches": 2}
     assert relief(replace(config, layout=Layout(micro_batches=3))) == {"layout.micro_batches": 6}
     assert relief(replace(config, batch_size=1)) is None
-    # batch norm takes its statistics from a micro-batch: it would be another function
+    # batch norm's statistics are over a micro-batch: it would be another function
     normed = replace(config, model=ModelConfig(name="resnet"))
     assert relief(normed) is None
     assert relief(replace(normed, device="cuda", gpus=0.1)) == {"gpus": 1.0}
@@ -82,7 +82,7 @@ def test_a_relieved_trial_stays_so_when_the_study_is_continued(tiny: Make) -> No
 
 @pytest.mark.slow
 def test_a_study_tries_once_more_and_goes_on(tiny: Make, ray_session: None) -> None:
-    """The first trial's process may have less memory than its weights take."""
+    """The first trial's process may have less memory than its weights need."""
     rows = "rows=[{label: vast, overrides: {model.hidden: [3000000]}}, {label: fine}]"
     view = SilentView()
     with executor("tests.trainers.made_up:Limited"):

@@ -1,5 +1,5 @@
-"""Studies whose trials a loop of the user's own trains: planned, checked, searched with ASHA,
-killed and continued, and told what is wrong before anything starts."""
+"""Studies with a user's own training loop: planned, checked, searched with ASHA, killed and
+continued, and refused with a reason before anything starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Loops = Callable[..., StudyConfig]
 
 @pytest.fixture
 def loops(tmp_path: Path) -> Loops:
-    """The study, with changes; its loop and its storage are in the test's folder."""
+    """The study with changes; its loop and its storage are in the test's folder."""
     (tmp_path / "loops.yaml").write_text(STUDY)
     (tmp_path / "loop.py").write_text(LOOPS)
     return lambda *changes: load(str(tmp_path / "loops.yaml"), [f"storage={tmp_path}", *changes])
@@ -265,8 +265,8 @@ def objective(config):
 
 @pytest.mark.slow
 def test_a_function_of_ray_tunes_runs_but_for_its_import(loops: Loops, tmp_path: Path) -> None:
-    """As Ray's examples are written: a searched config, a checkpoint in a temporary folder, ASHA.
-    Killed, it goes on from its checkpoint."""
+    """Written like Ray's examples: a searched config, a checkpoint in a temporary folder, ASHA.
+    After a kill it continues from its checkpoint."""
     (tmp_path / "rays.py").write_text(RAYS)
     study, killed = (
         loops(

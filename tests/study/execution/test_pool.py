@@ -1,5 +1,5 @@
-"""Trials in real processes through the pool: gangs, shared processes, places that are taken and
-given back."""
+"""Trials in real processes through the pool: gangs, shared processes, slots that are taken and
+released."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LONG = replace(GANG, epochs=10_000)
 
 
 class Driver:
-    """A pool over this machine, as a study drives it."""
+    """A pool over this machine, driven as by a study."""
 
     def __init__(self, cpus: float) -> None:
         self.node = Node()
@@ -74,12 +74,13 @@ class Driver:
         return found
 
     def end(self, trial: str) -> list[Message]:
-        """What a trial said up to its end. Others that run may have spoken between and after."""
+        """Return the messages of a trial up to its end. Others may send messages between and
+        after."""
         said = self.until(lambda message: message.trial == trial and message.kind in (ENDED, DIED))
         return [message for message in said if message.trial == trial]
 
     def processes(self) -> set[int]:
-        """Ids of the worker processes that live."""
+        """Return the ids of the living worker processes."""
         assert self.node._server is not None
         (server,) = psutil.Process(self.node._server.pid).children()
         return {child.pid for child in server.children()}
@@ -275,16 +276,16 @@ def test_small_trials_share_a_process_whose_death_is_told_of_each(
 
 
 class Silent:
-    """Stands where the node does; its processes say nothing."""
+    """Replaces the node; its processes report nothing."""
 
     def start(self, key: int, environment: dict[str, str], lanes: int) -> None:
-        """Make nothing."""
+        """Do nothing."""
 
     def send(self, key: int, message: bytes) -> None:
-        """Tell nobody."""
+        """Do nothing."""
 
     def kill(self, key: int) -> None:
-        """End nothing."""
+        """Do nothing."""
 
 
 SHAPES = st.builds(
@@ -299,7 +300,7 @@ SHAPES = st.builds(
 
 
 def fill(machine: Machine, steps: list[tuple[WorkerResources, int]]) -> None:
-    """Have trials start and die in any order, and check what is free after each."""
+    """Start and end trials in a random order, and check the free resources after each step."""
     pool = Pool(machine, Silent())  # type: ignore[arg-type]
     running: dict[str, Any] = {}
     for number, (shape, ends) in enumerate(steps):
@@ -330,8 +331,8 @@ def fill(machine: Machine, steps: list[tuple[WorkerResources, int]]) -> None:
 def test_no_place_is_taken_twice_and_all_come_back(
     cpus: int, gpus: int, steps: list[tuple[WorkerResources, int]]
 ) -> None:
-    """Trials start and die in any order: nothing is ever below zero or lost, slots are distinct,
-    and what is free is found."""
+    """Trials start and die in any order: no resource becomes negative or is lost, slots are
+    distinct, and free ones are found."""
     machine = Machine(cpus, [str(gpu) for gpu in range(gpus)])
     fill(machine, steps)
     assert machine.free == pytest.approx(machine.cpus)

@@ -1,5 +1,5 @@
-"""The Ray of a study: made of processes of its own, missed when it dies, there again, and gone with
-whoever started it."""
+"""The Ray of a study: it consists of its own processes, is noticed and restarted when it dies, and
+ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GANG = ["trial.workers=2", "rows=[{label: a}]", "baseline=null", "trial.epochs=4
 
 
 def parts(of: int, name: str) -> list[psutil.Process]:
-    """Processes of Ray below a process; ``agents`` are those of a raylet."""
+    """Return the Ray processes below a process; ``agents`` are a raylet's."""
     below = psutil.Process(of).children(recursive=True)
     if name != "agents":
         return [child for child in below if child.name() == name]
@@ -85,7 +85,7 @@ def test_a_ray_of_our_own_is_missed_and_started_again(name: str) -> None:
 def test_ray_start_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hangs in a call to its dead control store; here it is stopped."""
     monkeypatch.setattr(own_ray, "END_SECONDS", 3.0)
-    others = set(psutil.Process().children())  # of them the tests' own Ray
+    others = set(psutil.Process().children())  # including the tests' own Ray
     ray = OwnRay(1, 0, dashboard=False)
     try:
         ray.look()
@@ -134,7 +134,7 @@ with ray_session(StudyConfig(cpus=1)):
 
 @pytest.mark.slow
 def test_a_ray_of_our_own_that_ends_drains_no_node() -> None:
-    """Ray's own default is 30 s, for services with other nodes to go to."""
+    """Ray's own default is 30 s, for services with other nodes as an alternative."""
     env = {name: value for name, value in os.environ.items() if name != DRAIN}
     said = subprocess.run(
         [sys.executable, "-c", DRAINS], env=env, check=True, capture_output=True, text=True
@@ -162,13 +162,13 @@ def test_a_study_goes_on_after_its_ray_has_died(names: list[str], tmp_path: Path
     assert "Ray is back." in said
     (trial,) = fold(read_ledger(folder)).trials
     assert (trial.status, trial.epoch) == (FINISHED, 40)
-    # twice if it was started anew before its Ray was missed
+    # twice if it was restarted before its Ray was missed
     assert trial.restarts in (1, 2)
 
 
 @pytest.mark.slow
 def test_rays_of_our_own_start_beside_each_other() -> None:
-    """By default every Ray has its dashboard, its client server and its agent at the same ports."""
+    """By default every Ray uses the same ports for its dashboard, client server and agent."""
     first = OwnRay(1, 0, dashboard=True)
     try:
         second = OwnRay(1, 0, dashboard=True)
@@ -186,8 +186,8 @@ def test_rays_of_our_own_start_beside_each_other() -> None:
 
 @pytest.mark.slow
 def test_no_folder_of_a_ray_that_died_is_made_again_within_reach_of_others(tmp_path: Path) -> None:
-    """Agents and workers outlive their raylet for a while, and make Ray's folder, which all users
-    may write, wherever it was."""
+    """Agents and workers outlive their raylet for a while, and create Ray's folder again, writable
+    for all users, wherever it was."""
     ray = OwnRay(1, 0, dashboard=False)
     top = ray._folder
     try:
@@ -215,7 +215,7 @@ def test_no_folder_of_a_ray_that_died_is_made_again_within_reach_of_others(tmp_p
 
 @pytest.mark.slow
 def test_a_ray_that_dies_while_it_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray start` names its address before its client server finds that its port is taken."""
+    """`ray start` prints its address before its client server finds that its port is in use."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -250,7 +250,8 @@ def test_rays_token_is_its_users_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["", "disabled", "token"])
 def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_path: Path) -> None:
-    """A process of its own: Ray reads its settings once. What was set is for clusters."""
+    """In its own process, because Ray reads its settings once. The variables are settings of
+    clusters."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {
         "HOME": str(tmp_path)
     }
@@ -270,7 +271,7 @@ def test_a_ray_of_our_own_asks_for_a_token_that_is_in_no_file(mode: str, tmp_pat
 
 @pytest.mark.slow
 def test_a_ray_of_our_own_listens_on_loopback_and_answers_nobody_without_the_token() -> None:
-    """Ray serves metrics to everybody, its agents at ports of their own."""
+    """Ray serves metrics to everybody; its agents do so at their own ports."""
     ours = OwnRay(1, 0, dashboard=True)
     try:
 
@@ -331,13 +332,13 @@ def test_a_cluster_that_asks_nobody_is_refused_unless_told(tmp_path: Path) -> No
 def test_what_does_not_say_that_it_asks_for_a_token_is_refused(
     insecure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A closed port, a server that says nothing, and one that is no Ray."""
+    """A closed port, a server that sends nothing, and a server that is not Ray."""
     grpc = pytest.importorskip("grpc")
     monkeypatch.setattr(ray_token, "ANSWER_SECONDS", 1.0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     silent, other = socket.socket(), grpc.server(futures.ThreadPoolExecutor(1))
     with silent:
-        silent.bind(("0.0.0.0", 0))  # Ray makes the machine's address of 127.0.0.1
+        silent.bind(("0.0.0.0", 0))  # Ray replaces 127.0.0.1 by the machine's address
         silent.listen()
         ports = {
             "UNAVAILABLE": 1,
@@ -360,7 +361,7 @@ def test_a_cluster_that_asks_for_a_token_says_so_to_who_has_none(
     head: tuple[str, dict[str, str]],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Nobody is told to start what runs; no token is repeated."""
+    """The message does not ask to start what already runs, and repeats no token."""
     _, env = head
     code = (
         "import sys; from study.config import StudyConfig; from study.execution.ray_session"
@@ -414,7 +415,7 @@ def test_a_ray_without_a_node_here_is_waited_for_and_none_of_anothers(
 
 
 def joined(address: str) -> Joined:
-    """A cluster whose node of this machine has left it, as if joined."""
+    """A cluster from which this machine's node has been removed, as if it had joined before."""
     cluster = Joined.__new__(Joined)
     cluster.address = address
     cluster._given, cluster._insecure, cluster._environment = address, True, None
@@ -457,7 +458,7 @@ def test_joining_again_is_tried_as_long_as_the_control_store_answers(
 def test_a_driver_that_was_stopped_does_not_take_its_cluster_for_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-Z, and ``fg`` after an hour."""
+    """Ctrl-Z, and ``fg`` an hour later."""
     context = SimpleNamespace(gcs_address="127.0.0.1:1", get_node_id=lambda: "n")
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("ray.shutdown", lambda: None)

@@ -1,4 +1,4 @@
-"""Whole studies with real Ray: to the end, resumed, with a killed process, data-parallel."""
+"""Whole studies with real Ray: run to the end, resumed, with a killed process, data-parallel."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def weights(trial: TrialState) -> dict[str, torch.Tensor]:
 
 
 def workers() -> list[psutil.Process]:
-    """The worker processes of studies that this process runs, also on its Ray."""
+    """Return the worker processes of studies that this process runs, also on its Ray."""
 
     def is_server(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):  # one that has just ended has no command line
+        with contextlib.suppress(psutil.Error):  # a process that has just ended has no command line
             return "fork_server" in " ".join(process.cmdline())
         return False
 
@@ -62,7 +62,7 @@ def workers() -> list[psutil.Process]:
 
 
 LONG = "trial.epochs=40"
-"""So many that a trial does not end before its process is killed."""
+"""Enough epochs that a trial does not end before its process is killed."""
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def test_a_rows_model_comes_back_from_a_real_server(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every row's model downloads as safetensors and JSON, and tests with the figures of the
-    ledger."""
+    """Every row's model can be downloaded as safetensors and JSON, and its test gives the ledger's
+    figures."""
     from mlflow.artifacts import download_artifacts
 
     study, outcome = undisturbed
@@ -213,7 +213,7 @@ def test_packed_trials_share_a_process_whose_death_loses_no_epoch(
     long_undisturbed: tuple[StudyConfig, Outcome], both: Tiny
 ) -> None:
     study, killed = both("packed", LONG, "executor=packed"), list[str]()
-    outcome, view = run(study, killing_once(killed))  # whose process is the host of all
+    outcome, view = run(study, killing_once(killed))  # this process hosts all
     assert killed
     assert [event for event in view.events if event["event"] == "restarted"]
     assert set(count_reports(study).values()) == {1}
@@ -270,8 +270,8 @@ ALONE, GANG, PACKED, WAITING = (
 def test_trials_of_a_study_that_ends_leave_with_a_checkpoint(
     both: Tiny, form: tuple[str, ...]
 ) -> None:
-    """Long before one is due, after an epoch on which the ranks of a gang agree, and without a word
-    lost: the same command trains no epoch again."""
+    """Long before a checkpoint is due, after an epoch on which the ranks of a gang agree, and
+    without losing a message: the same command repeats no epoch."""
     study = both(f"left {len(str(form))}", *LEFT, *form)
 
     def interrupt(event: Event) -> None:
@@ -297,7 +297,7 @@ def test_trials_of_a_study_that_ends_leave_with_a_checkpoint(
 def test_a_study_ends_at_once_if_told_so(
     both: Tiny, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    """By a second Ctrl-C, or where no time is given."""
+    """With a second Ctrl-C, or without grace time."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -338,7 +338,7 @@ def test_a_grace_that_is_no_number_is_refused_before_work_starts(
 
 
 def interrupt_at(epoch: int) -> Callable[[Event], None]:
-    """Ctrl-C once a trial's checkpoint of ``epoch`` is on disk."""
+    """Send Ctrl-C once a trial's checkpoint of ``epoch`` is on disk."""
 
     def react(event: Event) -> None:
         if event["event"] == "checkpoint" and event["epoch"] == epoch:
@@ -355,18 +355,18 @@ def test_a_damaged_checkpoint_is_passed_over(
     damaged: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(GRACE_VARIABLE, "0")  # or they would finish
+    monkeypatch.setenv(GRACE_VARIABLE, "0")  # otherwise they would finish
     study = tiny(f"damaged {damaged}")
     with pytest.raises(KeyboardInterrupt):
         run(study, interrupt_at(2))
-    # Both trials may have come so far before the interrupt took hold; one of them is damaged.
+    # Both trials may have reached it before the interrupt; one of them is damaged.
     trial, *_ = [
         trial
         for trial in fold(read_ledger(study.folder)).trials
         if trial.epoch >= 2 and trial.status != FINISHED
     ]
-    # There may be one more on disk than the ledger names, and one that the interrupted process had
-    # only begun.
+    # The disk may have one more than the ledger names, and one that the interrupted process had
+    # only started.
     whole = [
         path
         for path in checkpoints_in(study.folder / "checkpoints" / trial.id)
@@ -485,7 +485,7 @@ def test_ray_train_trains_the_same_trial(ray_session: None, tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_a_scheduler_ends_a_trial_of_ray_train_early(ray_session: None, tiny: Tiny) -> None:
-    """The second of three is the worst after an epoch; its processes go, and the third has their
+    """The second of three is the worst after an epoch; its processes end, and the third gets their
     CPUs."""
     search = "search={algorithm: grid, scheduler: asha, reduction_factor: 2}"
     rates = "space={optimizer.lr: {choice: [0.2, 0.000001, 0.3]}}"

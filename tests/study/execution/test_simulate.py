@@ -1,4 +1,4 @@
-"""The simulator: against arithmetic, against the scheduler's promises, and against a ledger."""
+"""The simulator compared with arithmetic, with the scheduler's promises, and with a ledger."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_max_concurrent_bounds_the_trials_at_a_time(searched: Make) -> None:
 
 
 def test_asha_saves_epochs_and_keeps_the_best(searched: Make) -> None:
-    """Curves that never cross: whoever is best is never behind, so it must not be ended early."""
+    """Curves that never cross: the best is never behind, so it must not be ended early."""
     plan = make_plan(searched("search.scheduler=asha"))
     place = {trial.id: number for number, trial in enumerate(plan.trials)}
     last: dict[str, int] = {}
@@ -98,8 +98,7 @@ def test_recorded_times_and_curves_are_used(searched: Make) -> None:
 
 
 def test_the_simulation_of_a_real_run(searched: Make) -> None:
-    """Three trials, one after the other, as the made-up ledger has them: 3 x 9 epochs of a
-    second."""
+    """Three trials, one after the other, as in the made-up ledger: 3 x 9 epochs of a second."""
     study = searched("search.num_samples=3")
     state = fold(made_up_events(study))
     plan = make_plan(study)
@@ -131,8 +130,7 @@ def test_a_study_that_there_is_is_simulated_by_its_name_and_storage(
 def test_the_command_tells_the_utilisation(
     searched: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """40 trials of 9 epochs of 10 s, each right after the one before, on 30 slots: two rounds, the
-    second of ten."""
+    """40 trials of 9 epochs of 10 s, without gaps, on 30 slots: two rounds, the second with ten."""
     assert (
         main(
             [
@@ -156,7 +154,7 @@ def test_the_command_tells_the_utilisation(
 
 @pytest.mark.parametrize("name", ["asha", "median"])
 def test_trials_of_other_data_are_not_ranked_with_each_other(name: str) -> None:
-    """Figures of the harder set are all worse, and say nothing of its trials."""
+    """Figures on the harder set are all worse, which says nothing about its trials."""
     search = SearchConfig(scheduler=name, objectives={"figure": "min"}, reduction_factor=2)
 
     def ended(figures: dict[str, float]) -> set[str]:
@@ -176,7 +174,7 @@ def test_trials_of_other_data_are_not_ranked_with_each_other(name: str) -> None:
 
 
 def test_a_trial_has_the_same_bracket_in_each_run() -> None:
-    """HyperBand draws it; a study that goes on must not draw another."""
+    """HyperBand draws it; a continued study must not draw another."""
     search = SearchConfig(scheduler="hyperband", objectives={"figure": "min"}, reduction_factor=2)
 
     def ends() -> list[int]:

@@ -1,5 +1,4 @@
-"""A study fills what it is given: as many trials run at once as there are slots, from the start to
-the end."""
+"""A study fills its slots: as many trials as slots run at once, from the start to the end."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ Make = Callable[..., StudyConfig]
 
 
 def test_as_many_trials_run_at_once_as_there_are_slots(tiny: Make) -> None:
-    """Each sleeps a second: one after another they would take 48 s."""
+    """Each sleeps a second; one after another they would take 48 s."""
     study = tiny(
         "slots",
         "cpus=16",
@@ -153,11 +152,9 @@ def test_max_concurrent_holds_trials_back(tiny: Make) -> None:
 def test_a_gang_does_not_starve_behind_small_trials_and_short_ones_use_what_it_leaves(
     tiny: Make,
 ) -> None:
-    """A trial of half a second an epoch, forty epochs, holds one slot of four until a short one has
-    begun beside it; a gang of four waits for it. Trials of 0.1 s fill the other three slots
-    meanwhile, once it is known how short they are, and none begins that would make the gang wait
-    longer.
-    """
+    """A trial with forty epochs of half a second holds one of four slots until a short one has
+    started beside it; a gang of four waits for it. Trials of 0.1 s fill the other three slots once
+    their duration is known, and none starts that would delay the gang."""
     rows = (
         "rows=[{label: short, overrides: {optimizer.lr: 0.05}}, {label: long, overrides:"
         " {optimizer.lr: 0.5, epochs: 40}}, {label: gang, overrides: {workers: 4, optimizer.lr:"
@@ -212,7 +209,7 @@ def test_a_search_proposes_what_fills_the_slots_that_a_waiting_gang_leaves(tiny:
 
 @pytest.fixture
 def course(tiny: Make, tmp_path: Path) -> tuple[Loop, StudyState, Ledger]:
-    """A runner of two trials whose processes are made up, its state, and its ledger."""
+    """A runner of two trials with made-up processes, its state, and its ledger."""
     study = tiny("course", f"storage={tmp_path}", "max_failures=1")
     plan, state, ledger = make_plan(study), StudyState(), Ledger(study.folder)
     ledger.listen(state.apply)
@@ -265,7 +262,7 @@ def test_epochs_that_the_ledger_lacks_are_taken_from_where_a_trial_began_once(
 def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:
-    """They would have had those from the trial's new start to the reading of its checkpoint."""
+    """Otherwise they would have the seconds from the restart until the checkpoint was read."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
     run.take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(1), metrics(2)]))])
@@ -278,7 +275,7 @@ def test_epochs_taken_from_a_checkpoint_have_no_seconds_that_nobody_measured(
 def test_an_epochs_seconds_are_its_processs_whenever_the_driver_hears_of_it(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:
-    """A driver that waited for its storage takes several reports at once."""
+    """A driver that waited for its storage gets several reports at once."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
     run.take_in([Message(REPORT, trial.id, metrics(n, seconds=float(n))) for n in (1, 2, 3)])
@@ -305,7 +302,8 @@ def test_a_trial_is_tried_again_as_often_as_it_may(course: tuple[Loop, StudyStat
 def test_losses_of_machines_count_since_a_trials_last_new_epoch(
     course: tuple[Loop, StudyState, Ledger],
 ) -> None:
-    """On spot machines a long trial is lost more often than ``max_failures``, and gets on."""
+    """On spot machines a long trial is lost more often than ``max_failures``, but makes
+    progress."""
     run, state, _ = course
     trial = state.known[state.trials[0].id]
     gone = Message(DIED, trial.id, "the node spot-7 is gone")
@@ -315,7 +313,7 @@ def test_losses_of_machines_count_since_a_trials_last_new_epoch(
         run.take_in([] if epoch % 2 else [gone])
     run.take_in([Message(BEGAN, trial.id, Beginning(history=[metrics(5)])), gone])
     assert (trial.restarts, trial.error) == (5, "the node spot-7 is gone")
-    run.take_in([Message(REPORT, trial.id, metrics(5)), gone])  # no epoch that was not there
+    run.take_in([Message(REPORT, trial.id, metrics(5)), gone])  # no epoch that did not exist
     assert (trial.status, trial.restarts) == (FAILED, 5)
 
 
@@ -337,8 +335,8 @@ def test_a_full_storage_ends_the_study_and_fails_no_trial(
 
 
 def test_a_killed_study_goes_on_where_it_was(tiny: Make) -> None:
-    """The driver dies in the middle of a full house (SIGKILL); the same command runs what is left,
-    nothing twice."""
+    """The driver dies while all slots are in use (SIGKILL); the same command runs the rest, nothing
+    twice."""
     study = tiny(
         "full house",
         "cpus=8",

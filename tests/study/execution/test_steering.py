@@ -1,4 +1,4 @@
-"""Studies that are steered, by schedulers, limits and wishes, and trials that hang."""
+"""Studies controlled by schedulers, limits and requests, and trials that hang."""
 
 from __future__ import annotations
 
@@ -68,8 +68,7 @@ def test_a_scheduler_ends_trials_early_and_a_second_run_leaves_them(both: Tiny) 
 
 @pytest.mark.slow
 def test_an_adaptive_search_that_was_broken_off_goes_on(both: Tiny) -> None:
-    """Interrupted after a few trials: what was proposed is kept, and as many follow as are
-    missing."""
+    """Interrupted after a few trials: proposals are kept, and the missing number follows."""
     study = both("tpe", *SEARCH, "search={num_samples: 5, algorithm: tpe}", "trial.epochs=2")
     finished: list[str] = []
 
@@ -132,7 +131,7 @@ def test_stop_lets_trials_end_and_cancel_does_not(both: Tiny, wish: Wish, ended:
 def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """With report and remedy, whatever the storage says; the same command goes on."""
+    """With report and remedy, whatever state the storage is in; the same command continues."""
     study, write = tiny(f"refused {code}", "trial.epochs=2"), log._write_all
     written: list[bytes] = []
 
@@ -154,8 +153,7 @@ def test_a_ledger_that_takes_no_writes_ends_the_study_in_order(
 def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
     tiny: Tiny, tmp_path: Path, how: str
 ) -> None:
-    """Without making anything anew in its place; once the ledger is back, the same command goes
-    on."""
+    """It creates nothing in its place; once the ledger is back, the same command continues."""
     storage, elsewhere = tmp_path / "storage", tmp_path / "elsewhere"
     study = tiny("gone", f"storage={storage}", "trial.epochs=20", "seeds=[0,1]")
     place = study.folder if how.startswith("its") else storage
@@ -176,7 +174,7 @@ def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
     with mounted(place) if "unmounted" in how else nullcontext():
         with pytest.raises(StorageError, match="was removed, moved, unmounted") as ended:
             run(study, take_away)
-        if "unmounted" in how:  # a trial that had just looked may still write a checkpoint
+        if "unmounted" in how:  # a trial that had just checked may still write a checkpoint
             assert not (study.folder / FILE).exists()
         else:
             assert not study.folder.exists()
@@ -196,7 +194,7 @@ def test_a_study_whose_folder_goes_away_ends_and_says_where_its_ledger_is(
 def test_a_limit_on_the_size_of_files_ends_a_study_as_a_full_storage_does(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """With the exit code of a study that began; the same command goes on without the limit."""
+    """With the exit code of a started study; the same command continues without the limit."""
     study = tiny("limited", f"storage={tmp_path}", "trial.epochs=2", "trial.model.hidden=[16]")
     words = [str(tmp_path / "tiny.yaml"), "name=limited", f"storage={tmp_path}", "--plain"]
     words += ["tracking_uri=none", "trial.epochs=40", "seeds=[0]"]
@@ -217,7 +215,7 @@ def test_a_limit_on_the_size_of_files_ends_a_study_as_a_full_storage_does(
 def test_a_ledger_that_takes_no_plan_starts_nothing(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full but for the byte of a probe."""
+    """A disk with one free byte, which the probe needs."""
     study = tiny("full from the start", "trial.epochs=1")
 
     def refuse(file: Any, lines: bytes) -> None:
@@ -253,7 +251,7 @@ def test_a_paused_study_begins_nothing_until_it_is_resumed(both: Tiny) -> None:
     def pause_once(event: Event) -> None:
         if event["event"] == "report":
             reported.add(event["trial"])
-        # both processes are up; nothing that was handed out before is still starting
+        # both processes run; nothing that was assigned before is still starting
         if len(reported) == 2 and not resumed:
             ask(study.folder, wish=Wish.PAUSE, limits={"trials": 5, "hours": 3.0})
             time.sleep(POLL_SECONDS)
@@ -292,7 +290,7 @@ def test_a_wish_from_another_terminal_ends_a_study_with_3(tmp_path: Path, wish: 
 def test_a_job_begun_again_keeps_wishes_and_edited_limits_of_a_run_that_was_broken_off(
     tmp_path: Path,
 ) -> None:
-    """Preempted while it is stopped, it ends in order at once; whoever runs it then goes on."""
+    """Preempted while it is stopped, it ends in order at once; the next run continues it."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     study = ("cpus=1", "rows=[{label: a}]", "baseline=null", "seeds=[0,1]", "trial.epochs=60")
     process = started(tmp_path, *study, "--job")
@@ -347,9 +345,9 @@ EPOCHS = "trial.epochs=12"
 def test_a_trial_that_hangs_is_killed_and_started_again(
     both: Tiny, workers: int, rank: int
 ) -> None:
-    """Stopped (SIGSTOP) after its second epoch, a process reports no more, nor does a gang of which
-    it is a rank; after the heartbeat other processes end their trial. Steps of gangs are slow, so
-    that the gang has not ended by then."""
+    """After its second epoch a process is stopped (SIGSTOP) and reports nothing more; the same for
+    a gang with this rank. After the heartbeat other processes finish their trial. Steps of gangs
+    are slow, so that the gang does not end before."""
     slowly = f"trial.sync.straggler_seconds={0.02 if workers > 1 else 0}"
     one = (
         f"trial.workers={workers}",
@@ -382,7 +380,7 @@ def test_a_trial_that_hangs_is_killed_and_started_again(
 def test_a_gang_that_hangs_while_it_meets_is_killed_and_started_again(
     tiny: Tiny, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank is stopped (SIGSTOP) as soon as it says that it is there, before it has trained."""
+    """A rank is stopped (SIGSTOP) as soon as it has reported its start, before it trains."""
     one = ("trial.workers=2", "gang=forked", "rows=[{label: float32}]", "baseline=null")
     undisturbed, _ = run(tiny("meets", *one))
     stopped: list[psutil.Process] = []
@@ -406,9 +404,8 @@ def test_a_gang_that_hangs_while_it_meets_is_killed_and_started_again(
 def test_a_frozen_trial_is_named_and_goes_on_with_the_same_bits(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a heartbeat nobody ends a process that is stopped (SIGSTOP): the command, ``status``
-    and the live page say since when, and what helps; once it goes on (SIGCONT), so does its
-    trial."""
+    """Without a heartbeat a stopped process (SIGSTOP) is not ended: the command, ``status`` and the
+    live page show since when, and the remedy. Once it continues (SIGCONT), so does its trial."""
     one = ("rows=[{label: float32}]", "baseline=null", "trial.epochs=60")
     undisturbed, _ = run(tiny("not frozen", *one))
     monkeypatch.setattr(silence, "LEAST_SECONDS", 5.0)
@@ -447,7 +444,7 @@ def test_a_frozen_trial_is_named_and_goes_on_with_the_same_bits(
 
 @pytest.mark.slow
 def test_a_driver_that_was_stopped_does_not_take_its_trials_for_hung(tmp_path: Path) -> None:
-    """Ctrl-Z for longer than the heartbeat, then ``fg``: the trials have gone on meanwhile."""
+    """Ctrl-Z for longer than the heartbeat, then ``fg``: the trials have continued meanwhile."""
     words = ["heartbeat=3", "trial.epochs=300", "rows=[{label: float32}]", "baseline=null"]
     (tmp_path / "tiny.yaml").write_text(TINY)
     command = [sys.executable, "-m", "study", "run", "tiny.yaml", "tracking_uri=none", *words]
@@ -466,8 +463,8 @@ def test_a_driver_that_was_stopped_does_not_take_its_trials_for_hung(tmp_path: P
 
 
 def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
-    """Kernels compile before the first report of a process, and epochs may be long; a trial
-    without a process, as one that waits for a place after it died, is none either."""
+    """Kernels compile before a process's first report, and epochs may be long. A trial without a
+    process, such as one that waits for a slot after a failure, does not hang either."""
     plan, *_ = made_up_events(tiny("patient", "rows=[{label: float32}]", "baseline=null"))
     trial = plan["trials"][0]["id"]
     events: list[Event] = [plan, {"event": "started", "trial": trial, "time": 1000.0}]
@@ -485,7 +482,7 @@ def test_a_first_epoch_and_a_long_one_are_no_silence(tiny: Tiny) -> None:
     assert silent(1e6) == 0.0
     events.append({"event": "started", "trial": trial, "time": 1100.0})
     assert (silent(699.0), silent(701.0)) == (0.0, 601.0)
-    events[2]["time"] = 1200.0  # an epoch of 200 s, which is trained again after the restart
+    events[2]["time"] = 1200.0  # an epoch of 200 s, repeated after the restart
     events[-1]["time"] = 1300.0
     assert (silent(1400.0, 0), silent(1400.0)) == (1100.0, 0.0)
     assert silent(1501.0) == 1201.0

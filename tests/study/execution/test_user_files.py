@@ -1,4 +1,4 @@
-"""Which of the user's files are sent to a cluster, and how large they may be."""
+"""Which of the user's files are sent to a cluster, and their maximum size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOOP = "def train(config):\n    pass\n"
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """A folder with two loops, and with what is not sent."""
+    """A folder with two loops, and with files that are not sent."""
     code = tmp_path / "code"
     for name in (
         "more",

@@ -1,5 +1,5 @@
-"""``conf/cluster/aws.yaml`` as Ray reads it, against moto's AWS: Ray fills in what the file leaves
-out, and EC2 takes its instances. No machine is reached: what runs on them is read alone."""
+"""``conf/cluster/aws.yaml`` as Ray reads it, with moto's AWS: Ray fills in defaults, and EC2
+accepts its instances. No machine is reached; the commands for machines are only read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config() -> dict[str, Any]:
 
 
 def test_nothing_is_installed_into_the_containers(config: dict[str, Any]) -> None:
-    """Ray's defaults would install another Ray where there is none, and boto3."""
+    """Ray's defaults would install another Ray if Ray is missing, and boto3."""
     for name in ("setup_commands", "head_setup_commands", "worker_setup_commands"):
         assert config[name] == [], name
 

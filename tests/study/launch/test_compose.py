@@ -30,12 +30,12 @@ from tests.study.launch.machines.stand_in_store import PORT
 from tests.study.servers import free_port
 
 RAY = f"/tmp/lns-compose-{os.getpid()}"
-"""Ray's folder; its sockets want short paths."""
+"""Ray's folder; its sockets need short paths."""
 LOGIN = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
 
 
 def make_secrets(folder: Path) -> None:
-    """Run the lines at the head of the file that make the secrets."""
+    """Run the lines at the head of the file, which make the secrets."""
     head = FILE.read_text().partition("services:")[0]
     lines = re.findall(r"^#   (.*)$", head, re.M)
     made = "\n".join(line for line in lines if not re.match("docker|ssh", line))
@@ -45,7 +45,7 @@ def make_secrets(folder: Path) -> None:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """A machine with the secrets, on which no service runs yet."""
+    """A machine with the secrets, before any service runs."""
     ports = free_ports(("postgres", 5432), ("store", 7070), ("mlflow", 5000), ("ray", 8265))
     host = Host(tmp_path, ports)
     (tmp_path / ".secrets").rmdir()
@@ -61,7 +61,7 @@ def test_the_head_of_the_file_makes_every_secret_and_keeps_others_out(host: Host
     assert {path.name for path in made} == named
     assert all(re.fullmatch("[0-9a-f]{64}", path.read_text()) for path in made)
     assert len({path.read_text() for path in made}) == len(made)
-    # the containers' user may be another than the one who made them
+    # the containers' user may differ from the user who made them
     assert {path.stat().st_mode & 0o777 for path in made} == {0o444}
     assert (host.folder / ".secrets").stat().st_mode & 0o777 == 0o700
 
@@ -81,7 +81,7 @@ def test_a_launch_from_beside_the_secrets_takes_none_along(
 
 
 def assert_no_secret_travels(host: Host) -> None:
-    """What was packed in the host's folder, archives included, has the study and no secret."""
+    """The package in the host's folder, including archives, has the study and no secret."""
     (stage,) = (host.folder / ".lns-study").iterdir()
     assert (stage / "folder" / "tiny.yaml").is_file()
     written = [path.read_bytes() for path in stage.rglob("*") if path.is_file()]
@@ -103,7 +103,7 @@ def test_the_program_takes_what_each_service_gives_it(host: Host) -> None:
     assert len(given) == 1
     for arguments in given:
         options = parse(arguments)
-        # names alone: each is known with the port, too
+        # only names: each is also accepted with the port
         assert [name for name in options.allow_host if not re.fullmatch("[a-z]+", name)] == []
     for name, service in host.services.items():
         for word in host.words(name) if "command" in service else []:
@@ -145,8 +145,8 @@ def test_a_study_launched_to_the_ray_head_is_in_the_mlflow_of_the_file(
 
 
 def make_database(postgres: str, password: str) -> None:
-    """Do what the image of PostgreSQL does at its first start: a user that needs its password, and
-    its database."""
+    """Do what the PostgreSQL image does at its first start: create a user with a password, and its
+    database."""
     import psycopg
 
     with psycopg.connect(postgres, autocommit=True) as database:
@@ -162,12 +162,12 @@ def make_database(postgres: str, password: str) -> None:
 
 
 def store_port(host: Host) -> dict[str, str]:
-    """Return the variable with the port of what stands in for the store."""
+    """Return the variable with the port of the store's replacement."""
     return {PORT: str(host.ports["store", 7070])}
 
 
 def check_names(host: Host) -> None:
-    """Ask MLflow by the names that the other services and browsers know."""
+    """Query MLflow by the names that the other services and browsers use."""
     port = host.ports["mlflow", 5000]
     status = {}
     for name in (f"mlflow:{port}", f"localhost:{port}", f"127.0.0.1:{port}", "evil.example"):
@@ -179,7 +179,7 @@ def check_names(host: Host) -> None:
 
 
 def options_of_ray(host: Host) -> str:
-    """Return what keeps a Ray head apart from others on this machine, which a container does."""
+    """Return what separates a Ray head from others on this machine, as a container does."""
     return (
         f"--num-cpus=2 --port={free_port()} --dashboard-port={host.ports['ray', 8265]}"
         f" --node-ip-address=127.0.0.1 --temp-dir={RAY}"
@@ -188,7 +188,7 @@ def options_of_ray(host: Host) -> str:
 
 
 def launch(host: Host, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Launch the study as from a laptop, which has the token and no login of MLflow."""
+    """Launch the study as from a laptop, with the token and without a login for MLflow."""
     env = {
         name: value
         for name, value in os.environ.items()

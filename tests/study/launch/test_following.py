@@ -1,4 +1,4 @@
-"""Following what was launched, where the cluster, or the way to it, fails; with stand-ins for the
+"""Following a launched study when the cluster or the connection fails; with replacements for the
 programs of Slurm and Kubernetes."""
 
 from __future__ import annotations
@@ -152,14 +152,14 @@ import subprocess, sys
 supervisor = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1], shell=True))"
 sys.exit(subprocess.call([sys.executable, "-c", supervisor, sys.argv[1]]))
 """
-"""A process whose child runs a job's command in a shell, as a raylet's does."""
+"""A process whose child runs a job's command in a shell, like a raylet's."""
 
 
 @pytest.mark.parametrize("folder", ["venv", "a venv", None])
 def test_a_jobs_command_takes_the_python_of_the_raylet_above_it(
     programs: Path, folder: str | None
 ) -> None:
-    """Or that of the PATH, where there is none; it says which."""
+    """Or with the one on the PATH as a last choice; it prints which."""
     program(programs, "python", 'echo "of the PATH: $*"')
     own = programs.parent / (folder or "nowhere") / "bin" / "python"
     if folder:
@@ -182,7 +182,7 @@ def test_a_jobs_command_takes_the_python_of_the_raylet_above_it(
 
 @pytest.fixture
 def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The words that launch to Kubernetes in a namespace of a team's."""
+    """The arguments that launch to Kubernetes in a team's namespace."""
     monkeypatch.setattr(kuberay, "LOOK_SECONDS", 0.0)
     (tmp_path / "tiny.yaml").write_text(TINY)
     shipped = Path(__file__).parents[3] / "conf" / "cluster" / "rayjob.yaml"
@@ -195,11 +195,12 @@ def launched(programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 APPLY = """\
 [[ $* == *--server-side* ]] || [ "$(stat --format=%s "${@: -1}")" -le 262144 ] || {
 echo 'metadata.annotations: Too long: may not be more than 262144 bytes' >&2; exit 1; }"""
-"""What a cluster says to an apply of the last word's file: the client's copies it."""
+"""Shell lines that answer ``apply`` of the file in the last argument as a cluster does. A
+client-side apply copies the file into an annotation, which has a maximum size."""
 
 
 def kubectl(programs: Path, states: list[str], job: str, logs: str = "true") -> None:
-    """A kubectl that says of the RayJob one state after the other, then the last one."""
+    """A kubectl that reports one state of the RayJob after another, then repeats the last."""
     (programs / "states").write_text("".join(f"{state}\n" for state in states))
     program(
         programs,
@@ -231,7 +232,7 @@ def test_kubernetes_is_asked_in_the_jobs_namespace_and_an_ended_job_makes_room(
         (["|Failed||ValidationFailed|no such field"], "true", 1, "ValidationFailed: no such field"),
         (["|ValidationFailed||ValidationFailed|a gate"], "true", 1, "ValidationFailed: a gate"),
         (["|Running|RUNNING||", "|Complete|SUCCEEDED||"], "echo uid-1", 0, "Complete SUCCEEDED"),
-        # what the log ends with says nothing of how the study ended
+        # the end of the log does not show how the study ended
         (["|Running|RUNNING||", "|Failed|FAILED|AppFailed|exit 1"], "echo uid-1", 1, "AppFailed"),
         (["|Initializing|||", ""], "true", 1, "was deleted"),
         (["|Initializing|||"] * 3, "true", 1, "has been Initializing for 0 minutes"),
@@ -259,7 +260,7 @@ RUNNING, RETRYING, DONE = "x|Running|RUNNING||", "x|Retrying|||", "x|Complete|SU
 
 
 def in_turn(*texts: str) -> str:
-    """A script that prints one text after the other, then the last one."""
+    """A script that prints one text after another, then repeats the last."""
     cases = " ".join(f"{turn}) echo '{text}';;" for turn, text in enumerate(texts[:-1]))
     count = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) >n"
     return f"{count}; case $n in {cases} *) echo '{texts[-1]}';; esac"
@@ -345,8 +346,8 @@ NOTICES = {
     "cancelled": ("touch cancelled begun; exit 143", 1, False, 143),
     "ended by itself": ("touch begun; exit 3", 0, False, 3),
 }
-"""What a study on Slurm does, how many notices its job has, whether it is queued again, and its
-exit code."""
+"""What a study on Slurm does, the notices of its job, whether it is queued again, and its exit
+code."""
 
 
 @pytest.mark.parametrize("case", NOTICES)
@@ -393,7 +394,7 @@ def test_a_notice_interrupts_a_study_and_its_job_is_queued_again_in_time(
 
 
 def test_the_end_of_a_jobs_run_leaves_the_token_of_the_next(programs: Path, tmp_path: Path) -> None:
-    """The next run may begin before the trap of the last one; who was killed had no trap."""
+    """The next run may start before the trap of the last one; a killed run had no trap."""
     (tmp_path / "package").mkdir()
     tokens = tmp_path / "package" / f"token-{os.getpid()}"
     Path(f"{tokens}-2").touch()

@@ -1,5 +1,5 @@
-"""A study on a Ray cluster of three hosts of their own: one's link is slow, another's is cut for a
-while, be it shorter or longer than Ray waits for a node."""
+"""A study on a Ray cluster of three separate hosts: one has a slow link, another is disconnected
+for a shorter or longer time than Ray waits for a node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.study.launch.machines.hosts import (
 __all__ = ["hosts"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 EPOCHS = "trial.epochs=200"
-"""Enough for a trial to run on when the cut comes, which follows its first report."""
+"""Long enough that a trial still runs at the disconnection, which follows its first report."""
 STEPS = f"""\
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$folder/token RAY_USAGE_STATS_ENABLED=0
 (umask 077; head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n' >$RAY_AUTH_TOKEN_PATH)
@@ -75,8 +75,8 @@ def test_a_host_that_is_cut_off_for_a_while_changes_nothing(
         if event["event"] == "started" and event["time"] < begun and "host-3" in event["hosts"]
     }
     last = {event["trial"]: event["time"] for event in events if event["event"] == "report"}
-    assert any(last[trial] > begun for trial in there)  # as the cut came
-    if seconds > 60:  # Ray has given the host up, and it came back
+    assert any(last[trial] > begun for trial in there)  # during the disconnection
+    if seconds > 60:  # Ray had given the host up, and it came back
         assert any(begun < event["time"] for event in events if event["event"] == "restarted")
         assert events[-1]["time"] > over
 
@@ -118,7 +118,7 @@ def test_a_pod_that_ends_lets_its_trials_leave_first(hosts: Path) -> None:
     events = read_ledger(work / "studies" / "tiny")
     errors = {event["error"] for event in events if event["event"] == "restarted"}
     assert errors == {"its node is drained"}
-    assert not any("repeated" in event for event in events)  # no epoch was trained again
+    assert not any("repeated" in event for event in events)  # no epoch was repeated
     assert {trial.status for trial in fold(events).trials} == {FINISHED}
     grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
     assert int((work / "seconds").read_text()) < int(seconds) < grace

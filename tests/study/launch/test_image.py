@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = ROOT / "conf" / "cluster"
 IMAGE = "lns-study:0.1.0"
 BASE = {"bash", "sh", "cat", "mkdir", "install", "rm", "useradd", "apt-get", "python", "pip"}
-"""Programs of python:3.11-slim that our files call."""
+"""Programs in python:3.11-slim that our files call."""
 PACKAGES = {"wget": "wget", "rsync": "rsync", "openssh-client": "ssh"}
 """Debian's packages and the program of each."""
 OUTSIDE = {"wget": "KubeRay's probes", "rsync": "ray up", "ssh": "ray up"}
@@ -50,7 +50,7 @@ def variables() -> dict[str, str]:
 
 
 def ignored(path: str, rules: list[str]) -> bool:
-    """Tell whether .dockerignore leaves a path out: its last rule that fits counts."""
+    """Return whether .dockerignore leaves a path out: its last matching rule counts."""
     parts, left_out = Path(path).parts, False
     for rule in rules:
         pattern = rule.removeprefix("!").strip("/")
@@ -99,7 +99,7 @@ def test_secrets_and_studies_are_not_sent_to_docker(path: str) -> None:
 
 
 def extras() -> list[str]:
-    """Return the extras that the image has by default."""
+    """Return the extras in the image by default."""
     (default,) = [rest for rest in arguments("ARG") if rest.startswith("EXTRAS=")]
     return default.partition("=")[2].split(",")
 
@@ -174,8 +174,8 @@ def owned() -> set[str]:
 
 
 def test_its_user_owns_what_is_mounted() -> None:
-    """A named volume takes owner and mode from the image's folder, and is root's if there is
-    none."""
+    """A named volume takes owner and mode from the image's folder, and belongs to root without
+    one."""
     (uid,) = arguments("USER")
     assert f"--uid {uid} --create-home ray" in " ".join(arguments("RUN"))
     places = {
@@ -190,7 +190,7 @@ def test_its_user_owns_what_is_mounted() -> None:
 
 
 def test_ray_up_mounts_the_token_where_the_user_looks_for_it() -> None:
-    """Ray takes the home of an image from its variable HOME, and root's if there is none."""
+    """Ray takes the home folder from the image's variable HOME, or root's without it."""
     from ray.autoscaler._private.docker import docker_start_cmds
 
     home = variables().get("HOME", "/root")
@@ -199,5 +199,5 @@ def test_ray_up_mounts_the_token_where_the_user_looks_for_it() -> None:
     assert list(mounts) == ["~/.ray/auth_token"]
     started = docker_start_cmds("ubuntu", IMAGE, mounts, "name", [], "cluster", home, "docker")
     assert f":{home}/.ray/auth_token" in started
-    # Docker would make the folder of a mounted file, as root
+    # Docker would create the folder of a mounted file as root
     assert f"{home}/.ray" in owned()

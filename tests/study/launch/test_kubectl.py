@@ -63,7 +63,7 @@ def test_a_cluster_takes_the_package_which_a_client_side_apply_cannot_bring(
     assert re.fullmatch(
         rf"env {VARIABLE}=[\d.]+,[\d.]+ {kuberay.ENTRYPOINT}", job["spec"]["entrypoint"]
     )
-    # the server can tell: what the launch wrote, applied by the client, is refused
+    # the server can tell: a client-side apply of the launch's file is refused
     api.objects.clear()
     (written,) = Path(".lns-study").glob("*/kuberay.yaml")
     client = ["kubectl", "apply", "-f", str(written)]
@@ -94,7 +94,7 @@ def test_a_second_launch_begins_anew_what_ended_and_takes_over_what_runs(
 def test_a_package_that_is_there_is_taken_whatever_the_umask_or_the_compressor(
     api: KubernetesApi, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A ConfigMap is immutable; elsewhere the same code may be compressed in another way."""
+    """A ConfigMap is immutable; elsewhere the same code may be compressed differently."""
     assert main(WORDS) == 0, capfd.readouterr()
     shutil.rmtree(".lns-study")
     before = os.umask(0o077)

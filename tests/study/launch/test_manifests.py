@@ -1,5 +1,5 @@
-"""The files of conf/cluster: strictly valid by the schemas of those that read them, and no key can
-be misspelled without notice."""
+"""The files of conf/cluster are strictly valid by the schemas of their readers, and every
+misspelled key is found."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 def crd(kind: str) -> jsonschema.Draft202012Validator:
     with lzma.open(SCHEMAS / f"ray.io_{kind.lower()}s.yaml.xz") as file:
-        # libyaml, which takes a tenth of the time
+        # libyaml, which is ten times as fast
         versions = yaml.load(file, yaml.CSafeLoader)["spec"]["versions"]
     (schema,) = [each["schema"]["openAPIV3Schema"] for each in versions if each["name"] == "v1"]
     schema["properties"]["metadata"] = {
@@ -83,7 +83,8 @@ def ray_start_options() -> set[str]:
 
 
 def faults(document: dict[str, Any]) -> list[str]:
-    """What is wrong with a manifest, by its schema and where that leaves keys open."""
+    """Return the errors in a manifest, by its schema and, where that leaves keys open, by other
+    rules."""
     found = [
         name
         for path, value in nodes(document)
@@ -103,8 +104,8 @@ def faults(document: dict[str, Any]) -> list[str]:
 
 
 def core_faults(document: dict[str, Any]) -> list[str]:
-    """What Kubernetes' own schemas say against an object."""
-    import kubernetes_validate  # no host with GPUs need have it to collect their tests
+    """Return the errors in an object by Kubernetes' own schemas."""
+    import kubernetes_validate  # collecting tests must not require a host with GPUs
 
     try:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -125,13 +126,13 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def values_of(document: Any, key: str) -> list[Any]:
-    """Every value that a key has in a document."""
+    """Return every value of a key in a document."""
     return [mapping[key] for _, mapping in nodes(document) if key in mapping]
 
 
 def renamed(document: Any, path: tuple[Any, ...], key: str, name: str) -> Any:
     """The document with one key misspelled."""
-    changed = json.loads(json.dumps(document))  # no node is shared
+    changed = json.loads(json.dumps(document))  # avoids shared nodes
     place = changed
     for step in path:
         place = place[step]
@@ -177,7 +178,7 @@ def test_a_cluster_asks_for_a_token_bounds_its_pods_and_keeps_its_studies(name: 
             assert set(container["resources"]) == {"requests", "limits"}
         (main,) = pod["containers"]
         (drain,) = (each["value"] for each in main["env"] if "DRAIN_TIMEOUT" in each["name"])
-        # 30 s where nothing is said
+        # 30 s by default
         assert int(drain) < pod.get("terminationGracePeriodSeconds", 30)
 
 
@@ -244,7 +245,7 @@ def test_a_launch_makes_valid_objects_that_hold_the_package(
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         assert {"name": "package", "configMap": {"name": name}} in pod["volumes"]
-        # what the pod does, done here
+        # done here in place of the pod
         (unpack,) = pod["initContainers"]
         assert f"/archive/{ARCHIVE}" in unpack["command"][-1]
     (tmp_path / ARCHIVE).write_bytes(base64.b64decode(data["binaryData"][ARCHIVE]))
@@ -269,13 +270,13 @@ ray() {
 }
 lns-study() { "$PYTHON" -m study "$@" --dry-run; }
 """
-"""Programs of a cluster, of which each file must be there, and ``launch``, which runs but for its
-end."""
+"""Programs of a cluster, whose files must exist, and ``launch``, which runs up to the
+submission."""
 
 
 def follow(section: str, home: Path) -> Path:
-    """Do what the guide's section prints, from top to bottom, from a checkout; return the folder
-    of what would be submitted."""
+    """Run the commands in the guide's section, from top to bottom, from a checkout; return the
+    folder of the files that would be submitted."""
     (home / "mine").mkdir()
     (study,) = re.findall(r"<!-- file: mine.yaml -->\n```yaml\n(.*?)```", GUIDE, re.S)
     (home / "mine" / "mine.yaml").write_text(study)
@@ -360,7 +361,7 @@ def test_ray_takes_the_file_of_ray_up() -> None:
     validate_config(prepare_config(copy.deepcopy(config)))
     open_maps = {"node_config", "resources", "file_mounts"}  # EC2's, Ray's and paths
     schema = json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
-    known = set(schema["properties"]["provider"]["properties"])  # it takes others, too
+    known = set(schema["properties"]["provider"]["properties"])  # it accepts others, too
     assert set(config["provider"]) <= known
     unnoticed = []
     for path, mapping in nodes(config):
@@ -397,7 +398,7 @@ NAMED = re.compile(r"token|/run/secrets/\w+|\.secrets/\w+|~/\.ray/auth_token|FIL
 
 
 def secrets_in(text: str) -> list[str]:
-    """The lines that hold a password, a token or a secret key."""
+    """Return the lines with a password, a token or a secret key."""
     given = re.compile(r"(?i)(?:password|token|secret)\w*[=:]\s*([^\s$,{\[(}\"']+)")
     return [
         line
@@ -409,7 +410,7 @@ def secrets_in(text: str) -> list[str]:
 
 
 def test_no_file_holds_a_secret() -> None:
-    """Passwords and tokens are named: by secret, by file, by variable."""
+    """Passwords and tokens are only referenced: by secret, file or variable."""
     assert {path.name: secrets_in(path.read_text()) for path in CLUSTER.iterdir()} == {
         path.name: [] for path in CLUSTER.iterdir()
     }
@@ -430,7 +431,7 @@ ASKS = {
     "slurm.sh": ("RAY_AUTH_MODE=token", 1),
     "Dockerfile": ("RAY_AUTH_MODE=token", 1),
 }
-"""How a template asks for a token, and how often: once for each command that starts Ray."""
+"""How a template asks for a token, and how often: once per command that starts Ray."""
 
 
 def test_every_template_asks_for_a_token_and_opens_no_port_to_others() -> None:
@@ -455,7 +456,7 @@ def test_every_template_asks_for_a_token_and_opens_no_port_to_others() -> None:
 
 
 def compose() -> list[str]:
-    """The words of this machine's Docker Compose, be it a program or a plugin of ``docker``."""
+    """Return the command of this machine's Docker Compose, a program or a plugin of ``docker``."""
     for words in (["docker-compose"], ["docker", "compose"]):
         if shutil.which(words[0]) is None:
             continue

@@ -1,4 +1,4 @@
-"""What travels to a cluster, and what does not."""
+"""Which files are sent to a cluster, and which are not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def names(package: Package) -> set[str]:
 
 def test_code_travels_but_neither_data_git_environments_nor_storage(here: Path) -> None:
     for name in (
-        "net.py", "parts/layer.py", "conf/data/mine.yaml",  # these travel
+        "net.py", "parts/layer.py", "conf/data/mine.yaml",  # these are sent
         ".git/config", ".env", "data/images", "results/tiny/ledger.jsonl", "venv/pyvenv.cfg",
         "venv/lib/big.py", "mlruns/0/meta.yaml", "parts/__pycache__/layer.pyc", ".lns-study/old",
         "results/mlflow.db", "results/mlflow.db-wal", "results/artifacts/tiny/report.html",
@@ -273,7 +273,7 @@ def archived(package: Package) -> list[str]:
 
 
 def test_equal_launches_at_once_share_a_package(here: Path) -> None:
-    """Each sees no package, writes its own, and finds the other's in its place."""
+    """Each finds no package, writes its own, and then finds the other's in its place."""
     first = packed()
     shutil.rmtree(first.stage)
     with ThreadPoolExecutor(4) as threads:

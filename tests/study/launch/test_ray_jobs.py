@@ -43,7 +43,7 @@ def launch(
 
 
 def _paste(command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in a terminal that has none of the launch's variables."""
+    """Run a command in a terminal without the launch's variables."""
     bare = {name: value for name, value in env.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["bash", "-c", command]
@@ -76,7 +76,7 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
     assert "limits.trials=1 reached" in followed.stdout, followed.stdout + followed.stderr
     (job,) = set(re.findall(r"--follow --address \S+ (\S+)", printed))
     status = ray("job", "status", "--address", address, job, env=env)
-    # it ended with a trial left, exit code 3 of `run`
+    # it ended with a trial left: exit code 3 of `run`
     assert "succeeded" in status.stdout + status.stderr, status.stdout + status.stderr
     listed = ray("job", "list", "--address", address, env=env).stdout
     assert job in listed
@@ -95,13 +95,13 @@ def test_a_launched_study_outlives_its_follower_and_is_continued(
     ]
     _check_stages(events, tmp_path / "studies", capsys)
     wheel = next((tmp_path / ".lns-study").glob("*/*.whl")).name.split("-")[1]
-    assert versions == [wheel] * 2  # it ran from the wheel, not from what the node has
+    assert versions == [wheel] * 2  # it ran from the wheel, not from the node's package
     for path in (tmp_path / ".lns-study").rglob("*"):
         assert not path.is_file() or PASSWORD.encode() not in path.read_bytes()
 
 
 def _check_stages(events: list[Event], storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each launch's times travelled with its job, and `status` tells the last one's in order."""
+    """Each launch's times are sent with its job, and `status` shows the last launch's in order."""
     plans = [event for event in events if event["event"] == "planned"]
     for plan in plans:
         times = plan["launch"]
@@ -121,8 +121,8 @@ def _check_stages(events: list[Event], storage: Path, capsys: pytest.CaptureFixt
 def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
     head: tuple[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    """On a node of the cluster; and, once the job's folder with a file of its own is gone, without
-    the cluster by ``run`` in the study's folder alone."""
+    """On a node of the cluster. Once the job's folder with a file of its own is gone, ``run`` in
+    the study's folder continues without the cluster."""
     _, env = head
     slow = tmp_path / "slow"
     (tmp_path / "net.py").write_text(SLOW_NET.format(slow=slow))
@@ -137,7 +137,7 @@ def test_a_launched_study_is_stopped_and_goes_on_elsewhere(
         )  # fmt: skip
 
     def stop_in_trial(number: int, process: subprocess.Popen[str]) -> int:
-        """Stop a study in one of its trials, which it ends; return its exit code."""
+        """Stop a study in one of its trials, which the trial ends; return its exit code."""
         slow.touch()
         wait_until(
             process,
@@ -196,7 +196,8 @@ def test_a_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_job_runs_with_the_python_of_the_heads_ray(tmp_path: Path) -> None:
-    """Whatever ``python`` is on the PATH of whoever started the head; the job's log says which."""
+    """With any ``python`` on the PATH of the user who started the head; the job's log names the one
+    that is used."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho another python\nexit 7\n")
     (tmp_path / "bin" / "python").chmod(0o755)

@@ -1,4 +1,4 @@
-"""Every promise of SECURITY.md names a test, and the test is there."""
+"""Every promise of SECURITY.md names a test that exists."""
 
 from __future__ import annotations
 

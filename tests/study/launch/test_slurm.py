@@ -1,6 +1,5 @@
-"""``lns-study launch --to slurm`` on a real Slurm of one and of two nodes, which are hosts of their
-own: notices, preemption, requeuing and cancelling leave results and weights as they would have
-been."""
+"""``lns-study launch --to slurm`` on a real Slurm with one and two nodes, each a separate host:
+notices, preemption, requeuing and cancelling do not change results or weights."""
 
 from __future__ import annotations
 
@@ -58,9 +57,9 @@ DISTURBANCES = {
     "cancelled": 'scancel "$(job %i)"; wait $launched && exit 1; launch & launched=$!',
 }
 GRACE = {"grace": {"GRACE": "60"}}
-"""Settings of Slurm's own: seconds from the signal of a preemption to the end."""
+"""Slurm's own setting: seconds from a preemption's signal to the end."""
 IN_ORDER = {"notice": ["interrupted"], "ended": ["stopped"]}
-"""How the study ends first where it is left time to."""
+"""How the study ends first if there is time."""
 
 
 @pytest.fixture(scope="module")

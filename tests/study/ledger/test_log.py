@@ -1,5 +1,5 @@
-"""The ledger survives what machines do: torn lines, repeats, two writers, clocks that are set; and
-sees damage, whatever it is."""
+"""The ledger survives torn lines, repeats, two writers and clock changes, and detects damage of any
+kind."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_first_report_of_each_epoch_is_kept_across_writers(
 
 
 def test_a_password_in_the_error_of_a_trial_is_not_kept(tmp_path: Path) -> None:
-    """A database's client may name the whole address, which a loop had from the environment."""
+    """A database's client may show the whole address, which a loop got from the environment."""
     heard: list[Event] = []
     with Ledger(tmp_path) as ledger:
         ledger.listen(heard.append)
@@ -81,8 +81,7 @@ def test_a_password_in_the_error_of_a_trial_is_not_kept(tmp_path: Path) -> None:
 
 
 def killed(folder: Path) -> None:
-    """As if the last writer had not ended in order: its lock file says nothing of the lines it
-    left."""
+    """The last writer did not end in order: its lock file does not describe its lines."""
     (folder / LOCK).write_text('{"pid": 1, "host": "gone"}')
 
 
@@ -247,7 +246,7 @@ def test_a_ledger_of_version_1_is_read_and_goes_on_checked_under_its_id(tmp_path
     assert (found.id, found.damage, found.number, found.checked) == ("0123456789ab", [], 7, True)
     lines = (tmp_path / FILE).read_bytes().splitlines(keepends=True)
     (tmp_path / FILE).write_bytes(b"".join(lines[:1] + lines[2:]))
-    # its header says how many came before
+    # its header has the number of earlier lines
     assert [damage.number for damage in open_ledger(tmp_path).damage] == [3]
 
 
@@ -333,7 +332,7 @@ def failing(code: int) -> Callable[..., None]:
 
 
 class Stale:
-    """A file that its server has forgotten, as NFS has it."""
+    """A file that its server no longer knows, as with NFS."""
 
     def __init__(self, file: io.FileIO) -> None:
         self.tell, self.fileno, self.close = file.tell, file.fileno, file.close
@@ -402,8 +401,8 @@ def test_a_ledger_that_cannot_be_written_keeps_what_it_has_and_takes_nothing_beh
 
 @pytest.mark.parametrize("of", ["its storage", "its folder"])
 def test_a_storage_that_is_unmounted_takes_no_more_events(tmp_path: Path, of: str) -> None:
-    """The folder at which it was mounted stays empty, and the copy has every line; mounted again
-    it goes on."""
+    """The former mount point stays empty, and the copy has every line; mounted again, it
+    continues."""
     (disk := tmp_path / "disk").mkdir()
     storage = tmp_path / "storage"
     folder = storage / "study"
@@ -427,7 +426,7 @@ def test_a_storage_that_is_unmounted_takes_no_more_events(tmp_path: Path, of: st
 
 
 def vanish(folder: Path, how: str) -> Path | None:
-    """Take a study's folder away as users do; return where its ledger is now, if it is anywhere."""
+    """Take a study's folder away as users do; return the ledger's new place, if any."""
     elsewhere = folder.with_name("elsewhere")
     if how == "removed":
         shutil.rmtree(folder)
@@ -464,7 +463,7 @@ def test_a_folder_that_is_removed_moved_or_replaced_takes_no_more_events(
 def test_a_ledger_that_another_process_changes_takes_no_more_events(
     tmp_path: Path, how: str
 ) -> None:
-    """What is written behind a gap would be lost, and the study end as if all were well."""
+    """Lines after a gap would be lost, and the study would end as if all were well."""
     with Ledger(tmp_path) as ledger:
         ledger.append("report", trial="a", epoch=1, metrics={"x": 1.0})
         lines = (tmp_path / FILE).read_bytes()

@@ -1,4 +1,4 @@
-"""Which commit is ours: that of a checkout, and of nobody else's repository."""
+"""Which commit is ours: the checkout's, and not another repository's."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_untracked_copy_of_the_source_has_none(
 
 
 def data(file: str, files: str, **changes: object) -> dict[str, object]:
-    """Return a data set as in a plan."""
+    """Return a data set as a plan has it."""
     entry = {"name": "piano_rolls", "identity": "", "root": f"/data/{file}", "files": files}
     return entry | {"digest": files, "train": 10, "validation": 2} | changes
 

@@ -1,4 +1,4 @@
-"""Studies in an object store: one writer, whatever happens to the store, the driver or a cache."""
+"""Studies in an object store: one writer, despite failures of the store, the driver or a cache."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ EPOCHS = 250
 
 @pytest.fixture
 def url(store_line: tuple[str, Line]) -> str:
-    """The place of studies in an empty bucket."""
+    """The URL of studies in an empty bucket."""
     return f"{store_line[0]}/studies"
 
 
 @pytest.fixture
 def line(store_line: tuple[str, Line]) -> Line:
-    """The line to that bucket."""
+    """The connection to that bucket."""
     return store_line[1]
 
 
 @pytest.fixture
 def folder(url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache of a study there, whose lock is looked at often."""
+    """A study's cache there; its lock is checked often."""
     monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3)
     monkeypatch.setattr(storage, "SILENT_SECONDS", 2.0)
     return local_folder(f"{url}/{NAME}")
@@ -104,7 +104,7 @@ def test_a_second_driver_is_refused(folder: Path, url: str, tmp_path: Path) -> N
 def test_a_driver_that_was_silent_for_too_long_writes_no_more(
     folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both hold that they have the lock; the store's order of lines decides."""
+    """Both think that they have the lock; the store's order of lines decides."""
     monkeypatch.setattr(storage, "BEAT_SECONDS", 100.0)
     first = Ledger(folder)
     note(first, 1)
@@ -198,7 +198,7 @@ def test_a_cache_that_is_damaged_or_of_another_ledger_is_fetched_again(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the objects whose content is asked for."""
+    """Names of the objects whose content is requested."""
     names: list[str] = []
     get_all = Store.get_all
 
@@ -228,7 +228,7 @@ def test_a_ledger_of_many_objects_is_fetched_as_a_few_and_only_what_is_new(
             assert len(lines_fetched()) == PACKED
             note(ledger, PACKED)
             assert noted(other) == list(range(PACKED + 1))
-            # the copy may have the first of them in part
+            # the copy may have the first part of them
             assert lines_fetched() == [
                 f"ledger/{number:010d}.jsonl" for number in (PACKED + 1, PACKED + 2)
             ]
@@ -427,7 +427,7 @@ def weights(url: str) -> dict[str, str]:
 
 
 def undisturbed(folder: Path, storage: Path) -> dict[str, str]:
-    """What :func:`weights` has to be, of a study that nothing disturbs."""
+    """The weights that :func:`weights` must return, from an undisturbed study."""
     process = start(folder, str(storage))
     output, _ = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, output
@@ -455,7 +455,7 @@ def test_a_driver_that_is_killed_goes_on_from_an_empty_cache_after_the_store_was
     time.sleep(60.0)
     assert first.poll() is None
     line.mend()
-    time.sleep(3.0)  # some epochs more
+    time.sleep(3.0)  # some more epochs
     first.send_signal(signal.SIGKILL)
     first.wait()
 

@@ -1,4 +1,4 @@
-"""Studies in an object store that errs, holds what others put there, or was changed by hand."""
+"""Studies in an object store that fails, has objects from others, or was changed by hand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from trainers.checkpoint.remote import fetched, upload
 from trainers.object_store import Store, local_folder
 
 PART = 5 << 20
-"""The least size in bytes of a part of an upload to S3."""
+"""The minimum size in bytes of a part of an upload to S3."""
 
 
 def test_a_repaired_ledger_is_not_mixed_with_packs_of_the_damaged_one(
@@ -131,7 +131,7 @@ def test_a_reader_at_the_end_of_a_run_misses_no_lines(
 def test_a_reader_that_waits_for_the_store_refuses_no_driver(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it had fetched before the driver's lines is not written over them."""
+    """Data that it fetched before the driver's lines do not overwrite them."""
     with Ledger(folder) as ledger:
         note(ledger, 1)
     (folder / FILE).unlink()
@@ -167,7 +167,7 @@ def test_a_writer_whose_process_id_may_be_of_elsewhere_is_not_taken_for_dead(
     pids: str | None,
     lives: bool,
 ) -> None:
-    """Of another container under the host's name, or a version that did not tell (None)."""
+    """Of another container with the host's name, or a version without it (None)."""
     monkeypatch.setattr(storage, "BEAT_SECONDS", 0.3 if lives else 100.0)
     monkeypatch.setattr(storage, "SILENT_SECONDS", TIMEOUT)
     other = {"pid": 1 << 23, "host": socket.gethostname(), "id": "x"}  # no process has this number
@@ -240,7 +240,7 @@ Failing = Callable[[str, Exception, bool], None]
 
 @pytest.fixture
 def failing(s3: Line, monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Have S3's next answer to a request be an error, before or after the request is done."""
+    """Make S3's next answer to a request an error, before or after the request is done."""
     client = object_store._filesystem("s3://", os.getpid())
     call = client._call_s3
 
@@ -344,7 +344,7 @@ def test_a_store_that_refuses_is_told_to_the_user(
 
 @contextmanager
 def ended_here(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that ends with the block, with all that it has started."""
+    """A process that ends with the block, together with its children."""
     try:
         yield process
     finally:
@@ -399,7 +399,7 @@ def test_a_driver_whose_machine_slept_gives_way_to_the_one_that_took_over(
 
 @pytest.mark.parametrize("asked", [Wish.STOP, None])
 def test_wishes_that_a_job_keeps_are_the_stores(folder: Path, asked: Wish | None) -> None:
-    """A cache may have those of an earlier run, which another machine has cleared since."""
+    """A cache may have requests of an earlier run, which another machine has cleared since."""
     with Ledger(folder):
         if asked is not None:
             ask(folder, wish=asked)

@@ -1,5 +1,5 @@
-"""What a stranger may have put into a study's folder: links that lead elsewhere, pipes and devices,
-and values that nobody's study has."""
+"""What a stranger may put into a study's folder: links that lead elsewhere, pipes and devices, and
+invalid values."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_folder_of_a_study_that_is_a_link_is_refused(
 def test_a_folder_of_a_trial_that_is_a_link_is_refused(
     tmp_path: Path, victim: Path, name: str
 ) -> None:
-    """Its old checkpoints would be removed, and new ones written, wherever the link leads."""
+    """Old checkpoints would be removed, and new ones written, at the link's target."""
     (tmp_path / "study" / name).mkdir(parents=True)
     (tmp_path / "study" / name / "0123").symlink_to(victim)
     with pytest.raises(ValueError, match=f"{name}/0123: is a link to {victim}"):
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_a_link_is_refused_before_its_trial_trains(
 def test_a_log_of_trials_that_is_a_link_or_a_pipe_is_refused(
     tmp_path: Path, victim: Path, kind: str
 ) -> None:
-    """What trials print would go into another file; a pipe would be waited for."""
+    """The output of trials would go into another file; a pipe would block."""
     (tmp_path / "study").mkdir()
     log = tmp_path / "study" / OUTPUT
     if kind == "link":
@@ -182,7 +182,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
 
 
 def test_a_ledger_of_zeros_is_not_read(tiny: Tiny, tmp_path: Path) -> None:
-    """200 GiB of them take no room on a disk."""
+    """200 GiB of them take no disk space."""
     study = made_up(tiny, "sparse", tmp_path)
     os.truncate(study.folder / FILE, 200 * 2**30)
     with pytest.raises(ValueError, match=r"cannot be read \(has 214,748,364,800 bytes, more than"):

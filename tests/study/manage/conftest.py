@@ -1,4 +1,4 @@
-"""Studies in a storage of the test's own."""
+"""Studies in the test's own storage."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def write(study: StudyConfig, events: list[Event]) -> Path:
 
 @pytest.fixture
 def local(tiny: Tiny, tmp_path: Path) -> Callable[..., StudyConfig]:
-    """A tiny study in a storage of the test's own."""
+    """A tiny study in the test's own storage."""
     return lambda name, *overrides: tiny(name, f"storage={tmp_path / 'own'}", *overrides)

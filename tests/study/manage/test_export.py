@@ -1,4 +1,4 @@
-"""What is exported: forms that others read, and one namespace for trials and one for metrics."""
+"""Exports: forms that other programs read, with one namespace for trials and one for metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLASHING = {
     "id": 1.5, "row": 2.5, "number": 3.5, "seed": 4.5, "status": 5.5, "error": 6.5,
     "restarts": 7.5, "bits": 8.5, "seconds": 9.5, "config.epochs": 10.5, "metrics.seed": 11.5,
 }  # fmt: skip
-"""Names of a loop's metrics that a trial has columns of, with values that no trial has."""
+"""Metrics of a loop with the names of a trial's columns, and values that no trial has."""
 
 
 def reporting(study: StudyConfig, metrics: dict[str, float]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Trials that go on from shorter ones, and trials taken over from another study."""
+"""Trials that continue shorter ones, and trials imported from another study."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_longer_trial_goes_on_from_a_shorter_one(local: Tiny) -> None:
         state = fold(ledger.history)
         ledger.listen(state.apply)
         ledger.append("planned", **plan.to_event(), data=[], provenance={})
-        assert continuations(ledger, state) == 1  # the other trial has no checkpoint left
+        assert continuations(ledger, state) == 1  # the other trial's checkpoint is gone
         first, second = state.trials
         assert (first.status, first.epoch, first.checkpoints_left()) == (
             PLANNED,
@@ -74,7 +74,7 @@ def test_a_study_that_was_moved_has_its_checkpoints(local: Tiny, tmp_path: Path)
     moved = study.folder.rename(tmp_path / "moved")
     wanted = [str(moved / "checkpoints" / trial / "000003"), str(imported)]
     assert fold(read_ledger(moved)).known[trial].checkpoints_left() == wanted
-    own.mkdir(parents=True)  # of another run of the same study, at the place of before
+    own.mkdir(parents=True)  # of another run of the same study, at the same place
     assert fold(read_ledger(moved)).known[trial].checkpoints_left() == wanted
     assert fold(Follower(moved).poll()).known[trial].checkpoints_left() == wanted
 
@@ -119,7 +119,7 @@ def test_finished_trials_are_taken_over_once(local: Tiny) -> None:
 
 
 def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
-    """Seconds are an objective; they feed plans and fronts, and what this study spent is none of
+    """Seconds are an objective. They are used for plans and fronts, but this study did not spend
     them."""
     ours, theirs = local("ours"), local("theirs")
     write(ours, made_up_events(ours)[:1])
@@ -133,7 +133,7 @@ def test_what_is_taken_over_keeps_its_seconds_and_its_code(local: Tiny) -> None:
         "error": "boom",
         "relief": {"batch_size": 16},
     }
-    # broken off for 100 s after the second epoch, on another day
+    # interrupted for 100 s after the second epoch, on another day
     began = [
         event | {"time": event["time"] - 1e5 + 100 * (event.get("epoch") == 3)}
         for event in [other[0], relieved, *other[1:]]
@@ -194,7 +194,7 @@ def test_studies_of_other_data_are_not_mixed(local: Tiny) -> None:
 
 
 def test_studies_that_choose_other_parts_of_the_same_data_can_be_mixed(local: Tiny) -> None:
-    """Ledgers written before files had a digest have one of each choice."""
+    """Ledgers from before files had a digest have one of each choice."""
     rows = "rows=[{label: few, overrides: {data.train_size: 100}}, {label: all}]"
     ours, theirs = (local(name, rows, "baseline=null") for name in ("ours", "theirs"))
     first, second = made_up_events(ours), made_up_events(theirs)
@@ -272,8 +272,8 @@ def test_a_trial_that_goes_on_in_an_earlier_versions_ledger_has_its_seconds(loca
 
 
 def damaged_import(local: Tiny, kinds: tuple[str, ...], *, commits: bool) -> tuple[Path, str]:
-    """A study that took its first trial over, with what an earlier version noted of the code or all
-    of it, and the lines of these kinds of that trial damaged."""
+    """A study that imported its first trial, with an earlier version's record of the code or the
+    full one, and with damage to the trial's lines of these kinds."""
     ours, theirs = local("ours"), local("theirs")
     mine = made_up_events(ours)
     mine[0]["provenance"] |= {"commit": "decade"}
@@ -315,7 +315,7 @@ def test_a_repair_does_not_take_the_code_of_what_was_taken_over_for_ours(
 def test_epochs_that_mlflow_gives_back_to_what_was_taken_over_are_not_of_our_code(
     local: Tiny,
 ) -> None:
-    """Nor are their seconds spent here."""
+    """Their seconds were not spent here, either."""
     folder, trial = damaged_import(local, (), commits=True)
     study = read(folder).config
     uri = f"sqlite:///{folder.parent / 'mlflow.db'}"
@@ -331,7 +331,7 @@ def test_epochs_that_mlflow_gives_back_to_what_was_taken_over_are_not_of_our_cod
 
 
 def damaged_again(folder: Path, trial: str) -> tuple[Path, str]:
-    """All lines of the trial but its last damaged."""
+    """Damage all lines of the trial except its last."""
     path = folder / "ledger.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     for place, line in enumerate(lines):

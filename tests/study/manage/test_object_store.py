@@ -1,4 +1,4 @@
-"""The commands about a study in an object store, each from a machine that never saw it."""
+"""Commands on a study in an object store, each from a machine without its cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Elsewhere = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def elsewhere(s3: Line, tmp_path: Path) -> Elsewhere:  # noqa: F811
-    """Give a command with an empty cache, about a study that has run."""
+    """Run a command with an empty cache, on a study that has run."""
     (tmp_path / "tiny.yaml").write_text(TINY + CLAIM)
     machines = iter(range(100))
 

@@ -1,5 +1,5 @@
-"""A real study whose ledger is damaged, cut or gone: refused, repaired, and then it ends as if
-nothing had been."""
+"""A real study whose ledger is damaged, cut or gone: it is refused and repaired, and then ends as
+if nothing had happened."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.study.conftest import TINY, SilentView
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Done:
-    """A study that has run to its end, which nobody changes."""
+    """A finished study, which no test changes."""
 
     study: StudyConfig
     folder: Path
@@ -47,7 +47,7 @@ class Done:
         return (self.folder / FILE).read_bytes().splitlines(keepends=True)
 
     def copy(self, storage: Path) -> StudyConfig:
-        """The same in another storage, to be damaged, as if it had run there."""
+        """A copy in another storage, for damage, as if it had run there."""
         shutil.copytree(self.folder.parent, storage)
         return dataclasses.replace(self.study, storage=str(storage))
 
@@ -67,7 +67,7 @@ def run(study: StudyConfig) -> None:
 
 
 def at(lines: list[bytes], kind: str, which: int = 0) -> int:
-    """The place of the so-manieth line of a kind."""
+    """The position of the n-th line of a kind."""
     return [
         place
         for place, line in enumerate(lines)
@@ -81,12 +81,12 @@ def damage(line: bytes) -> bytes:
 
 
 def table(state: StudyState) -> str:
-    """The study's table and answer, but for the time that its trials took."""
+    """The study's table and answer, without its trials' times."""
     return re.sub(r"about \S+ \S+ of trial time", "", render_text(state))
 
 
 def assert_as_if_nothing_had_been(study: StudyConfig, done: Done) -> None:
-    """Every trial has finished once, its figures and the table are those of the undamaged study."""
+    """Every trial has finished once; figures and table equal the undamaged study's."""
     events = read_ledger(study.folder)
     assert open_ledger(study.folder).damage == []
     state = fold(events)
@@ -143,7 +143,7 @@ def test_a_damaged_line_is_refused_repaired_and_the_study_ends_with_the_same_tab
 
 
 def test_a_repaired_ledger_has_no_password(done: Done, tmp_path: Path) -> None:
-    """Earlier versions wrote it there; what is made now has it no longer."""
+    """Earlier versions wrote it there; new ones no longer do."""
     study = done.copy(tmp_path / "studies")
     lines = done.lines
     place = at(lines, "planned")
@@ -161,7 +161,7 @@ def test_a_repaired_ledger_has_no_password(done: Done, tmp_path: Path) -> None:
 
 
 def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: bool = True) -> Path:
-    """A study's folder with these lines as its ledger, beside the checkpoints of the undamaged one,
+    """A study's folder with these lines as its ledger, and the checkpoints of the undamaged study,
     which are only read."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_bytes(b"".join(lines))
@@ -172,8 +172,8 @@ def place_only(done: Done, folder: Path, lines: list[bytes], *, checkpoints: boo
 
 
 def assert_nothing_false(folder: Path, done: Done) -> StudyState:
-    """The model of what a repaired ledger may say: whole, in order, each epoch as it was or not
-    there, an end only where all of it is."""
+    """The possible contents of a repaired ledger: complete and ordered; each epoch unchanged or
+    missing; an end only if the whole trial is there."""
     contents = open_ledger(folder)
     assert contents.damage == []
     planned = next(event for event in read_ledger(done.folder) if event["event"] == "planned")
@@ -234,7 +234,7 @@ def test_whatever_happens_to_lines_a_repaired_ledger_says_nothing_false(
         lines = FAULTS[fault](lines, at % len(lines), place) if lines else lines
     with tempfile.TemporaryDirectory() as name:
         folder = place_only(done, Path(name) / "tiny", lines, checkpoints=checkpoints)
-        # a fault may undo another, or only bring what a crash does
+        # a fault may undo another, or have the effect of a crash
         if not open_ledger(folder).damage:
             assert_nothing_false(folder, done)
             return
@@ -345,7 +345,7 @@ def test_checkpoints_of_every_executor_name_their_ledger_and_code(
 
 
 def make_old(folder: Path) -> None:
-    """Take from the checkpoints of a study what an earlier version did not write."""
+    """Remove from a study's checkpoints what earlier versions did not write."""
     for path in (folder / "checkpoints").glob("*/*/state.json"):
         state = json.loads(path.read_text())
         path.write_text(
@@ -358,7 +358,7 @@ def make_old(folder: Path) -> None:
 def test_checkpoints_of_an_earlier_version_are_taken_where_their_ledger_is_there(
     done: Done, tmp_path: Path
 ) -> None:
-    """Neither says of which ledger they are; where the ledger is gone nobody knows."""
+    """Neither names its ledger; if the ledger is gone, it cannot be known."""
     study = done.copy(tmp_path / "studies")
     make_old(study.folder)
     old = [event for event in read_ledger(done.folder) if event["event"] != "finished"]
@@ -374,8 +374,8 @@ def test_checkpoints_of_an_earlier_version_are_taken_where_their_ledger_is_there
 
 
 def test_what_checkpoints_have_lost_mlflow_gives_back(done: Done, tmp_path: Path) -> None:
-    """With the times that it was sent, so that its runs equal the ledger as before, and the seconds
-    too."""
+    """With the times at which it was sent, so that its runs equal the ledger as before; the
+    seconds, too."""
     study = done.copy(tmp_path / "studies")
     shutil.rmtree(study.folder / "checkpoints")
     lines = done.lines
@@ -431,7 +431,7 @@ def test_a_damaged_study_is_shown_and_says_so(
         ["import", "tiny", "tiny"],
         ["resume", "tiny", "--plain"],
     ):
-        assert main([*command, "--storage", study.storage]) == 2  # what is missing must not spread
+        assert main([*command, "--storage", study.storage]) == 2  # a loss must not spread
         assert "--repair" in capsys.readouterr().err
 
 
@@ -479,7 +479,7 @@ mode: max
 
 @pytest.mark.slow
 def test_figures_of_no_split_and_of_some_epochs_are_restored_too(tmp_path: Path) -> None:
-    """Of a loop that keeps no checkpoints, from MLflow."""
+    """From MLflow, for a loop without checkpoints."""
     (tmp_path / "plain.py").write_text(PLAIN)
     (tmp_path / "plain.yaml").write_text(PLAIN_STUDY)
     study = load(str(tmp_path / "plain.yaml"), [f"storage={tmp_path / 'studies'}"])

@@ -1,5 +1,5 @@
-"""Studies that there are: listed, shown, exported, extended, fed from each other; made-up ledgers,
-the real command line."""
+"""Existing studies: listed, shown, exported, extended, imported; made-up ledgers, the real command
+line."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_status_tells_slots(local: Tiny, capsys: pytest.CaptureFixture[str]) -> 
     with Ledger(folder):
         assert main(arguments) == 0
     (shown,) = (line for line in lines(capsys) if "slots in use" in line)
-    # of the 1000 s since it began
+    # of the 1000 s since it started
     assert shown.startswith("1 of 2 slots in use, utilisation 50 % of the CPUs, 0.00")
 
 
@@ -350,7 +350,7 @@ def test_limits(local: Tiny, limits: dict[str, Any], seconds: float, said: str) 
 def test_gpu_hours_of_gangs_are_of_whole_gpus(
     local: Tiny, workers: int, share: float | None, gpus: float
 ) -> None:
-    """From the trial's config as it is planned, in the limit, in the report and in the forecast."""
+    """In the trial's planned config, the limit, the report and the forecast."""
     study = local(
         "gangs", "trial.device=cuda", f"trial.workers={workers}", "trial.epochs=2",
         f"trial.gpus={'null' if share is None else share}",
@@ -405,7 +405,7 @@ def test_a_plan_says_what_it_knows_of_time(local: Tiny) -> None:
     write(study, made_up_events(study))
     longer = make_plan(local("timed", "trial.epochs=200", "trial.optimizer.lr=0.3", "seeds=[5]"))
     text = "\n".join(describe_plan(longer))
-    assert "about 3 min" in text  # 200 epochs of the second that made-up epochs are apart
+    assert "about 3 min" in text  # 200 epochs of one second, the made-up epochs' distance
     assert (
         "Expected time: 3 min, at most 2 at a time (7 min of trial time), utilisation of the CPUs"
         " at most 100 %" in text
@@ -498,11 +498,11 @@ def test_a_storage_that_can_be_no_folder_is_named(
     assert repr(place) in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("error:Report:RuntimeWarning")  # of what could not be made
+@pytest.mark.filterwarnings("error:Report:RuntimeWarning")  # of figures that could not be made
 def test_a_study_whose_table_of_values_has_gone_is_shown_all_the_same(
     local: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As one of a colleague's, whose ``table(path.npy)`` is not on this machine."""
+    """As with a colleague's study, whose ``table(path.npy)`` is not on this machine."""
     table = tmp_path / "values.npy"
     numpy.save(table, numpy.arange(-8.0, 8.0, dtype=numpy.float32))
     rows = [
@@ -522,11 +522,11 @@ def test_a_study_whose_table_of_values_has_gone_is_shown_all_the_same(
     assert len(frame) == 4
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of pictures, whose axes end before
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of pictures whose axes end before
 def test_a_finite_figure_is_not_called_diverged_however_large(
     tiny: Callable[..., StudyConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two seeds whose sum is too large for a number, and errors whose per cent are."""
+    """Two seeds whose sum overflows, and errors whose percentage does."""
     study = tiny("large figures", "seeds=[0,1]")
     events = made_up_events(study)
     for event in events:

@@ -1,4 +1,4 @@
-"""What a study is estimated to cost, of searches whose trials are not known before."""
+"""The estimated cost of a study, for searches whose trials are not known before."""
 
 from __future__ import annotations
 

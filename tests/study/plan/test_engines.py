@@ -1,4 +1,4 @@
-"""What starts the workers of a trial: Ray Train those of long ones, forks those of short ones."""
+"""What starts the workers of a trial: Ray Train for long ones, forks for short ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainers.workers.resources import IN_PROCESS, OWN_LOOP, RAY_TRAIN
 
 EPOCHS = 100
 LIMIT = LONG * START_SECONDS / EPOCHS
-"""Seconds per epoch from which on the gang below is a long one."""
+"""Seconds per epoch from which the gang below counts as long."""
 
 
 def plan_of(tmp_path: Path, *words: str) -> Plan:

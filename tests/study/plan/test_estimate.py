@@ -1,4 +1,4 @@
-"""What a plan says of time and of processes."""
+"""What a plan prints about time and processes."""
 
 from __future__ import annotations
 
@@ -67,10 +67,8 @@ CONFIRMED = ("search.algorithm=grid", "search.confirm=1", "search.confirm_seeds=
 
 
 def test_runs_that_confirm_the_best_take_time_round_by_round(tiny: Tiny) -> None:
-    """Four trials of 100 s on four CPUs, then three of each of two rows, all at once.
-
-    Of two candidates two seeds run at once, and the third after a test.
-    """
+    """Four trials of 100 s on four CPUs, then three for each of two rows, all at once. For two
+    candidates two seeds run at once, and the third after a test."""
     study = tiny("confirmed", "baseline=null", "trial.epochs=100", "cpus=4", GRID, *CONFIRMED)
     write_ledger(study, made_up_events(study))
     (time,) = lines(study, "Expected time: ")
@@ -95,7 +93,7 @@ def test_simulated_are_the_runs_that_confirm_too(
 
 
 def test_a_size_is_a_product_only_where_it_is_one(tiny: Tiny) -> None:
-    """A row that leaves out one of two points has half the configurations of the other."""
+    """A row without one of two points has half of the other row's configurations."""
     momentum = "space={optimizer.momentum: {grid: [0.0, 0.9]}}"
     rows = "rows=[{label: sgd}, {label: rprop, overrides: {optimizer.name: rprop}}]"
     words = ("baseline=null", "seeds=[0,1]", "search.algorithm=grid", momentum, rows)
@@ -107,15 +105,15 @@ def test_a_size_is_a_product_only_where_it_is_one(tiny: Tiny) -> None:
 def test_a_gang_takes_as_many_simulated_slots_as_workers(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Six trials of one worker and six of four, three epochs of a second each, on four slots."""
+    """Six trials of one worker and six of four, each three epochs of a second, on four slots."""
     study = tiny("gangs", MIXED, "baseline=null", "seeds=[0,1,2,3,4,5]", "trial.epochs=3")
     write_ledger(study, made_up_events(study))
     words = ["simulate", str(study.folder), "--slots", "1", "4", "--seconds", "10"]
     assert main(words) == 0
     _, _, one, four = capsys.readouterr().out.splitlines()
     assert one.split() == ["1", *["6", "trials", "of", "more", "workers"], *["-"] * 5]
-    # four of one worker beside each other, six gangs by turns, the other two: eight times 3 s, of
-    # 4 slots 90 / 96
+    # first four with one worker at once, then six gangs one by one, then the other two: eight times
+    # 3 s, with 90 of 96 slot seconds used
     assert four.split()[:5] == ["4", "24", "s", "94", "%"]
 
 
@@ -199,7 +197,7 @@ def test_a_plan_says_which_processes_trials_get_and_why(
 
 
 def test_a_plan_says_which_processes_proposals_will_get(tiny: Tiny) -> None:
-    """A search that has proposed nothing yet, over gangs and trials of one worker."""
+    """A search without proposals yet, over gangs and trials of one worker."""
     study = tiny(
         "proposed",
         "space={optimizer.lr: {loguniform: [0.01, 0.1]}}",

@@ -1,4 +1,4 @@
-"""A study over a network of the user's own: named relative to its file, searched, identified by its
+"""A study over a user's own network: named relative to its file, searched, identified by its
 code."""
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_code_that_changes_its_process_is_named_and_no_other_trial_is_checked_th
 
 
 def test_it_runs_and_says_when_its_code_has_changed(folder: Path) -> None:
-    """Also what it imports from beside it."""
+    """Also the modules beside it that it imports."""
     said: list[str] = []
     (folder / "parts").mkdir()
     (folder / "parts" / "size.py").write_text("width = 4")
@@ -204,7 +204,7 @@ def test_rows_of_different_data_of_one_factory_go_on(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_other_examples_of_the_same_code_are_refused_wherever_the_file_is(folder: Path) -> None:
-    """What the factory reads is not in its code."""
+    """Files that the factory reads are not part of its code."""
     size = 'int((__import__("pathlib").Path(__file__).parent / "size.txt").read_text())'
     (folder / "net.py").write_text(NETWORK.replace("size=200", f"size={size}"))
     (folder / "size.txt").write_text("60")
@@ -337,7 +337,7 @@ def test_asking_after_the_code_has_changed_says_what_to_do(folder: Path) -> None
 
 
 def test_code_that_is_changed_back_is_planned_anew(folder: Path) -> None:
-    """Trials of the plan before last are none of the study's."""
+    """Trials of the plan before the last do not belong to the study."""
     first = create(str(folder / "own.yaml"), storage=str(folder))
     before = [trial.id for trial in first.state.trials]
     (folder / "net.py").write_text(NETWORK.replace("width=4", "width=5"))

@@ -1,4 +1,5 @@
-"""Packing of trials into CPUs and GPUs: by hand, and against bounds that no order can break."""
+"""Packing of trials into CPUs and GPUs: by hand, and compared with bounds that no order can
+beat."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from trainers.config import TrialConfig
 
 
 def trials_of(*shapes: dict[str, object]) -> list[PlannedTrial]:
-    """Trials of one epoch with these keys; a ``name`` is the row's."""
+    """Trials of one epoch with these keys; ``name`` is the row's label."""
     return [
         PlannedTrial(
             id=f"{number}",
@@ -36,7 +37,7 @@ def ten_seconds(trial: PlannedTrial) -> float:
 
 
 def use(packed: Schedule, cpus: float, gpus: int = 0) -> float:
-    """Utilisation of the resource that binds."""
+    """Utilisation of the limiting resource."""
     have = {"cpus": cpus, "gpus": gpus}
     return max(
         packed.held[name] / (count * packed.makespan) for name, count in have.items() if count
@@ -63,7 +64,7 @@ PAIR = {"device": "cuda", "workers": 2}
         # trials on CPUs run while one waits for the GPU, however long they take
         ([WHOLE, WHOLE, ONE | {"epochs": 3}], 2, 1, 30, 2, 50 / 60),
         ([WHOLE, WHOLE, ONE | {"epochs": 3}], 1, 1, 50, 1, 1.0),
-        # halves of two GPUs are no whole one
+        # halves of two GPUs do not make a whole one
         ([QUARTER, QUARTER, WHOLE], 16, 2, 20, 2, 1.5 / 4),
     ],
 )

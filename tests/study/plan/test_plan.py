@@ -1,4 +1,4 @@
-"""Trial identities: stable, about content, and refused when two rows are the same work."""
+"""Trial ids: stable, computed from content, and refused if two rows have the same trials."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_id_ignores_the_folder_of_the_data_and_nothing_else() -> None:
 
 
 def test_the_id_is_pinned() -> None:
-    """Changing how ids are made would make every finished study run again."""
+    """Changing how ids are computed would make every finished study run again."""
     config = TrialConfig(data=DataConfig(name="digits", validation_size=300))
     assert trial_id(config) == trial_id(TrialConfig.from_dict(config.to_dict())) == "3f8d88803dfd"
     lns = dataclasses.replace(
@@ -169,7 +169,7 @@ def test_a_trial_enters_a_plan_and_an_agenda_once(tiny: Tiny) -> None:
 
 
 class Twin:
-    """Wants a trial once more, under another label."""
+    """Request a trial again, under another label."""
 
     exhausted = False
 
@@ -177,7 +177,7 @@ class Twin:
         self._trial = dataclasses.replace(trial, row="again")
 
     def next(self, state: StudyState) -> list[PlannedTrial]:
-        """The same for ever."""
+        """Return the same trial every time."""
         return [self._trial]
 
 

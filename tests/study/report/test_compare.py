@@ -1,4 +1,4 @@
-"""Two studies side by side, and the other forms of a report."""
+"""Comparison of two studies, and the other forms of a report."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def made_up(study: StudyConfig, errors: dict[str, float] | None = None) -> Study
 
 
 def searched(tiny: Tiny) -> StudyState:
-    """A search whose error is a parabola of the logarithm of the learning rate, and of nothing
-    else."""
+    """A search whose error depends only on the learning rate: a parabola of its logarithm."""
     study = tiny("searched", *SEARCH)
     events = made_up_events(study)
     rates = {trial["id"]: trial["config"]["optimizer"]["lr"] for trial in events[0]["trials"]}
@@ -62,8 +61,8 @@ def searched(tiny: Tiny) -> StudyState:
 def noisy(
     study: StudyConfig, errors: dict[str, float], noise: Callable[[str, int], float]
 ) -> StudyState:
-    """A made-up study, every trial's test error moved by ``noise`` of its row and seed, per
-    cent."""
+    """A made-up study; ``noise`` of row and seed, in per cent, is added to every trial's test
+    error."""
     events = made_up_events(study, errors)
     planned = {trial["id"]: trial for trial in events[0]["trials"]}
     for event in events:
@@ -78,8 +77,8 @@ def noisy(
 
 
 def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
-    """What the rows of a seed share is one observation, not one a row; every row's interval is
-    corrected too."""
+    """A seed's effect that all rows share is one observation, not one per row; every row's interval
+    is also corrected."""
     seeds = "seeds=[0,1,2,3]"
     gaps = [0.1, 0.3, -0.1, 0.5]
     first = noisy(
@@ -104,7 +103,7 @@ def test_matched_trials_are_compared_seed_by_seed(tiny: Tiny) -> None:
 
 
 def test_configurations_that_share_a_number_are_not_mixed(tiny: Tiny) -> None:
-    """A study whose space was changed numbers anew, beside what it had."""
+    """A study whose space changed: new numbers beside its old ones."""
     first, second = searched(tiny), searched(tiny)
     for state in (first, second):
         for trial in state.trials:
@@ -224,7 +223,7 @@ def test_importance_finds_the_key_that_matters(tiny: Tiny) -> None:
 
 
 def test_what_is_taken_from_the_inside_of_optuna_is_there(tiny: Tiny) -> None:
-    """Names without a promise, so the version is capped where one may go."""
+    """Names without a guarantee, so the version is capped in case one disappears."""
     from optuna._transform import _SearchSpaceTransform
     from optuna.importance import FanovaImportanceEvaluator
 
@@ -275,7 +274,7 @@ def test_the_front_has_what_nothing_beats(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(("errors", "drawn"), [([4, 3, 2, 1], True), ([2, 3, 4, 1], False)])
 def test_a_front_of_two_dots_is_no_picture(tiny: Tiny, errors: list[int], drawn: bool) -> None:
-    """Fewer bits cost accuracy, or the best of few bits dominates two of four."""
+    """Fewer bits cost accuracy, or the best with few bits dominates two of four."""
     bits = (12, 13, 14, 15)
     rows = ", ".join(
         f"{{label: '{n}', overrides: {{precision.format: 'lns({n},6)'}}}}" for n in bits
@@ -322,7 +321,7 @@ def unfinished(events: list[dict[str, Any]], trial: str) -> StudyState:
 
 def test_a_configuration_counts_once_every_seed_has_finished(tiny: Tiny) -> None:
     """In fronts, rankings, heat maps, importance, the list of studies and gaps; before, the
-    luckiest seeds spoke for it."""
+    luckiest seeds counted."""
     study = tiny("seeds", *SEARCH, "seeds=[0,1]", "search.num_samples=10")
     events = made_up_events(study, {"lns matmul": 1.0})
     missing = next(
@@ -366,7 +365,7 @@ def test_there_is_no_gap_before_both_rows_are_whole(tiny: Tiny) -> None:
 
 
 def test_early_rounds_of_halving_are_in_no_figure(tiny: Tiny) -> None:
-    """Also while no later round is there yet."""
+    """Also before a later round exists."""
     study = tiny(
         "halved",
         SEARCH[0],

@@ -1,4 +1,4 @@
-"""What two studies are made of, where they are compared: keys that differ, and other data."""
+"""Compared studies: keys that differ, and other data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A regression from end to end: a search by R2, higher better, its report, MLflow and status."""
+"""A regression from end to end: a search by R2 (higher is better), its report, MLflow and
+status."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ cpus: 2
 
 
 def check_report(outcome: Outcome, shown_first: str) -> None:
-    """Its page and its pictures are of R2 and of no error."""
+    """Its page and its pictures show R2 and no error."""
     page = (outcome.report / "report.html").read_text()
     shown = page.partition("<details>")[0].partition("<body>")[2]
     assert "<h2>Test r2</h2>" in shown

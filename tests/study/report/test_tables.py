@@ -1,4 +1,4 @@
-"""The report: whole, self-contained, escaped, honest about what is missing."""
+"""The report is complete, self-contained and escaped, and shows missing parts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.study.made_up_slots import Held, run_of, with_slots
 Tiny = Callable[..., StudyConfig]
 EVIL = '"><script>alert(1)</script>'
 EVIL_NAME = '"><img src=x onerror=alert(1)>'
-"""A name has no slash."""
+"""A name without a slash."""
 
 
 class Tags(HTMLParser):
-    """Collects the tags and attributes of a page."""
+    """Collect the tags and attributes of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Tags(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note it."""
+        """Record it."""
         self.tags.append(tag)
         self.attributes += attrs
 
@@ -82,7 +82,7 @@ def test_the_files_are_there_and_are_pictures(tiny: Tiny, tmp_path: Path) -> Non
 def test_no_picture_follows_settings_in_the_current_folder(
     tiny: Tiny, tmp_path: Path, kind: str
 ) -> None:
-    """matplotlib reads them first of all, and waits for a pipe in their place."""
+    """matplotlib reads them first, and would wait for a pipe in their place."""
     study, here = tiny("drawn", f"storage={tmp_path}/studies"), tmp_path / "here"
     write_ledger(study, made_up_events(study))
     here.mkdir()
@@ -106,7 +106,7 @@ def test_no_picture_follows_settings_in_the_current_folder(
 def test_what_cannot_be_made_leaves_a_note_and_the_rest_of_the_report(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """As after an update of a library that draws or reckons."""
+    """As after an update of a library that draws or computes."""
 
     def fail(*_: object) -> None:
         raise AttributeError("module has no attribute '_inside'")
@@ -140,7 +140,7 @@ def test_the_page_is_self_contained_and_knows_dark(tiny: Tiny, tmp_path: Path) -
 
 
 def page_hashes(page: str) -> set[str]:
-    """What the policy must name: the script that runs, and the one that it unpacks."""
+    """The policy must name the script that runs, and the one that it unpacks."""
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.S)
     (packed,) = re.findall(r'<script type="text/plain" id="plotly-gz">(.*?)</script>', page, re.S)
     texts = [script.encode(), gzip.decompress(base64.b64decode(packed))]
@@ -174,7 +174,7 @@ def test_the_text_has_two_decimals_and_the_published_figures(tiny: Tiny) -> None
 def test_figures_that_were_published_for_another_recipe_are_not_shown(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """MNIST's published 2.14 % stood beside the 14.81 % of scikit-learn's digits."""
+    """MNIST's published 2.14 % was shown beside the 14.81 % on scikit-learn's digits."""
     events = made_up_events(tiny("report", "seeds=[0,1]", "comparable={epochs: 20}"))
     folder = write_report(fold(events), tmp_path)
     summary = summarise(fold(events))
@@ -303,7 +303,7 @@ def test_a_diverged_trial_does_not_break_the_pictures(tiny: Tiny, tmp_path: Path
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_loss_that_is_no_number_is_told_where_the_error_is_one(tiny: Tiny, split: str) -> None:
-    """Training that diverged leaves the weights before it, which have an error like any other."""
+    """After a divergence the earlier weights remain, and their error looks normal."""
     events = made_up_events(tiny("report"))
     assert "DIVERGED" not in render_text(fold(events))
     first = next(event["trial"] for event in events if event["event"] == "report")
@@ -331,7 +331,7 @@ def test_a_best_value_at_an_end_of_those_tried_is_told(tiny: Tiny) -> None:
 
 
 def pixels(png: bytes, colour: str) -> int:
-    """Points of a picture in a colour, as far as its palette keeps it."""
+    """Return the points of a picture in a colour, as far as the palette keeps it."""
     image = np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return int((abs(image - wanted).max(axis=2) < 12).sum())
@@ -371,7 +371,7 @@ def test_bars_are_as_long_as_trials_and_pale_during_their_starts(theme: Theme) -
     assert pixels(starting, COLOURS[0]) - legend == pytest.approx(
         0.25 * (pixels(long, COLOURS[0]) - legend), rel=0.05
     )
-    said = draw([60.0], 80, [20.0])  # its epoch began at 40
+    said = draw([60.0], 80, [20.0])  # its epoch started at 40
     assert pixels(said, COLOURS[0]) - legend == pytest.approx(
         0.5 * (pixels(long, COLOURS[0]) - legend), rel=0.05
     )
@@ -449,7 +449,7 @@ def test_a_standing_bar_has_its_figure_above_the_dots_of_its_seeds(tiny: Tiny) -
 
 @pytest.mark.parametrize(("low", "high"), [(8.7, 14.5), (2.0, 2.4), (7.0, 80.0), (0.01, 90.0)])
 def test_a_logarithmic_axis_has_labels_enough_to_read_it(low: float, high: float) -> None:
-    """8.7 to 14.5 had one, 10."""
+    """The range 8.7 to 14.5 had one label, 10."""
     figure, axes = canvas(LIGHT)
     axes.plot([0, 1], [low, high])
     value_axis(axes, Metric(name="validation/error"), [low, high])

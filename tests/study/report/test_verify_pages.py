@@ -1,4 +1,4 @@
-"""Reports altered by hand, where a part of a page may differ for good reasons."""
+"""Reports changed by hand, where parts of a page may differ for good reasons."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_line_that_is_added_to_the_text_is_told(report: Path) -> None:
 
 
 def test_a_part_that_is_there_was_made(report: Path) -> None:
-    """The sentence stands in its place on both pages, and the picture too."""
+    """The sentence is in its place on both pages, and so is the picture."""
     lost = LOST.replace("slots", "test_error")
     for file, old, new in (
         ("report.md", "0 restarts\n", f"0 restarts\n- {lost}\n"),
@@ -106,7 +106,7 @@ def test_a_picture_in_place_of_another_is_told(report: Path) -> None:
 
 
 def test_addresses_of_mlflow_are_no_difference(report: Path) -> None:
-    """A storage that was sent elsewhere since has other links than its report."""
+    """A storage that was moved since has other links than its report."""
     state = fold(read_ledger(report))
     where = {"uri": "http://server", "experiment": "1", "view": "x"}
     (report / WHERE).write_text(json.dumps(where))

@@ -1,4 +1,4 @@
-"""The answer in words, from made-up ledgers."""
+"""The answer in sentences, from made-up ledgers."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_one_test_example_is_named_where_it_is_a_sizeable_part_of_the_difference
         events[0]["data"][0]["test"] = size
         assert said(events).endswith(end)
     events = with_errors(study, {**errors, "float32": [10.25, 11.0, 12.0]})
-    events[0]["data"][0]["test"] = 100  # several answers an example: no whole number is wrong
+    events[0]["data"][0]["test"] = 100  # several answers per example: fractions are wrong
     assert "one example" not in said(events)
 
 

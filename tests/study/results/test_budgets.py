@@ -1,4 +1,4 @@
-"""The best of k configurations against every draw there is."""
+"""The best of k configurations, compared with every possible draw."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def odyssey_of(points: int) -> Any:
 
 @pytest.mark.parametrize(("points", "decided"), [(4, False), (12, True)])
 def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> None:
-    """A rate goes with a momentum and a width, whose shares few points cannot tell apart."""
+    """A rate with a momentum and a width; few points cannot separate their shares."""
     found = module("search_space_odyssey").share_of_learning_rate(odyssey_of(points))
     assert found["figure"] > 0.2
     assert (found.get("verdict") == "undecided") is not decided
@@ -94,7 +94,7 @@ def test_few_points_of_the_space_decide_nothing(points: int, decided: bool) -> N
 def test_ranks_at_few_points_decide_nothing(
     points: int, beaten: str, lead: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever way they point: the best of few points is that of a variant that they suit."""
+    """In either direction: the best of few points belongs to a variant that they suit."""
     means = dict(sorted({"vanilla": 2.0 + lead, "np": 2.0, "nog": 7.0}.items(), key=itemgetter(1)))
     ranks = Ranks(
         of="model.args.variant", means=means, blocks=["JSB"], p=0.001, critical=1.0,
@@ -116,7 +116,7 @@ def test_the_study_in_lns_differs_in_its_arithmetic_alone() -> None:
 
 
 def test_the_estimate_of_evolution_strategies_points_uphill(evolution: ModuleType) -> None:
-    """Of a linear loss, the shaped estimate has the gradient's direction."""
+    """For a linear loss, the estimate from ranks has the gradient's direction."""
     generator = torch.Generator().manual_seed(0)
     slope = torch.randn(5, generator=generator)
     directions = torch.randn(4000, 5, generator=generator)
@@ -124,7 +124,7 @@ def test_the_estimate_of_evolution_strategies_points_uphill(evolution: ModuleTyp
     estimate = evolution.gradient(losses, directions, 0.1)
     assert float(torch.cosine_similarity(estimate, slope, dim=0)) > 0.99
     shifted = evolution.gradient(torch.exp(losses), directions, 0.1)
-    torch.testing.assert_close(shifted, estimate)  # ranks alone count
+    torch.testing.assert_close(shifted, estimate)  # only ranks count
 
 
 def test_weights_are_tried_in_their_format(evolution: ModuleType) -> None:
@@ -139,7 +139,7 @@ def test_weights_are_tried_in_their_format(evolution: ModuleType) -> None:
 
 
 def evolved(rank: int, folder: str, world_size: int, fmt: str, pairs: int) -> dict[str, Any]:
-    """Two epochs of evolution strategies as a rank of ``world_size``: what it reports and keeps."""
+    """Two epochs of evolution strategies as a rank of ``world_size``: its reports and its state."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
     reports: list[dict[str, float]] = []
@@ -163,8 +163,8 @@ def evolved(rank: int, folder: str, world_size: int, fmt: str, pairs: int) -> di
 
 @pytest.mark.parametrize("fmt", ["float32", "lns12"])
 def test_directions_shared_by_two_workers_give_the_bits_of_one(fmt: str, tmp_path: Path) -> None:
-    """Each worker draws all directions and tries its share; a sum of losses of which all but one
-    are zero is exact. Five pairs do not divide by two, so the shares differ in size."""
+    """Each worker draws all directions and tries its share. A sum of losses is exact if all but one
+    are zero. Five pairs do not divide by two, so the shares differ in size."""
     alone = evolved(0, "", 1, fmt, 5)
     workers = spawned(partial(evolved, world_size=2, fmt=fmt, pairs=5), tmp_path)
     for worker in workers:
@@ -241,7 +241,7 @@ def test_the_gain_over_random_search_is_the_mean_over_the_searches_of_seeds(
 
 
 def chosen(trials: Iterable[TrialState], row: str, epochs: int) -> list[float]:
-    """The test error, in per cent, of each seed's lowest validation error."""
+    """For each seed, the test error in per cent at the lowest validation error."""
     found: dict[int, list[tuple[float, float]]] = {}
     for trial in trials:
         if trial.row == row and trial.epochs == epochs:

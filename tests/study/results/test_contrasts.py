@@ -1,5 +1,5 @@
-"""Tests of differences: their arithmetic against SciPy's, and how often they find something where
-there is nothing."""
+"""Tests of differences: their arithmetic equals SciPy's; and how often they find a difference where
+none exists."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.study.search.conftest import Pretend, bowl, steady
 Tiny = Callable[..., StudyConfig]
 REPETITIONS = 400
 CERTAIN = 0.9999
-"""With which a right test's rejections lie within the bounds; the random numbers are always the
-same."""
+"""Probability with which a correct test's rejections are within the bounds; the random numbers are
+always the same."""
 FOUR_ROWS = (
     "rows=[{label: a}, {label: b, overrides: {precision.format: lns16}}, {label: c, overrides:"
     " {precision.format: lns12}}, {label: d, overrides: {batch_size: 16}}]"
@@ -34,7 +34,7 @@ SPACE = "space={optimizer.lr: {loguniform: [0.001, 1.0]}"
 
 
 def bounds(probability: float, repetitions: int = REPETITIONS) -> tuple[float, float]:
-    """Between which a rate lies that has this probability."""
+    """Bounds of a rate with this probability."""
     low, high = binom.interval(CERTAIN, repetitions, probability)
     return low / repetitions, high / repetitions
 
@@ -77,7 +77,7 @@ def test_without_spread_there_is_no_test() -> None:
 def test_the_smallest_difference_that_could_have_shown_shows_that_often(
     seeds: int, tests: int
 ) -> None:
-    """Drawn with the true spread instead of the seen one, as its definition says."""
+    """Drawn with the true spread instead of the observed one, as in its definition."""
     least = Contrast(
         difference=0.0, error=1.0 / np.sqrt(seeds), df=seeds - 1, over="", tests=tests
     ).least
@@ -91,13 +91,13 @@ def test_the_smallest_difference_that_could_have_shown_shows_that_often(
 
 
 class Figures:
-    """A study whose trials' validation errors a test sets, again and again."""
+    """A study whose trials' validation errors a test sets repeatedly."""
 
     def __init__(self, study: StudyConfig) -> None:
         self.state: StudyState = fold(made_up_events(study))
 
     def decided(self, draw: Callable[[np.random.Generator], dict[str, float]]) -> float:
-        """How often any difference is decided, where ``draw`` gives the errors by trial."""
+        """How often any difference is decided if ``draw`` gives the errors by trial."""
         found = 0
         for repetition in range(REPETITIONS):
             errors = draw(np.random.default_rng(repetition))
@@ -110,7 +110,7 @@ class Figures:
 
 
 def test_rows_that_do_not_differ_are_told_apart_as_rarely_as_said(tiny: Tiny) -> None:
-    """Seeds that are far apart hide nothing and prove nothing; the tests of all categories together
+    """Seeds with large differences hide nothing and prove nothing; all categories' tests together
     err with probability alpha."""
     two, four = (
         Figures(tiny("nothing", rows, "baseline=null", "seeds=[0,1,2,3]"))
@@ -134,8 +134,8 @@ def test_rows_that_do_not_differ_are_told_apart_as_rarely_as_said(tiny: Tiny) ->
 
 
 def test_configurations_are_no_seeds(tiny: Tiny) -> None:
-    """Rows whose seeds have luck that is the same for all configurations: forty trials a row are
-    four observations."""
+    """Rows whose seeds have an effect that is the same for all configurations: forty trials of a
+    row are four observations."""
     figures = Figures(
         tiny(
             "pooled",
@@ -159,7 +159,7 @@ def test_configurations_are_no_seeds(tiny: Tiny) -> None:
 
 
 def test_formats_of_a_random_search_are_compared_over_configurations(tiny: Tiny) -> None:
-    """Each has learning rates of its own, and these decide; with every new draw of both."""
+    """Each has its own learning rates, and these decide; every repetition draws both."""
     study = tiny(
         "random",
         SPACE + ", precision.format: {choice: [float32, lns16]}}",
@@ -180,7 +180,7 @@ def test_formats_of_a_random_search_are_compared_over_configurations(tiny: Tiny)
 
 
 def test_a_grid_is_compared_where_only_the_category_differs(tiny: Tiny) -> None:
-    """The learning rate that one format lacks does not count against it."""
+    """A learning rate that one format lacks does not count against it."""
     space = "space={optimizer.lr: {grid: [0.01, 0.1]}, precision.format: {grid: [float32, lns16]}}"
     state = fold(
         made_up_events(
@@ -204,7 +204,7 @@ def test_a_grid_is_compared_where_only_the_category_differs(tiny: Tiny) -> None:
     contrast = by_format.contrasts["lns16"]
     assert contrast is not None
     assert (contrast.over, by_format.reference, by_format.exploratory) == ("3 seeds", "float32", "")
-    assert abs(contrast.difference) < 0.5  # points; of all trials it would be 25
+    assert abs(contrast.difference) < 0.5  # points; over all trials it would be 25
     assert not contrast.decided
 
 

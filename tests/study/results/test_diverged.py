@@ -1,4 +1,4 @@
-"""A trial that diverged is never chosen, whatever figures it has beside its loss."""
+"""A diverged trial is never chosen, whatever figures it has besides its loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ONE_ROW = ("rows=[]", "baseline=null")
 RATES = "space={optimizer.lr: {loguniform: [0.001, 1.0]}}"
 GRID = "space={optimizer.lr: {grid: [0.1, 0.2, 1.0]}}"
 LOW = {"validation/error": 0.001, "validation/loss": math.nan}
-"""What a network reports that has diverged, where nearly all examples are of the first class."""
+"""Reports of a diverged network if nearly all examples are of the first class."""
 
 
 def diverging(study: StudyConfig, which: Callable[[dict[str, Any]], bool]) -> list[Event]:
@@ -212,7 +212,7 @@ def rare(train):
     "search", ["{algorithm: grid}", "{algorithm: tpe, num_samples: 3, scheduler: asha}"]
 )
 def test_a_rate_at_which_all_diverges_is_not_found(tmp_path: Path, search: str) -> None:
-    """A network that says NaN names the first class, which seven of eight examples are of."""
+    """With NaN outputs the first class is predicted, which is right for seven of eight examples."""
     (tmp_path / "rare.py").write_text(UNBALANCED)
     (tmp_path / "rare.yaml").write_text(TINY)
     study = load(

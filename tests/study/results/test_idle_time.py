@@ -1,4 +1,4 @@
-"""What held a run, in figures and in words, while it goes on and at its end."""
+"""What delayed a run, in figures and sentences, during the run and at its end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Tiny = Callable[..., StudyConfig]
 
 
 def of(count: int, seconds: float, begin: float = 0.0, **more: object) -> list[Held]:
-    """Trials on slots of their own, at the same time."""
+    """Trials on separate slots, at the same time."""
     return [
         Held(trial=f"{begin}-{n}", begin=begin, end=begin + seconds, slots=[n], **more)
         for n in range(count)
@@ -168,7 +168,7 @@ def test_a_run_that_used_little_says_so_at_its_end(
 
 
 def again(events: list[Event], seconds: float) -> list[Event]:
-    """The same run once more, so many seconds later."""
+    """The same run again, this many seconds later."""
     return [*events, *({**event, "time": event["time"] + seconds} for event in events)]
 
 

@@ -1,4 +1,4 @@
-"""Importance: over the space as it is searched, and of choices of many values."""
+"""Importance over the space as it is searched, and of choices with many values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tiny = Callable[..., StudyConfig]
 def test_importance_of_a_key_with_many_values_takes_no_walk_for_each_of_their_combinations(
     tiny: Tiny,
 ) -> None:
-    """2^24 walks of every tree would not end; the shares are those of the grid's variance."""
+    """2^24 walks of every tree would not end; the shares are fractions of the grid's variance."""
     widths, rates = [[each] for each in range(1, 25)], [0.001, 0.01, 0.1]
     space = {"model.hidden": {"grid": widths}, "optimizer.lr": {"grid": rates}}
     study = tiny(
@@ -61,7 +61,7 @@ def test_importance_of_a_key_with_many_values_takes_no_walk_for_each_of_their_co
 
 
 def test_a_choice_whose_values_were_tried_too_seldom_has_no_importance(tiny: Tiny) -> None:
-    """In the order of their one metric each they would explain all of it."""
+    """Ordered by the only metric that each has, they would explain all of the variance."""
     widths = [[each] for each in range(1, 15)]
     space = {"model.hidden": {"grid": widths}, "optimizer.lr": {"grid": [0.01, 0.1]}}
     study = tiny(
@@ -86,13 +86,13 @@ KIND = Domain(key="kind", kind="choice", values=tuple("abcdefghi"))
 
 
 def drawn(count: int) -> list[dict[str, Any]]:
-    """Points of the space of a rate, a momentum and one of nine kinds."""
+    """Points in a space of a rate, a momentum and one of nine kinds."""
     domains, random = (RATE, MOMENTUM, KIND), np.random.default_rng(0)
     return [{each.key: each.at(float(random.random())) for each in domains} for _ in range(count)]
 
 
 def test_a_share_is_over_the_logarithm_of_a_rate() -> None:
-    """Half of the rates are below 0.01, where a hundredth of their axis is."""
+    """Half of the rates are below 0.01, which is a hundredth of their axis."""
     points = drawn(400)
     figures = [(each["rate"] < 0.01) + 1.0 * (each["momentum"] < 0.5) for each in points]
     shares = fanova(points, figures, [RATE, MOMENTUM])
@@ -101,7 +101,7 @@ def test_a_share_is_over_the_logarithm_of_a_rate() -> None:
 
 
 def test_each_value_of_a_choice_counts_alike() -> None:
-    """One of nine kinds is 3 above the others, the variance of which is 9 x 8 / 81."""
+    """One of nine kinds is 3 above the others, so the variance is 9 x 8 / 81."""
     points = drawn(900)
     figures = [3.0 * (each["kind"] == "e") + 2.0 * (each["momentum"] < 0.5) for each in points]
     shares = fanova(points, figures, [MOMENTUM, KIND])
@@ -134,7 +134,8 @@ def test_shares_of_uniform_ranges_are_those_of_optunas_evaluator() -> None:
 
 
 def test_whole_numbers_weigh_as_they_are_drawn() -> None:
-    """One of eight has an eighth of a ``randint``, and 1 has log 2 / log 9 of a ``lograndint``."""
+    """One of eight values has an eighth of a ``randint``; the value 1 has log 2 / log 9 of a
+    ``lograndint``."""
     for kind, at, weight in (("randint", 8, 1 / 8), ("lograndint", 1, math.log(2, 9))):
         domain = Domain(key="count", kind=kind, values=(1, 9))
         random = np.random.default_rng(0)
@@ -147,7 +148,7 @@ def test_whole_numbers_weigh_as_they_are_drawn() -> None:
 
 
 def test_survivors_of_early_stopping_have_no_importance(tiny: Tiny) -> None:
-    """What ended early is missing, and the others are no sample of the space."""
+    """Trials that ended early are missing, and the others are not a random sample of the space."""
     words = ("space={optimizer.lr: {loguniform: [0.001, 1.0]}}", "search.num_samples=20")
     claim = "claims=[{name: rate, claim: The rate matters., source: here,"
     claim += " importance: {key: optimizer.lr, at_least: 0.5}}]"
@@ -174,7 +175,7 @@ def test_survivors_of_early_stopping_have_no_importance(tiny: Tiny) -> None:
 
 
 def test_noise_tells_nothing_of_the_best(tiny: Tiny) -> None:
-    """Of the best tenth of 40, some key differs from the others by chance."""
+    """In the best tenth of 40, some key differs from the others by chance."""
     events = made_up_events(
         tiny(
             "noise",

@@ -67,7 +67,7 @@ GRID = (
 
 
 def scored(study: StudyConfig, sign: int = 1) -> list[Event]:
-    """A study's ledger in which every trial has a score, of its row, learning rate and seed."""
+    """A study's ledger in which every trial has a score, by row, learning rate and seed."""
     events = made_up_events(study)
     trials = {trial.id: trial for trial in fold(events).trials}
     rows = list(dict.fromkeys(trial.row for trial in trials.values()))
@@ -89,7 +89,7 @@ def scored(study: StudyConfig, sign: int = 1) -> list[Event]:
 
 @pytest.fixture(params=[GRID, SEARCH], ids=["rows", "search"])
 def mirrored(request: pytest.FixtureRequest, tiny: Tiny) -> tuple[StudyState, StudyState]:
-    """The same study with lower and, negated, with higher better."""
+    """The same study with lower better and, negated, with higher better."""
     lower = tiny("mirrored", SCORE, *request.param, *LOWER)
     higher = tiny("mirrored", SCORE, *request.param, *HIGHER)
     return fold(scored(lower)), fold(scored(higher, -1))
@@ -407,7 +407,7 @@ def test_a_report_is_verified_by_the_configuration_that_keeps_the_constraints(
 
 
 def test_a_report_is_verified_by_the_configuration_that_has_most_seeds(tiny: Tiny) -> None:
-    """As after a race, in which it took part to the end."""
+    """As after a race in which it took part to the end."""
     study, events = spending(tiny, "bytes/sent", "seeds=[0,1]")
     first = next(trial for trial in events[0]["trials"] if trial["seed"] == 1)
     events[0]["trials"].remove(first)
@@ -429,7 +429,7 @@ def test_a_report_is_verified_by_the_configurations_of_the_last_round(tiny: Tiny
 
 
 def test_the_best_keeps_the_constraints_and_is_confirmed(tiny: Tiny) -> None:
-    """As in the table: no infeasible one, and no lucky one that was not confirmed."""
+    """As in the table: no infeasible configuration, and no lucky one without confirmation."""
     state = fold(scored(tiny("bests", SCORE, *SEARCH, *LOWER)))
     found = [entry for entry in entries(state) if entry.row == "float32"]
     metric = state.config.primary_metric
@@ -445,6 +445,6 @@ def test_the_best_keeps_the_constraints_and_is_confirmed(tiny: Tiny) -> None:
 
 
 def test_the_rows_of_a_point_are_one_configuration(tiny: Tiny) -> None:
-    """Rows of a random search are tried at the same points: 12 of them, not 24."""
+    """Rows of a random search are tried at the same points: 12, not 24."""
     found = entries(fold(scored(tiny("points", SCORE, *SEARCH, *LOWER))))
     assert len(found) == 2 * len(_of_points(found))

@@ -1,4 +1,4 @@
-"""Slots: what a ledger says of them, against brute force, by hand, and in words."""
+"""Slots in a ledger, compared with brute force and by hand, and in sentences."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Tiny = Callable[..., StudyConfig]
 
 @st.composite
 def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
-    """Up to five slots, each held by trials one after the other, at whole seconds; what there is
-    changes and is always enough."""
+    """Up to five slots, each held by trials one after the other, at whole seconds; the resources
+    change and always suffice."""
     count = draw(st.integers(1, 5))
     gpus = draw(st.sampled_from([0.0, 0.25]))
     held = []
@@ -70,7 +70,7 @@ def made_up(draw: st.DrawFn) -> tuple[list[Held], Run]:
 
 
 def brute_force(run: Run, begin: float, end: float, resource: str) -> float:
-    """A share, from a sample in the middle of every second."""
+    """Return a share, from a sample in the middle of every second."""
     moments = [begin + 0.5 + second for second in range(int(end - begin))]
     held = sum(
         getattr(each, resource)
@@ -137,7 +137,7 @@ TWO = [
     Held(trial="a", begin=10, end=50, slots=[0], reports=[20, 32, 42, 50], seconds=[10, 12, 8, 9]),
     Held(trial="b", begin=10, end=30, slots=[1], reports=[30], seconds=[15]),
 ]
-"""Two trials of one CPU: both run from 10 to 30, one of them alone from 30 to 50."""
+"""Two trials with one CPU each: both run from 10 to 30, one of them alone from 30 to 50."""
 
 
 def test_two_trials_by_hand() -> None:
@@ -151,7 +151,7 @@ def test_two_trials_by_hand() -> None:
         {"cpus": 60 / 400},
     )
     assert epochs_a_second(run) == 5 / 40
-    # a's third epoch is the one timed alone, by its process; the last one also tests
+    # a's third epoch is timed alone, by its process; the last one also tests
     assert speed(run, lambda trial: trial) == (4 * 8 / 40, 1)
     assert speed(run, lambda trial: "like") == (5 * 8 / 60, 2)
     assert slots_in_use(run) == (0, 4)
@@ -191,9 +191,9 @@ def test_without_an_epoch_alone_there_is_no_speed() -> None:
 @pytest.mark.parametrize(
     ("reports", "seconds"),
     [
-        ([10, 30, 30, 31, 50], [10, 10, 10, 10, 9]),  # the driver hears of two epochs at once
-        ([10, 20, 30, 31, 50], [10, 10, 10, 1, 9]),  # of that of 30 as of the other one's end
-        ([10, 31, 31.5, 50], [10, 10, 10, 9]),  # it began before the other one ended
+        ([10, 30, 30, 31, 50], [10, 10, 10, 10, 9]),  # the driver gets two epochs at once
+        ([10, 20, 30, 31, 50], [10, 10, 10, 1, 9]),  # of the one at 30, like the other's end
+        ([10, 31, 31.5, 50], [10, 10, 10, 9]),  # it started before the other one ended
         ([10, 31, 31.5, 50], [10, 10, 0.0, 9]),
         ([10, 31, 31.5, 50], [10, 10, None, 9]),
         ([10, 31, 31.5, 50], None),
@@ -203,7 +203,7 @@ def test_without_an_epoch_alone_there_is_no_speed() -> None:
 def test_an_epoch_of_which_it_is_not_sure_that_it_ran_alone_is_not_timed(
     reports: list[float], seconds: list[float | None] | None
 ) -> None:
-    """Between the end of one neighbour and the start of the next are two seconds."""
+    """Two seconds pass between the end of one neighbour and the start of the next."""
     held = [
         Held(trial="a", begin=0, end=60, slots=[0], reports=reports, seconds=seconds),
         Held(trial="b", begin=0, end=30, slots=[1]),
@@ -213,7 +213,7 @@ def test_an_epoch_of_which_it_is_not_sure_that_it_ran_alone_is_not_timed(
 
 
 def test_where_none_ran_alone_the_epochs_of_earlier_runs_count() -> None:
-    """On the same machine and of the same software; a's epoch alone takes 8 s there."""
+    """On the same machine with the same software; a's epoch alone takes 8 s there."""
     held = [
         Held(trial=trial, begin=1000, end=1080, slots=[slot], reports=[1020, 1040, 1060, 1080])
         for slot, trial in enumerate("ab")
@@ -313,7 +313,7 @@ def test_the_way_to_the_first_epoch_by_stage() -> None:
 
 
 def test_what_passed_from_the_command_to_the_plan_counts() -> None:
-    """Both trials of :data:`TWO` hold a CPU of four for 60 s in all, and 30 s passed before."""
+    """Both trials of :data:`TWO` hold one of four CPUs for 60 s in all; 30 s passed before."""
     run = run_of(TWO, [(5, 4, 0)], 100, prepared=30.0)
     use = utilisation(run)
     assert use is not None
@@ -329,10 +329,10 @@ def test_what_passed_from_the_command_to_the_plan_counts() -> None:
     ("reports", "seconds", "start"),
     [
         ([90.0], [10.0], 80.0),  # its process says how long the epoch took
-        ([90.0, 100.0], [85.0, None], 80.0),  # Ray Train's says all since it began to start
+        ([90.0, 100.0], [85.0, None], 80.0),  # Ray Train's includes all time since its start
         ([90.0, 100.0], None, 80.0),  # an earlier ledger
         ([90.0, 95.0], [10.0, 5.0], 85.0),  # the first epoch compiles
-        ([90.0], [None], 0.0),  # nobody knows
+        ([90.0], [None], 0.0),  # not known
     ],
 )
 def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
@@ -356,7 +356,7 @@ def test_a_start_is_what_is_left_of_the_time_to_the_first_report(
 
 @pytest.mark.parametrize(("own_loop", "trained"), [(True, 1.0), (False, 2 / 34)])
 def test_of_an_own_loop_an_epoch_lasts_as_long_as_it_says(own_loop: bool, trained: float) -> None:
-    """Its epochs need not be alike: the first may be the long one."""
+    """Its epochs may differ: the first may be the long one."""
     held = [
         Held(
             trial=f"{slot}", begin=0, end=34, slots=[slot],

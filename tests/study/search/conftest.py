@@ -48,9 +48,9 @@ class Pretend:
     Args:
         plan: the study's.
         curve: the errors that a trial reports.
-        history: the ledger of an earlier run, which this one goes on with.
-        slots: how many trials run at a time, taking turns.
-        fails: which trials fail instead.
+        history: the ledger of an earlier run, which this run continues.
+        slots: number of trials that run at a time, taking turns.
+        fails: tells which trials fail.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Pretend:
         )
 
     def run(self, at_most: int = 10**6) -> list[PlannedTrial]:
-        """The trials that were run, in order."""
+        """The trials that ran, in order."""
         done: list[PlannedTrial] = []
         running: list[PlannedTrial] = []
         while len(done) < at_most:
@@ -123,6 +123,6 @@ def rates(trial: PlannedTrial) -> list[float]:
 
 
 def errors_of(trial: PlannedTrial) -> list[float]:
-    """Made-up errors by epoch: they fall the faster, the nearer the rate is to 0.03."""
+    """Made-up errors by epoch: they fall faster the nearer the rate is to 0.03."""
     steps = [1 / (1 + math.log10(rate / 0.03) ** 2) for rate in rates(trial)]
     return [math.exp(-0.3 * total) for total in itertools.accumulate(steps)]

@@ -1,4 +1,4 @@
-"""Searches: planned ones, and those that learn; made-up results, no Ray."""
+"""Searches, planned and adaptive; made-up results, no Ray."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_trials_behind_one_that_waits_are_proposed_as_they_are_wanted(searched: 
     assert list(agenda.behind(head, 3, propose=False)) == []
     behind = list(agenda.behind(head, 3, propose=True))
     assert len({head.id, *(trial.id for trial in behind)}) == 4
-    assert list(agenda.behind(head, 3, propose=True)) == behind  # none of them has begun
+    assert list(agenda.behind(head, 3, propose=True)) == behind  # none has started
     assert agenda.trials == [head, *behind]
     for trial in agenda.behind(head, 9, propose=True):
         agenda.take(trial)
@@ -118,8 +118,8 @@ def test_the_data_of_a_search_are_known_before_it_has_trials(searched: Make) -> 
 
 
 def test_tpe_learns(searched: Make) -> None:
-    """The last half of the proposals lies nearer to the optimum than the first ten, which are
-    random (it explores on; hence medians)."""
+    """The last half of the proposals is nearer to the optimum than the first ten, which are random
+    (it still explores, so medians are compared)."""
     done = Pretend(
         make_plan(
             searched("search.algorithm=tpe", "search.num_samples=40", "rows=[]", "baseline=null")
@@ -135,8 +135,8 @@ def test_tpe_learns(searched: Make) -> None:
 def test_a_search_broken_off_proposes_what_it_would_have(
     searched: Make, algorithm: str, broken_off: int
 ) -> None:
-    """From the ledger alone: the same configurations follow (of nsga2 as many, of the same
-    generations), and none is proposed twice."""
+    """From the ledger alone: the same configurations follow (for nsga2 as many, of the same
+    generations), and each is proposed once."""
     space = (
         "\nspace: {optimizer.lr: {loguniform: [0.001, 1.0]}, optimizer.momentum: {uniform: [0.0,"
         " 0.9]}}\nsearch: {num_samples: 16}\n"
@@ -195,13 +195,13 @@ NARROW = [
 
 
 def space_of(domains: dict[str, str | None], samples: int = 8) -> str:
-    """The part of a config that searches these."""
+    """The part of a config that searches these keys."""
     inner = ", ".join(f"{key}: {domain}" for key, domain in domains.items() if domain is not None)
     return f"\nspace: {{{inner}}}\nsearch: {{algorithm: tpe, num_samples: {samples}}}\n"
 
 
 def uneven(params: dict[str, Any]) -> float:
-    """An error that is different everywhere."""
+    """An error that differs everywhere."""
     return float(
         math.sin(sum((7 + place) * float(value) for place, value in enumerate(params.values())))
         ** 2
@@ -220,8 +220,8 @@ def uneven(params: dict[str, Any]) -> float:
 def test_what_lies_outside_a_changed_space_is_history(
     searched: Make, tmp_path: Path, change: dict[str, str | None], broken_off: int
 ) -> None:
-    """It stays in the figures; the sampler does not learn from it, and proposes as many inside as
-    are wanted."""
+    """It stays in the figures. The sampler does not learn from it, and proposes the requested
+    number inside."""
     rows = ("rows=[]", "baseline=null", "seeds=[0,1]")
     begun = Pretend(make_plan(searched(*rows, space=space_of(WIDE))), steady(uneven))
     first = begun.run(broken_off)
@@ -359,8 +359,8 @@ def test_a_search_without_a_space_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_trials_run_longest_first(searched: Make) -> None:
-    """Once three a slot are left; until then the plan's order holds. What no trial was like counts
-    as the longest."""
+    """Once three per slot are left; until then in the plan's order. Trials without a similar one
+    count as the longest."""
     pretend = Pretend(make_plan(searched("seeds=[0,1]", space="")), steady(lambda params: 0.5))
     assert [trial.row for trial in pretend.agenda.trials] == ["float32", "lns matmul"] * 2
     pretend.agenda.tail = 3

@@ -1,4 +1,4 @@
-"""Searches of which each seed is one of its own: their draws, their best, the figures of a row."""
+"""Studies in which each seed is a search: their draws, their best, the figures of a row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def alone(searched: Make, request: pytest.FixtureRequest) -> StudyConfig:
 
 
 def first_draws(trials: list[PlannedTrial]) -> dict[int, list[float]]:
-    """The rates that a seed's search begins with, by seed."""
+    """The first rates of each seed's search, by seed."""
     found: dict[int, list[float]] = collections.defaultdict(list)
     for trial in sorted(trials, key=lambda trial: trial.number or 0):
         if trial.asked.get("round", 0) == 0:

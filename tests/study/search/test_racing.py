@@ -1,4 +1,4 @@
-"""Races between the promising: made-up results, no Ray."""
+"""Races between the best configurations: made-up results, no Ray."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RACE = (
 
 
 def lucky(params: dict[str, Any], seed: int) -> float:
-    """With seed 0 the configuration that is third best in truth is the best by far."""
+    """With seed 0 the configuration that is truly third is the best by far."""
     rate = params["optimizer.lr"]
     luck = -0.1 if (rate, seed) == (0.02, 0) else 0.002 * math.sin(seed + 100 * rate)
     return RATES[rate] + luck
@@ -75,7 +75,7 @@ def test_the_promising_get_more_seeds_until_the_evidence_is_clear(searched: Make
 
 
 def test_a_row_with_one_configuration_is_confirmed(searched: Make) -> None:
-    """It has nobody to race with, and its figure needs the seeds all the same."""
+    """It has no competitor, but its figure needs the seeds all the same."""
     alone = RACE.replace("0.01, 0.02, 0.03, 0.04, 0.05", "0.03")
     study = searched("rows=[]", "baseline=null", space=alone)
     done = Pretend(make_plan(study), noisy(lucky), slots=2).run()
@@ -88,7 +88,7 @@ def test_a_row_with_one_configuration_is_confirmed(searched: Make) -> None:
 def test_seeds_between_which_nothing_is_decided_run_at_once(
     searched: Make, confirm: int, at_once: list[int]
 ) -> None:
-    """All of a lone candidate, and those before the first test of several."""
+    """All seeds of a single candidate, and those before the first test of several."""
     alone = RACE.replace("0.01, 0.02, 0.03, 0.04, 0.05", "0.03") if confirm == 1 else RACE
     study = searched("rows=[]", "baseline=null", f"search.confirm={confirm}", space=alone)
     pretend = Pretend(make_plan(study), noisy(lucky), slots=100)
@@ -120,7 +120,7 @@ PBT = ("search.scheduler=pbt", "search.perturbation_interval=2", "trial.epochs=4
 def test_a_plan_counts_the_runs_that_confirm(
     searched: Make, changes: tuple[str, ...], size: str
 ) -> None:
-    """As many as there will be: nothing drops out of a race of one."""
+    """As many as will exist: nothing drops out of a race of one."""
     confirm = ("baseline=null", "search.confirm=1", "search.confirm_seeds=[7,8,9]")
     plan = make_plan(searched(*confirm, *changes, space=SPACE))
     assert next(describe_plan(plan)).startswith(f"tiny: {size}")
@@ -158,7 +158,7 @@ def test_a_race_broken_off_goes_on_as_it_would_have(searched: Make, broken_off: 
 def test_a_race_is_between_configurations_of_the_space_as_it_is_now(
     searched: Make, broken_off: int
 ) -> None:
-    """What lies outside is repeated no more, and does not keep the race from its end."""
+    """Configurations outside are not repeated, and do not keep the race from ending."""
     confirmed = (
         "search: {algorithm: tpe, num_samples: 6, confirm: 3, confirm_seeds: [10, 11, 12]}\n"
     )
@@ -207,7 +207,7 @@ RACES, CANDIDATES, MORE = 150, 3, 10
 
 
 def share_of_races_that_eliminate(level: float, seeds: int) -> float:
-    """Of races of equal candidates, whose errors are normal, with an effect of the seed."""
+    """Races of equal candidates with normal errors and an effect of the seed."""
     random = np.random.default_rng(7)
     lost = 0
     for _ in range(RACES):
@@ -223,7 +223,7 @@ def share_of_races_that_eliminate(level: float, seeds: int) -> float:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_equal_candidates_are_eliminated_no_oftener_than_the_level_says(seeds: int) -> None:
-    """Over all rounds and pairs together; the same level for each test would not do."""
+    """Over all rounds and pairs together; the same level for each test would not be enough."""
     assert share_of_races_that_eliminate(level_of_test(CANDIDATES, seeds, MORE), seeds) <= ALPHA
     assert share_of_races_that_eliminate(ALPHA, seeds) > 4 * ALPHA
 

@@ -20,7 +20,7 @@ space:
   optimizer.lr: {loguniform: [0.001, 1.0]}
 search: {num_samples: 6}
 """
-"""With one worker every wire format but native is refused."""
+"""With one worker every wire format except native is refused."""
 WARM = """
 space:
   lr_schedule.warmup_epochs: {uniform: [0.0, 9.0]}
@@ -124,7 +124,7 @@ def test_halving_takes_as_many_valid_configurations_as_it_is_told(searched: Make
 
 
 def test_a_population_has_no_warm_up_longer_than_its_first_generation(searched: Make) -> None:
-    """A generation is a trial of fewer epochs, in which less fits."""
+    """A generation is a trial with fewer epochs, so a warm-up may be too long for it."""
     space = """
 space:
   lr_schedule.warmup_epochs: {grid: [0.0, 3.0]}
@@ -169,7 +169,7 @@ RATES = """
 space: {optimizer.lr: {loguniform: [0.001, 1.0]}}
 search: {num_samples: 6}
 """
-"""Seven of ten rates are no numbers of lns8 once they are divided by the batch."""
+"""Seven of ten rates are not numbers of lns8 once they are divided by the batch."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Searches in rounds, populations and halving: made-up results for what comes next, real studies
-for what is computed."""
+"""Searches in rounds, populations and halving: made-up results for the next trials, real studies
+for the training."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_members_that_fail_are_replaced_and_a_dead_population_ends(bred: Make) -
 
 @pytest.mark.slow
 def test_populations_find_better_than_their_first_members_would_have(bred: Make) -> None:
-    """Over eight searches; PB2 learns where the error falls fastest, chance moves by fifths."""
+    """Over eight searches; PB2 learns where the error falls fastest, PBT changes values randomly by
+    a fifth."""
     found: dict[str, list[float]] = {"pbt": [], "pb2": [], "first": []}
     for seed in range(8):
         for scheduler in ("pbt", "pb2"):
@@ -192,7 +193,7 @@ DOMAINS = [
 
 
 def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make) -> None:
-    """Nine configurations, then three, then one; of 1,200 images 133, 400 and 1,200."""
+    """Nine configurations, then three, then one; with 133, 400 and 1,200 of 1,200 images."""
     study = bred(
         "search.scheduler=halving",
         "search.num_samples=9",
@@ -227,7 +228,7 @@ def test_halving_shows_all_a_part_of_the_data_and_the_best_all_of_it(bred: Make)
 def test_rows_whose_rounds_are_the_same_trials_are_refused(
     bred: Make, scheduler: str, key: str, apart: tuple[int, int], shared: tuple[int, int]
 ) -> None:
-    """The search would find out in the middle that a trial is of two rows."""
+    """Otherwise the search would find in the middle that a trial belongs to two rows."""
 
     def begun(sizes: tuple[int, int]) -> Pretend:
         rows = ", ".join(f"{{label: of {size}, overrides: {{{key}: {size}}}}}" for size in sizes)

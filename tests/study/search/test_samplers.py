@@ -86,7 +86,7 @@ def test_auto_says_what_it_takes_and_why(
 
 
 def test_pending_proposals_differ(searched: Make) -> None:
-    """After enough results to model, with none known of the ones that run."""
+    """After enough results for a model, without results of the running trials."""
     study = searched("search.algorithm=tpe", "search.num_samples=30", *ONE_ROW, space=RANGES)
     pretend = Pretend(make_plan(study), steady(distance))
     pretend.run(at_most=15)

@@ -1,5 +1,5 @@
-"""Figures that are equal as counts and not as floating-point numbers: the first of equals is taken
-by all, and ranks are shared."""
+"""Figures that are equal as counts but not as floating-point numbers: all choose the first of
+equals, and ranks are shared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.study.conftest import write_ledger
 from tests.study.search.conftest import Make, Pretend
 
 FIRST, SECOND = (20, 20, 26, 30, 30), (25, 25, 27, 23, 26)
-"""Wrong answers of 300 by seed; both are 126 of 1,500."""
+"""Wrong answers of 300 by seed; both sums are 126 of 1,500."""
 SPACE = "space: {optimizer.lr: {loguniform: [0.01, 1.0]}}\nsearch: {num_samples: 3}\n"
 
 
@@ -33,8 +33,8 @@ def shares(counts: tuple[int, ...]) -> list[float]:
 
 
 def two_equal(searched: Make) -> tuple[StudyState, Path]:
-    """A search of a row with 126 of 1,500 errors twice, of which the mean of the second, by
-    ``fmean``, is lower by an ulp, and a worse one."""
+    """A search of a row: two configurations with 126 of 1,500 errors, where the second mean by
+    ``fmean`` is lower by an ulp, and a worse one."""
     row = "rows=[{label: float32}]"
     study = searched(FIVE, row, "tracking_uri=none", space=SPACE)
     counts = {1: FIRST, 2: SECOND, 3: (40, 40, 40, 40, 40)}

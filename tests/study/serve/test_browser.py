@@ -1,5 +1,5 @@
 """In headless Chromium: the deep link, columns, sort, a run, ten compared; the report light and
-dark, wide and narrow, offline; and what another user's page, at another port, can get at."""
+dark, wide and narrow, offline; and what a page of another user, at another port, can read."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.study.servers import Server
 Tiny = Callable[..., StudyConfig]
 EVIL = '"><script>alert(1)</script>'
 EVIL_NAME = '"><img src=x onerror=alert(1)>'
-"""A name has no slash."""
+"""A name without a slash."""
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SETTINGS = {
     "mlflow.assistant.panelOpen_v1": "false",
     "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
 }
 LEGIBLE = 4.5
-"""Contrast of text to its background that WCAG 2.1 asks for (AA)."""
+"""Contrast between text and background that WCAG 2.1 requires (AA)."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,7 +58,7 @@ def browser() -> Iterator[Any]:
 
 
 class Tab:
-    """A page that notes what goes wrong in it."""
+    """A page that records its errors."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(
@@ -89,8 +89,7 @@ class Tab:
 
 @pytest.fixture(scope="module")
 def evil(tmp_path_factory: pytest.TempPathFactory, server: Server) -> tuple[StudyConfig, str]:
-    """A study of twelve trials with a hostile name and label, in MLflow; and the deep link to
-    it."""
+    """A study of twelve trials with a hostile name and label, in MLflow; and its deep link."""
     from study.config.compose import load
     from tests.study.conftest import TINY
 
@@ -272,13 +271,13 @@ addEventListener("load", async () => {
 
 
 class Attacker(http.server.BaseHTTPRequestHandler):
-    """The server of another user of the machine: it notes what browsers show it."""
+    """The server of another user of the machine; it records what browsers send it."""
 
     page = ""
     noted: list[str]
 
     def do_GET(self) -> None:
-        """Answer with the page that attacks."""
+        """Answer with the attacking page."""
         self.noted.append(f"{self.path} {dict(self.headers)}")
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
@@ -286,7 +285,7 @@ class Attacker(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.page.encode())
 
     def log_message(self, *_: object) -> None:
-        """Log nothing."""
+        """Do nothing."""
 
 
 @contextmanager
@@ -315,7 +314,7 @@ def attack(tab: Tab, victim: int) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As ``lns-study ui`` starts it."""
+    """Started like ``lns-study ui``."""
     server = Server(tmp_path_factory.mktemp("guarded"), token=SECRET)
     server.start()
     yield server
@@ -352,7 +351,7 @@ setTimeout(() => { location.href = to("location"); }, 1500);
 def test_a_page_among_the_artifacts_learns_no_token_and_tells_nobody(
     browser: Any, guarded: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow shows it in a frame: its scripts run, and hear and say nothing."""
+    """MLflow shows it in a frame: its scripts run, but receive and send nothing."""
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
     client = connect(guarded.uri)
     run = client.create_run("0").info.run_id
@@ -372,7 +371,7 @@ def test_a_page_among_the_artifacts_learns_no_token_and_tells_nobody(
 def test_a_link_without_the_token_works_in_a_browser_that_has_it(
     browser: Any, guarded: Server
 ) -> None:
-    """As those of a report, which is made before the token is."""
+    """Like the links of a report, which is made before the token."""
     with Tab(browser) as tab:
         tab.page.goto(f"{guarded.uri}/#/experiments/0/runs")
         tab.page.get_by_text("Open the link that").wait_for()
@@ -387,7 +386,7 @@ def test_a_link_without_the_token_works_in_a_browser_that_has_it(
 def test_a_team_logs_browses_and_makes_users_and_a_page_at_another_port_gets_nothing(
     browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With logins, which a browser sends whatever page asks."""
+    """With logins, which a browser sends for any page."""
     from mlflow.server.auth.client import AuthServiceClient
 
     def log_in(name: str, password: str) -> dict[str, Any]:

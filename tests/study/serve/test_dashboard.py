@@ -1,4 +1,4 @@
-"""The live page of a study: a real server, and who gets in."""
+"""The live page of a study: a real server, and its access control."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tiny = Callable[..., StudyConfig]
 
 @contextmanager
 def live_page(study: StudyConfig) -> Iterator[Callable[..., tuple[int, str]]]:
-    """The dashboard of a study, as what asks it for a path with headers: status and text."""
+    """The dashboard of a study as a function from path and headers to status and text."""
     with listen(0) as listening:
         port = listening.getsockname()[1]
         config = uvicorn.Config(
@@ -87,7 +87,7 @@ def test_the_live_page_asks_for_its_token(tiny: Tiny) -> None:
 
 
 def test_the_live_page_has_the_verdicts_of_own_checks(tiny: Tiny, tmp_path: Path) -> None:
-    """Those of the study's report, which its run writes: the page runs none."""
+    """The functions of the study's report, which the run calls: the page runs none."""
     file = tmp_path / "own.py"
     file.write_text(
         "def trials(study):\n"
@@ -117,7 +117,7 @@ def test_the_live_page_of_a_study_that_has_ended_is_not_running(tiny: Tiny) -> N
 
 
 def test_texts_of_a_ledger_are_escaped_in_the_live_page(tiny: Tiny) -> None:
-    """In what it says of trials that are silent, too: their labels and hosts are a stranger's."""
+    """Also in its text about silent trials: their labels and hosts are a stranger's."""
     evil = "<img src=x onerror=alert(1)>\x1b[2J\x9b31m\u202e"
     study = tiny("live hostile", "rows=[{label: a}]", "baseline=null")
     planned, *events = made_up_events(study)

@@ -1,4 +1,4 @@
-"""The guard before an application of a few lines: what gets through to it, and with what around."""
+"""The guard in front of a small application: which requests pass, and how they are changed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CALL, UPLOAD = "/api/2.0/mlflow/runs/create", "/api/2.0/mlflow-artifacts/artifac
 
 
 class Asked:
-    """One request to a guarded application: its answer, and what the application got of it."""
+    """One request to a guarded application: its answer, and what the application received."""
 
     def __init__(self, guard: Guard, heard: list[Any]) -> None:
         self._guard, self.heard, self.read = guard, heard, 0
         self.leaves = False
 
     def __call__(self, *request: Any, **fields: Any) -> tuple[int, dict[str, str]]:
-        """Return status and headers; what is read of the body is counted in ``read``."""
+        """Return status and headers; ``read`` counts the parts of the body that are read."""
         return asyncio.run(self.answer(*request, **fields))
 
     async def answer(
@@ -174,7 +174,7 @@ def test_who_gives_too_many_wrong_passwords_is_asked_to_wait() -> None:
 
 
 def test_the_password_of_a_client_that_has_left_is_not_checked() -> None:
-    """Two checks run until the client behind them has left, so its own does not begin."""
+    """Two checks run until the client behind them has left, so its own check does not start."""
     gate, asked = threading.Event(), []
 
     def is_login(user: str, password: str) -> bool:

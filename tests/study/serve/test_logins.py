@@ -1,7 +1,5 @@
-"""Limits on password checks: what a flood of wrong passwords may hold up, and what it may not.
-
-A check here lasts until the test lets it end, so nothing is timed.
-"""
+"""Limits on password checks: what a flood of wrong passwords may delay, and what it may not. A
+check lasts until the test lets it end, so nothing is timed."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ ADA = ("ada", "secret")
 
 
 class Checked:
-    """A slow check of passwords: each one but ``ADA`` lasts until :meth:`open`."""
+    """A slow password check: each check except ``ADA``'s lasts until :meth:`open`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -47,7 +45,7 @@ class Checked:
 
 
 def run(scene: Callable[[Checked, Logins], Awaitable[None]], **options: Any) -> Checked:
-    """Play a scene; its checks end with it."""
+    """Run a scene; its checks end with it."""
     checked = Checked()
 
     async def play() -> None:

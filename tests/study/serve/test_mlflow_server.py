@@ -37,7 +37,7 @@ server.main()
 
 
 def search(uri: str, host: str = "127.0.0.1") -> int:
-    """The status that a search for experiments ends with."""
+    """Return the status of a search for experiments."""
     request = urllib.request.Request(
         f"{uri}/api/2.0/mlflow/experiments/search",
         json.dumps({"max_results": 5}).encode(),
@@ -79,7 +79,7 @@ def test_sorting_runs_does_not_look_at_all_pairs_of_them(
             "SELECT stat FROM sqlite_stat1 WHERE idx = 'sqlite_autoindex_latest_metrics_1'"
         ).fetchone()
         copy.execute("DROP TABLE sqlite_stat1")
-        # what other tests have left decides plans too
+        # data of other tests decide plans too
         for table in ("latest_metrics", "metrics", "params", "tags", "runs"):
             copy.execute(f"DELETE FROM {table}")
         copy.commit()
@@ -141,7 +141,7 @@ SECRET = "the-token-of-the-link"
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As ``lns-study ui`` starts it."""
+    """Started like ``lns-study ui``."""
     server = Server(tmp_path_factory.mktemp("guarded"), token=SECRET)
     server.start()
     yield server
@@ -151,7 +151,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def visit(
     server: Server, path: str, body: object = None, **headers: str
 ) -> tuple[int, dict[str, str], str]:
-    """Status, headers and text of a request."""
+    """Return status, headers and text of a request."""
     there = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     sent = None if body is None else json.dumps(body)
     there.request(
@@ -217,7 +217,7 @@ def test_who_does_not_know_the_token_gets_nothing(
 
 
 def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
-    """By the path of everything that it asks for, so no other server gets to see the token."""
+    """In the path of all its requests, so no other server sees the token."""
     for path in (f"/{SECRET}", f"/{SECRET}/"):
         status, headers, text = visit(guarded, path)
         assert (status, headers["referrer-policy"]) == (200, "no-referrer")
@@ -234,7 +234,7 @@ def test_the_printed_link_lets_a_browser_in(guarded: Server) -> None:
     "origin", ["http://127.0.0.1:1", "http://localhost:{port}", "https://evil.example", "null"]
 )
 def test_no_page_of_another_origin_is_answered(guarded: Server, origin: str) -> None:
-    """Not even with the token, which a browser may have kept as a password."""
+    """Not even with the token, which a browser may have stored as a password."""
     headers = {
         "Origin": origin.format(port=guarded.port),
         "Authorization": f"Bearer {SECRET}",
@@ -321,7 +321,7 @@ def test_clients_cannot_name_a_place_for_artifacts(
 ) -> None:
     bearer = {"Authorization": f"Bearer {SECRET}"}
     body = {"name": f"takes {key} {prefix}", key: tmp_path.as_uri()}
-    for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
+    for sent in (body, json.dumps(body)):  # MLflow accepts JSON within JSON, too
         status, _, text = visit(guarded, f"{prefix}/mlflow/experiments/create", sent, **bearer)
         assert (status, "own place" in text) == (400, True), text
     assert (
@@ -355,7 +355,7 @@ def test_a_local_database_commits_to_its_log_and_another_to_the_disk(tmp_path: P
 
 
 def artifacts_of(server: Server, place: str) -> tuple[str, str]:
-    """A run whose database says that its artifacts are elsewhere, and the experiment's id."""
+    """A run whose artifacts are elsewhere according to its database, and the experiment's id."""
     client = connect(f"sqlite:///{server.folder}/mlflow.db")
     run = client.create_run("0").info.run_id
     with closing(sqlite3.connect(server.folder / "mlflow.db")) as database, database:
@@ -364,7 +364,7 @@ def artifacts_of(server: Server, place: str) -> tuple[str, str]:
 
 
 def test_no_file_elsewhere_that_a_database_names_is_served(guarded: Server, tmp_path: Path) -> None:
-    """A file that its user alone may read; nor one that a link among the artifacts leads to."""
+    """A file that only its user may read, nor one to which a link among the artifacts leads."""
     (tmp_path / "id_rsa").write_text("a secret key")
     own = guarded.folder / "artifacts" / "own"
     (own / "report").mkdir(parents=True)

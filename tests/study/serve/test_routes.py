@@ -1,4 +1,4 @@
-"""The routes of the installed MLflow, each allowed or refused by somebody who has looked at it."""
+"""The routes of the installed MLflow: each was reviewed, and is allowed or refused."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ REFUSED = {
     "GET /health": "the guard answers it",
     "Mount ": "is Flask's routes, which are listed by themselves",
 }
-"""Routes that our servers refuse, each with the reason; ``{api}`` as in
-``study/serve/routes.py``, ``*`` any method, ``**`` whatever follows."""
+"""Routes that our servers refuse, each with the reason; ``{api}`` as in ``study/serve/routes.py``,
+``*`` any method, ``**`` any rest."""
 
 ROUTES = """
 import json, os
@@ -122,7 +122,7 @@ def _refused(method: str, rule: str) -> list[str]:
 
 
 def test_every_route_of_mlflow_is_allowed_or_refused(routes: list[tuple[str, str]]) -> None:
-    """A route of a newer MLflow is on neither list: see what it does, then put it on one."""
+    """A route of a newer MLflow is on neither list: review it, then add it to one."""
     decided = {
         f"{method} {rule}": is_allowed(method, re.sub("<.*?>", "x", rule))
         + len(_refused(method, rule))

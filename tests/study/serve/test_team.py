@@ -1,4 +1,4 @@
-"""MLflow for a team: what is refused, and a real server with logins and two workers over a real
+"""MLflow for a team: refusals, and a real server with logins and two workers over a real
 PostgreSQL."""
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def test_a_percent_sign_in_the_database_survives_the_settings_file(
 def team_server(
     uri: str, folder: Path, *arguments: str, **environment: str
 ) -> Iterator[tuple[str, int]]:
-    """``lns-study ui --team`` as a user runs it; the address and the process id."""
+    """Run ``lns-study ui --team`` as a user does; return the address and the process id."""
     words = [
         sys.executable,
         "-m",
@@ -197,7 +197,7 @@ def team_server(
 
 @pytest.fixture(scope="module")
 def team(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """Two workers over a database of its own, the users admin and ada."""
+    """Two workers over a separate database, with the users admin and ada."""
     import psycopg
 
     with psycopg.connect(postgres, autocommit=True) as database:
@@ -220,7 +220,7 @@ def ask(
     user: tuple[str, str] | None = None,
     **headers: str,
 ) -> tuple[int, str]:
-    """Status and text of a request, which says who asks if there is a ``user``."""
+    """Return status and text of a request, which has a login if there is a ``user``."""
     there = http.client.HTTPConnection(address.removeprefix("http://"), timeout=30)
     if user is not None:
         headers["Authorization"] = f"Basic {base64.b64encode(':'.join(user).encode()).decode()}"
@@ -299,7 +299,7 @@ def test_hosts_and_pages_of_strangers_are_refused(team: tuple[str, int]) -> None
 def test_nobody_gets_at_what_runs_things_on_the_server(
     team: tuple[str, int], user: tuple[str, str], tmp_path: Path
 ) -> None:
-    """From 127.0.0.1, as by a tunnel: MLflow's assistant would run a command of the user's."""
+    """From 127.0.0.1, as through a tunnel: MLflow's assistant would run a command of the client."""
     assistant, left = "/ajax-api/3.0/mlflow/assistant", tmp_path / "left"
     program = tmp_path / "codex"
     program.write_text(f"#!/bin/sh\ntouch {left}\n")
@@ -333,7 +333,7 @@ def test_clients_cannot_name_a_folder_of_the_servers(
 ) -> None:
     for user in (ADMIN, ADA):
         body = {"name": f"takes {user[0]} {key} {prefix}", key: tmp_path.as_uri()}
-        for sent in (body, json.dumps(body)):  # MLflow takes JSON in JSON, too
+        for sent in (body, json.dumps(body)):  # MLflow accepts JSON within JSON, too
             status, text = ask(team[0], "POST", f"{prefix}/mlflow/experiments/create", sent, user)
             assert (status, "own place" in text) == (400, True), text
 
@@ -466,7 +466,7 @@ def test_nobody_else_reads_the_passwords_hashes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_users_stay_and_the_first_password_is_asked_for_once(tmp_path: Path) -> None:
-    """One worker over sqlite, and the database has its users from then on."""
+    """One worker over sqlite; the database has its users from then on."""
     uri = f"sqlite:///{tmp_path / 'team.db'}"
     for environment in ({PASSWORD: ADMIN[1]}, {PASSWORD: ""}):
         with team_server(uri, tmp_path, "--workers", "1", **environment) as (address, _):

@@ -1,4 +1,4 @@
-"""How to get to the runs in a browser, wherever they are."""
+"""How to reach the runs in a browser, wherever they are."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ main(["ui", "--tracking-uri", sys.argv[2], "--port", sys.argv[3]])
 
 @pytest.mark.parametrize("notice", [signal.SIGHUP, signal.SIGKILL])
 def test_no_server_outlives_its_command(notice: signal.Signals, tmp_path: Path) -> None:
-    """A terminal that is closed, and the command killed."""
+    """The terminal is closed, and the command killed."""
     pid, uri = tmp_path / "pid", f"sqlite:///{tmp_path / 'm.db'}"
     words = [sys.executable, "-c", WAITS, str(pid), uri, str(free_port())]
     process = subprocess.Popen(
         words,
         cwd=tmp_path,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not as nohup has it
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # unlike under nohup
     )
     until = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()):
@@ -69,7 +69,7 @@ sys.exit(main(["ui", "--port", sys.argv[1]]))
 
 
 def test_who_waits_for_the_server_does_not_meet_itself(tmp_path: Path) -> None:
-    """A port without listener answers a connection that comes from the port."""
+    """A port without a listener answers a connection from the same port."""
     words = [sys.executable, "-c", FROM_ITS_PORT, str(free_port())]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

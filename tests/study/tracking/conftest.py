@@ -1,4 +1,4 @@
-"""A made-up ledger sent to MLflow, and what the store then has."""
+"""A made-up ledger sent to MLflow, and the store's content afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def report_in(folder: Path) -> Path:
 
 
 def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[Any]]:
-    """Client, parent run, child runs."""
+    """Return client, parent run and child runs."""
     client = connect(uri or study.tracking)
     experiment = client.get_experiment_by_name(study.name)
     runs = client.search_runs([experiment.experiment_id])
@@ -48,7 +48,7 @@ def runs_of(study: StudyConfig, uri: str | None = None) -> tuple[Any, Any, list[
 
 
 def is_equal(study: StudyConfig, uri: str | None = None) -> bool:
-    """Whether the store has exactly what the ledger has."""
+    """Return whether the store has exactly the ledger's data."""
     before, _ = reconcile(
         study.folder, uri or study.tracking, study.folder.parent / "artifacts", repair=False
     )

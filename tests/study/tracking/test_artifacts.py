@@ -1,4 +1,4 @@
-"""Where runs of a store that somebody else wrote may have files put: nowhere of the reader's."""
+"""Where runs of somebody else's store may write files: nowhere in the reader's folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 def strangers(tracked: Tiny, name: str, place: str) -> StudyConfig:
-    """A study in a storage whose database names a place for the artifacts of its runs."""
+    """A study in a storage whose database names a place for its runs' artifacts."""
     study = tracked(name)
     assert send(study, made_up_events(study))[0] == ""
     report = study.folder / "report"
@@ -77,7 +77,7 @@ def test_no_experiment_leads_files_into_a_folder_of_the_readers(
 def test_a_storage_that_is_copied_with_its_database_keeps_its_artifacts(
     tracked: Tiny, tmp_path: Path, command: str
 ) -> None:
-    """Every address in the copy is one in the copy; the original's stay."""
+    """Every address in the copy points into the copy; the original's stay."""
     study = tracked("copied", f"storage={tmp_path}/a 1/studies")
     events = made_up_events(study)
     assert send(study, events)[0] == ""
@@ -98,7 +98,7 @@ def test_a_storage_that_is_copied_with_its_database_keeps_its_artifacts(
 
 
 def places(storage: Path) -> list[str]:
-    """Every address of artifacts of experiments, but MLflow's own, and of runs."""
+    """Every artifact address of experiments, except MLflow's own, and of runs."""
     with closing(sqlite3.connect(storage / "mlflow.db")) as database:
         query = (
             "SELECT artifact_location FROM experiments WHERE experiment_id > 0"
@@ -132,7 +132,7 @@ def test_studies_of_two_storages_share_a_database_that_lies_elsewhere(
 
 @pytest.fixture
 def web() -> Iterator[SimpleNamespace]:
-    """A web server that notes what it is sent."""
+    """A web server that records what it receives."""
     heard: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -144,7 +144,7 @@ def web() -> Iterator[SimpleNamespace]:
         do_GET = do_POST = do_PUT  # noqa: N815  names of http.server's
 
         def log_message(self, *_: object) -> None:
-            """Nothing is printed."""
+            """Do nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -243,7 +243,7 @@ def test_a_server_keeps_artifacts_itself_and_names_no_other() -> None:
 def test_a_database_outside_the_storage_is_written_if_its_reader_names_it(
     tracked: Tiny, tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ledger's word does not do, nor does a link in the storage."""
+    """The ledger's own word is not enough, and neither is a link in the storage."""
     other = tmp_path / "home" / "other.db"
     other.parent.mkdir()
     (tmp_path / "link.db").symlink_to(other)
@@ -274,7 +274,7 @@ def test_a_database_of_another_user_is_written_if_its_reader_names_it(
     assert f"{given} belongs to another user" in said
     assert f"--tracking-uri {study.tracking}" in said
     assert main([*words, "--tracking-uri", study.tracking]) == 0
-    monkeypatch.setattr(address, "owner_of", lambda place: 0)  # root's are no stranger's
+    monkeypatch.setattr(address, "owner_of", lambda place: 0)  # root is not a stranger
     address.check_owner(study.tracking)
 
 

@@ -1,4 +1,4 @@
-"""What a stranger may have put in the place of a storage's database, or beside it."""
+"""What a stranger may put in the place of a storage's database, or beside it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def precious(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stored(tiny: Tiny, tmp_path: Path, database: Path) -> StudyConfig:
-    """A study with a report, in a storage with a database of MLflow's."""
+    """A study with a report, in a storage with an MLflow database."""
     study = tiny("stored", f"storage={tmp_path}/studies", "tracking_uri=null")
     write_ledger(study, made_up_events(study))
     write_report(read(study.folder), study.folder / "report")
@@ -53,8 +53,8 @@ def stored(tiny: Tiny, tmp_path: Path, database: Path) -> StudyConfig:
 
 
 def leave_journal(database: Path, target: Path) -> None:
-    """A journal of a transaction that was not finished, which names ``target`` as its
-    super-journal: SQLite plays it back, and deletes ``target``."""
+    """A journal of an unfinished transaction that names ``target`` as its super-journal: SQLite
+    replays it and deletes ``target``."""
     content, nonce = database.read_bytes(), 1
     page, pages = content[:4096], len(content) // 4096
     size = struct.unpack(">H", page[16:18])[0]
@@ -69,7 +69,7 @@ def leave_journal(database: Path, target: Path) -> None:
 
 
 def give(study: StudyConfig, command: str) -> subprocess.CompletedProcess[str]:
-    """Give a command about the study in a process of its own, which must not wait."""
+    """Run a command on the study in a separate process, which must not wait."""
     word, *options = command.split()
     named = [] if word == "ui" else ["stored"]
     return subprocess.run(
@@ -97,7 +97,7 @@ def test_no_journal_has_a_file_of_the_readers_deleted(
     done = give(stored, command)
     assert precious.exists()
     assert "Traceback" not in done.stderr
-    if command != "doctor":  # which opens none if the ledger is whole
+    if command != "doctor":  # it opens none if the ledger is whole
         assert "super-journal" in done.stdout + done.stderr
         assert done.returncode > 0
 
@@ -215,7 +215,8 @@ def test_engines_trust_no_schema(stored: StudyConfig) -> None:
 
 
 def test_a_damaged_database_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """A run that begins with it, such as after a crash, would else be held up without a remedy."""
+    """Otherwise a run that starts with it, for example after a crash, would block without a
+    remedy."""
     place = tmp_path / "mlflow.db"
     place.write_bytes(b"SQLite format 3\0" + b"x" * 4096)
     with pytest.raises(ValueError, match=rf"if {place} is damaged, .* rename it"):

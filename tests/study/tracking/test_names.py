@@ -1,4 +1,4 @@
-"""What things are called in MLflow, and the view that shows them."""
+"""Names in MLflow, and the view that shows them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_plain_names_stay_and_others_are_readable() -> None:
 
 
 def test_what_mlflow_would_cut_off_is_refused(tracked: Tiny) -> None:
-    """A config's names are shorter; an older study's need not be."""
+    """A config's names are shorter; an older study's may be longer."""
     study = tracked("long", "baseline=null")
     label, name = "=" * NAME_LENGTH, "n" * 501
     for changed, said in (

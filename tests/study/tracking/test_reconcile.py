@@ -1,4 +1,4 @@
-"""MLflow compared with the ledger, and mended."""
+"""MLflow is compared with the ledger and repaired."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_reconcile_finds_and_mends(
 def test_the_final_figure_is_the_latest_where_the_last_epoch_reported_one(
     tracked: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A loop of the user's own may report the test error, and return another one at once."""
+    """A user's own loop may report the test error and also return a different one."""
     study = tracked("final", "seeds=[0,1,2]")
     events = made_up_events(study)
     for event in events:
@@ -163,7 +163,7 @@ def test_sync_deletes_nothing_and_names_what_is_too_much(
 def test_what_helps_where_the_database_is_damaged_is_said(
     tracked: Tiny, database: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text in it is no text any more. The campaign of faults (tests/faults) does what is said."""
+    """A text in it is damaged. The campaign of faults (tests/faults) follows the message."""
     place = tmp_path / "mlflow.db"
     copy_database(database, place)
     study = tracked("damaged", f"tracking_uri=sqlite:///{place}")
@@ -179,7 +179,7 @@ def test_what_helps_where_the_database_is_damaged_is_said(
 def test_runs_say_what_helps_where_the_database_is_damaged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One whose making was broken off: some tables are there."""
+    """A database whose creation was interrupted: some tables exist."""
     place = tmp_path / "mlflow.db"
     with closing(sqlite3.connect(place)) as half:
         half.execute("CREATE TABLE datasets (dataset_uuid TEXT)")
@@ -199,7 +199,7 @@ def test_runs_say_what_helps_where_the_database_is_damaged(
 def test_reconcile_keeps_runs_whose_params_changed_without_changing_the_trial(
     tracked: Tiny, key: str
 ) -> None:
-    """The data's folder and the share of a GPU; and params and metrics of the user's own."""
+    """The data's folder and the share of a GPU; and the user's own params and metrics."""
     study = tracked(f"reconciled {key}")
     events = made_up_events(study)
     send(study, events)
@@ -332,14 +332,14 @@ def go_on(study: StudyConfig, seeds: list[int]) -> None:
 
 
 def stored_runs(study: StudyConfig) -> dict[str, Any]:
-    """The runs of all copies of a study in their store, by id; none is deleted."""
+    """Return all copies' runs of a study in their store, by id, without deleting any."""
     client = connect(study.tracking)
     experiment = client.get_experiment_by_name(study.name)
     return {run.info.run_id: run for run in client.search_runs([experiment.experiment_id])}
 
 
 def points_of(study: StudyConfig, runs: dict[str, Any]) -> dict[str, list[Any]]:
-    """The history of the training loss in runs of a study's store."""
+    """Return the history of the training loss in runs of a study's store."""
     client = connect(study.tracking)
     return {id_: [*map(str, client.get_metric_history(id_, "train/loss"))] for id_ in runs}
 
@@ -348,7 +348,8 @@ def points_of(study: StudyConfig, runs: dict[str, Any]) -> dict[str, list[Any]]:
 def test_two_copies_of_a_study_leave_each_others_runs_alone(
     tracked: Tiny, tmp_path: Path, seeds: list[int]
 ) -> None:
-    """They take no turns in deleting: whatever each sends, the other's runs stay as they are."""
+    """They do not delete each other's runs: whatever each sends, the other's runs stay
+    unchanged."""
     first = tracked(f"copied {seeds}", "seeds=[0]")
     send(first, made_up_events(first))
     second = copied(first, tmp_path / "elsewhere")
@@ -367,7 +368,7 @@ def test_two_copies_of_a_study_leave_each_others_runs_alone(
 def test_a_copy_of_a_running_study_deletes_nothing_of_its_runs(
     tracked: Tiny, tmp_path: Path
 ) -> None:
-    """The copy knows less, and nothing that the original does not."""
+    """The copy knows less, and nothing that the original lacks."""
     study = tracked("copied while it runs", "seeds=[0]", "rows=[{label: a}]", "baseline=null")
     events = made_up_events(study)
     send(study, events[:3])
@@ -398,7 +399,7 @@ def test_a_study_that_was_moved_keeps_its_runs(tracked: Tiny, tmp_path: Path) ->
 def test_code_is_the_same_in_another_folder(
     tracked: Tiny, tmp_path: Path, file: str, equal: bool
 ) -> None:
-    """As of a study that is moved with its code: no run of it is made anew."""
+    """As for a study that is moved with its code: no run is made again."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "net.py").write_text("from torch.nn import Flatten as net\n")
     name = f"{tmp_path}/here/net.py:net"
@@ -414,7 +415,7 @@ def test_code_is_the_same_in_another_folder(
 def test_a_false_run_of_an_earlier_version_gets_a_true_one_beside_it(
     tracked: Tiny, tmp_path: Path
 ) -> None:
-    """It has no mark, and may be another copy's."""
+    """It has no mark, and may belong to another copy."""
     study = tracked("without marks", "seeds=[0]")
     send(study, made_up_events(study))
     run = runs_of(study)[2][0].info.run_id
@@ -427,11 +428,11 @@ def test_a_false_run_of_an_earlier_version_gets_a_true_one_beside_it(
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """End the process here."""
 
 
 class Mortal:
-    """A client of the real store whose process is killed before its so-manieth change of it."""
+    """A client of the real store whose process is killed before its n-th change."""
 
     CHANGES = ("create", "delete", "log", "set", "update", "restore")
 

@@ -1,4 +1,4 @@
-"""MLflow: complete, never doubled, exactly what the ledger says."""
+"""MLflow is complete, without repeats, and has exactly the ledger's data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_runs_follow_rows_that_are_renamed_and_means_seeds_that_are_taken_out(
     for run in children:
         row = {"float32": "b", "lns12": "a"}[run.data.params["precision.format"]]
         named = "the one for the talk" if run.info.run_id == one.info.run_id else None
-        if run.data.tags["seed"] == "0":  # the others are of no plan any more
+        if run.data.tags["seed"] == "0":  # the others no longer belong to the plan
             assert run.data.tags["row"] == row
             assert run.info.run_name == (named or f"{row}, seed 0")
         assert run.info.status == "FINISHED"
@@ -116,7 +116,7 @@ def test_sending_a_ledger_again_doubles_nothing(tracked: Tiny) -> None:
 
 
 def test_a_profile_is_an_artifact_of_its_trial_once(tracked: Tiny) -> None:
-    """Not before the trial has ended; a run that has ended is left alone, one that lost its end is
+    """Not before the trial has ended. An ended run is left alone; a run that lacks its end is
     completed with the same files."""
     study = tracked("tracked profile")
     events = made_up_events(study)
@@ -146,7 +146,7 @@ def test_a_profile_is_an_artifact_of_its_trial_once(tracked: Tiny) -> None:
 
 
 def profile_of(study: StudyConfig, trial: str) -> dict[str, str]:
-    """Files of the profile that a trial's run has, with their text."""
+    """Return the profile files of a trial's run, with their text."""
     client, _, children = runs_of(study)
     (run,) = [run.info.run_id for run in children if run.data.tags["trial"] == trial]
     files = client.list_artifacts(run, "profile")
@@ -183,8 +183,8 @@ def test_a_ledger_that_was_sent_in_part_is_completed(tracked: Tiny, cut: int) ->
 
 
 def retried(events: list[Any]) -> tuple[list[Any], list[Any]]:
-    """A ledger whose first trial fails after its first epoch, and the same after it was retried and
-    finished."""
+    """A ledger whose first trial fails after its first epoch, and the same ledger after a
+    successful retry."""
     trial = events[0]["trials"][0]["id"]
     mine = [event for event in events if event.get("trial") == trial]
     others = [event for event in events[1:-1] if event.get("trial") != trial]
@@ -296,7 +296,7 @@ def test_follower_reads_whole_lines_only_and_each_once(tmp_path: Path) -> None:
 
 
 def test_settings_that_were_sent_before_a_trial_started_are_no_difference(tracked: Tiny) -> None:
-    """A trial that goes on from a shorter one has epochs, and a run, before it starts."""
+    """A trial that continues a shorter one has epochs, and a run, before it starts."""
     study = tracked("tracked early", "rows=[{label: a}]", "baseline=null")
     planned, started, first, *rest = made_up_events(study)
     send(study, [planned, first])
@@ -318,8 +318,8 @@ def test_only_one_process_sends_a_ledger(tracked: Tiny) -> None:
 def test_through_a_real_server(
     tracked: Tiny, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a metric that is NaN, which simplejson, that requests prefers where it is installed,
-    refuses."""
+    """With a metric that is NaN, which simplejson refuses; requests prefers simplejson if it is
+    installed."""
     study = tracked("served", f"tracking_uri={server.uri}")
     events = made_up_events(study)
     next(event for event in events if event["event"] == "report")["metrics"]["train/loss"] = (
@@ -369,7 +369,7 @@ def test_a_database_that_does_not_answer_is_not_left_to_mlflows_two_minutes_of_t
 
 
 class Counted:
-    """A client whose calls are counted."""
+    """A client that counts its calls."""
 
     def __init__(self, client: Any, calls: Counter[str]) -> None:
         self._client, self._calls = client, calls
@@ -387,7 +387,7 @@ class Counted:
 def test_a_trial_makes_as_many_requests_as_a_simulation_says(
     tracked: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The calls that two more trials make; each of these methods is one request to a server."""
+    """The calls for two more trials; each of these methods is one request to a server."""
     found: list[Counter[str]] = []
     for name, seeds in (("one seed", "seeds=[0]"), ("two seeds", "seeds=[0,1]")):
         calls: Counter[str] = Counter()
@@ -402,7 +402,7 @@ def test_a_trial_makes_as_many_requests_as_a_simulation_says(
 
 
 def test_no_file_that_a_study_links_to_is_sent(tracked: Tiny, tmp_path: Path) -> None:
-    """As a report, a profile, or what a stranger's ledger calls a checkpoint."""
+    """Such as a report, a profile, or a folder that a stranger's ledger calls a checkpoint."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "id_rsa").write_text("a secret of the reader's")

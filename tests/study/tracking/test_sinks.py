@@ -35,14 +35,14 @@ SAY = (
     " >> $LNS_STUDY_FOLDER/said"
 )
 WAIT = 60.0
-"""Most seconds that a process may take to act on a busy machine."""
+"""Maximum seconds for a process to act on a busy machine."""
 needs_tensorboard = pytest.mark.skipif(
     find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
 
 
 def alerting(tiny: Tiny, name: str, *overrides: str) -> StudyConfig:
-    """A study that says every event in a file."""
+    """A study whose alerts write every event into a file."""
     kinds = ", ".join(f"{kind}: '{SAY}'" for kind in ("finished", "failed", "best"))
     return tiny(name, f"alerts={{{kinds}}}", *overrides)
 
@@ -284,7 +284,7 @@ def test_tensorboard_has_the_ledgers_points_once(tiny: Tiny) -> None:
 
 
 def test_notes_are_lines_of_json(tiny: Tiny) -> None:
-    """A torn last line is passed over."""
+    """A torn last line is ignored."""
     study = alerting(tiny, "torn")
     write_ledger(study, made_up_events(study))
     study.folder.joinpath("alerts.jsonl").write_text('{"key": "began"}\n{"key": "be')

@@ -1,4 +1,4 @@
-"""The process that feeds MLflow: whatever dies, nothing is lost, nothing doubled, no run stays
+"""The process that feeds MLflow: after any failure nothing is lost or doubled, and no run stays
 RUNNING."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def replay(ledger: Ledger, events: list[Event]) -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Until it holds."""
+    """Wait until it is true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -143,7 +143,7 @@ def test_a_server_that_stays_away_is_told_at_the_end(
 def test_a_server_that_accepts_and_says_nothing_does_not_hold_the_end_up(
     tracked: Tiny, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever a client's own limit: here it is ten minutes, for some databases there is none."""
+    """Whatever a client's own limit is: here ten minutes, for some databases none."""
     study = tracked("writer silence", f"tracking_uri={server.uri}")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "600")
     folder = write_ledger(study, made_up_events(study))
@@ -160,7 +160,7 @@ def test_a_server_that_accepts_and_says_nothing_does_not_hold_the_end_up(
 def test_a_study_whose_server_is_gone_for_a_while_and_whose_trial_is_killed(
     tracked: Tiny, server: Server
 ) -> None:
-    """The server comes back before the last epochs, and the study itself sends what it missed."""
+    """The server comes back before the last epochs, and the study itself sends the missing data."""
     study = tracked(
         "writer study", "seeds=[0,1,2,3]", "trial.epochs=30", f"tracking_uri={server.uri}"
     )
@@ -210,7 +210,7 @@ connect(sys.argv[1]).search_experiments()
 
 
 def test_a_process_that_dies_while_it_makes_a_database_leaves_none(tmp_path: Path) -> None:
-    """The next one makes it; half of one would never open again."""
+    """The next one creates it; a half-finished one would never open again."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     done = subprocess.run([sys.executable, "-c", KILLED, uri], timeout=120)
     assert done.returncode == -9
@@ -247,8 +247,8 @@ def test_a_database_is_made_where_there_are_no_links(
 def test_processes_of_a_study_that_is_gone_end_without_a_word(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its driver says that it is gone: nothing is started again, and nothing made in its place, as
-    where it was mounted."""
+    """Its driver reports that it is gone: nothing is restarted, and nothing is created in its
+    place, such as at its mount point."""
     spawned: list[list[str]] = []
     start = subprocess.Popen.__init__
 

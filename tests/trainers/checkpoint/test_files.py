@@ -1,4 +1,4 @@
-"""Checkpoints in files: whole or absent, without a pickle, and refused where they are damaged."""
+"""Checkpoints in files: whole or absent, without pickles, and refused if damaged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
 
 
 def torch_file(value: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """Write a file as ``torch.save`` does."""
     torch.save(value, file := io.BytesIO())
     return file.getvalue()
 
@@ -49,7 +49,7 @@ def torch_file(value: Any) -> bytes:
 def test_a_pickle_in_the_place_of_tensors_is_refused_and_runs_nothing(
     tmp_path: Path, write: Callable[[Any], bytes]
 ) -> None:
-    """Its name and its digest are those of the state, which is whole."""
+    """Its name and digest belong to the state, which is whole."""
     folder, ran = tmp_path / "checkpoint", tmp_path / "ran"
     Training(config()).save(folder)
     (tensors,) = folder.glob("*.safetensors")
@@ -66,7 +66,7 @@ def test_a_pickle_in_the_place_of_tensors_is_refused_and_runs_nothing(
 
 
 def test_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """Every prefix of the write sequence: the new tensor file may be there, whole or not; the state
+    """Every prefix of the write sequence: the new tensor file may exist, whole or not; the state
     still names the old one."""
     save_checkpoint(tmp_path, {"x": torch.ones(3)}, {"epoch": 1})
     (tmp_path / "tensors-0123.safetensors.part").write_bytes(b"half")

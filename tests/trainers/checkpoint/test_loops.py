@@ -25,7 +25,7 @@ def test_a_checkpoint_of_a_loop_runs_no_code(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_file_that_the_manifest_does_not_name_is_not_opened(tmp_path: Path) -> None:
-    """Its digest is not known, and a pipe would be waited for."""
+    """Its digest is not known, and a pipe would block."""
     staged, folder = tmp_path / "staged", tmp_path / "checkpoint"
     staged.mkdir()
     keep(staged, folder, {"epoch": 1})

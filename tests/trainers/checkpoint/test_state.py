@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizer, as checkpoints have them."""
+"""The tensors of a model and its optimizer in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainers.checkpoint.state import load_model_tensors, model_tensors
 
 
 def test_codes_of_a_buffer_that_is_float_now_are_refused() -> None:
-    """Buffers beside LNS parameters were codes in checkpoints of before."""
+    """In earlier checkpoints buffers beside LNS parameters were codes."""
     model = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved = model_tensors(model, optimizer)

@@ -1,4 +1,4 @@
-"""Wire formats: what a codec loses, what error feedback gives back, and the bytes that real
+"""Wire formats: the loss of a codec, what error feedback recovers, and the bytes that real
 processes send."""
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trainers.training.trainer import Training
 WORLD = 2
 CODECS = [name for name in FORMATS if name not in ("native", "powersgd")]
 RELATIVE = {"float32": 0.0, "bfloat16": 2**-8, "float16": 2**-10, "lns16": 2 ** (2**-8) - 1 + 1e-6}
-"""Worst relative error of a value of ordinary size: half a step of the format."""
+"""Largest relative error of a value of ordinary size: half a step of the format."""
 OF_LARGEST = {"lns8": 2 ** (1 / 16) - 1 + 1e-5, "int8": 1 / 254 + 1e-6}
-"""Worst error as a share of the block's largest value."""
+"""Largest error as a share of the block's largest value."""
 BYTES = {
     "native": 4.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "lns16": 2.0,
     "lns8": 1 + 4 / BLOCK, "int8": 1 + 4 / BLOCK, "topk": 0.08,
 }  # fmt: skip
-"""A parameter, rank and step, with two ranks: 2 (N - 1) / N = 1 times the encoded size of a
+"""Per parameter, rank and step, with two ranks: 2 (N - 1) / N = 1 times the encoded size of a
 value."""
 SHAPE = (96, 256)
 STEPS = 30
@@ -142,7 +142,7 @@ def gradient(rank: int, step: int) -> Tensor:
 
 
 def residues(sync: GradientSync | PowerSGD, collectives: Collectives) -> Tensor:
-    """All that the ranks still keep for later steps, added up."""
+    """Return the sum of everything that the ranks keep for later steps."""
     state, left = sync.state(), torch.zeros(SHAPE)
     for path, value in state.items():
         if path.endswith(("own", "residue/0")):
@@ -155,8 +155,8 @@ def residues(sync: GradientSync | PowerSGD, collectives: Collectives) -> Tensor:
 
 
 def summed(name: str, collectives: Collectives, **options: Any) -> dict[str, Any]:
-    """STEPS sums through one wire format: bytes sent, and how far the last sum and the sum of all
-    are from the truth."""
+    """Run STEPS sums through one wire format; return the bytes sent, and the errors of the last sum
+    and of the sum of all."""
     wire = WireConfig(name=name, **options)
     sync = (PowerSGD if name == "powersgd" else GradientSync)(wire, collectives)
     total = truth = torch.zeros(SHAPE)
@@ -200,7 +200,7 @@ TRIALS = {
 
 
 def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
-    """A trial, and the same one broken off after two epochs and continued by new objects."""
+    """A trial, and the same trial interrupted after two epochs and continued by new objects."""
     training, metrics, resumed = broken_off(config, rank, WORLD, folder)
     forgetful = Training(config, rank=rank, world_size=WORLD)
     forgetful.restore(folder)
@@ -218,14 +218,14 @@ def trained(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
 
 
 class SkipsOne(GradientSync):
-    """A broken synchroniser: leaves the first parameter's gradient as it is."""
+    """A broken synchroniser: leaves the first parameter's gradient unchanged."""
 
     def __call__(self, parameters: Any, *, finite: bool = True) -> bool:
         return super().__call__(list(parameters)[1:], finite=finite)
 
 
 def same_weights(training: Training) -> bool:
-    """Whether all ranks have the same weights: what a broken synchroniser must fail."""
+    """Return whether all ranks have the same weights; a broken synchroniser must fail this."""
     flat = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     everyone = [torch.empty_like(flat) for _ in range(WORLD)]
     dist.all_gather(everyone, flat)
@@ -261,7 +261,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", list(BYTES))
 def test_bytes_are_those_of_the_formula(workers: list[dict[str, Any]], name: str) -> None:
-    """The flag that says whether every rank is finite adds 8 bytes."""
+    """The flag that tells whether every rank is finite adds 8 bytes."""
     values = SHAPE[0] * SHAPE[1]
     for result in workers:
         assert result["sums"][name]["bytes"] == pytest.approx(BYTES[name] + 8 / values, rel=1e-3)
@@ -280,15 +280,15 @@ def test_all_ranks_have_the_same_bits(workers: list[dict[str, Any]], name: str) 
 
 @pytest.mark.parametrize("name", ["native", "float32", "bfloat16", "float16", "lns16"])
 def test_sums_are_as_near_as_the_format(workers: list[dict[str, Any]], name: str) -> None:
-    """Values up to 5: two encodings of operands and one of the sum, each half a step of the format
-    at most."""
+    """Values up to 5: two encodings of operands and one of the sum, each at most half a step of the
+    format."""
     assert workers[0]["sums"][name]["step"] <= 20 * RELATIVE.get(name, 0.0) + 1e-6
 
 
 @pytest.mark.parametrize("name", ["int8", "lns8", "topk", "powersgd"])
 def test_error_feedback_gives_back_what_was_lost(workers: list[dict[str, Any]], name: str) -> None:
-    """All sums and what the residues still hold are together the sum of all gradients; without
-    feedback the loss is final."""
+    """All sums plus the residues equal the sum of all gradients; without feedback the loss is
+    final."""
     assert workers[0]["sums"][name]["conserved"] < 1e-5
     assert (
         workers[0]["without feedback"][name]["conserved"]
@@ -310,8 +310,8 @@ def test_every_wire_trains_and_resumes_bit_for_bit(
 
 
 def test_what_a_trial_reports_as_sent_is_the_formula(workers: list[dict[str, Any]]) -> None:
-    """MLP 64-32-10, LNS lns12 in its own codes: 2 bytes; parts of 1,024 values share a scale in
-    int8."""
+    """MLP 64-32-10, LNS lns12 in its own codes: 2 bytes; in int8 parts of 1,024 values share a
+    scale."""
     values = 64 * 32 + 32 + 32 * 10 + 10
     shard = values // 2
     for name, bytes_sent in (

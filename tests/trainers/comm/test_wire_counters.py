@@ -1,5 +1,5 @@
-"""The bytes that we count are the bytes that the kernel counts: two processes in a network
-namespace of their own, on its loopback."""
+"""The bytes that we count equal the bytes that the kernel counts: two processes in a separate
+network namespace, on its loopback."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXPECTED = {
     "fsdp": 6.0,
 }
 EXPECTED["tp"] = 4.0
-"""Bytes a parameter, rank and step; of tp an activation."""
+"""Bytes per parameter, rank and step; for tp per activation."""
 
 
 def loopback_up() -> None:
@@ -50,7 +50,7 @@ def loopback_up() -> None:
 
 
 def kernel_bytes() -> int:
-    """Sent over the loopback so far, by every process of the namespace, headers included."""
+    """Bytes sent over the loopback so far, by every process of the namespace, headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == "lo":
@@ -59,7 +59,7 @@ def kernel_bytes() -> int:
 
 
 def steps_of(name: str, collectives: Collectives) -> tuple[object, ...]:
-    """Something to call for one step."""
+    """Return a function for one step."""
     parameter = nn.Parameter(
         LNSTensor.from_float(torch.ones(VALUES), lns12)
         if name == "native lns"
@@ -118,7 +118,7 @@ def in_worker(rank: int, folder: str) -> None:
 
 
 def namespace() -> list[str]:
-    """The command that runs another in a network namespace of its own; empty where that is not
+    """Return the prefix that runs a command in a separate network namespace; empty if that is not
     permitted."""
     for command in (["unshare", "-n"], ["unshare", "-rn"]):
         if (

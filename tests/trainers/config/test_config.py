@@ -38,7 +38,7 @@ def test_round_trip_through_plain_values() -> None:
 
 
 def test_plain_values_are_copies_of_all_fields() -> None:
-    """As ``dataclasses.asdict`` makes them."""
+    """As ``dataclasses.asdict`` returns them."""
     config = TrialConfig(
         model=ModelConfig(name="net.py:net", args={"sizes": [1, {"deep": (2, 3)}], "on": True}),
         metrics={"r2": MetricConfig(name="torchmetrics:R2Score", args={"adjusted": 1})},
@@ -289,7 +289,7 @@ def test_of_several_rules_that_apply_the_first_is_raised() -> None:
     ],
 )
 def test_rprop_takes_its_rate_once(changes: dict[str, Any]) -> None:
-    """Refused before it trains, not where records of earlier versions are read."""
+    """Refused before training, but not when records of earlier versions are read."""
     config = TrialConfig(optimizer=OptimizerConfig(name="rprop"), **changes)
     with pytest.raises(ValueError, match=r"optimizer.name=rprop with .* in its first step alone"):
         check_optimizer(config)

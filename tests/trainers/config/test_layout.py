@@ -1,4 +1,4 @@
-"""Layout: what is refused, with the equation; gradient accumulation; where ranks stand."""
+"""Layout: refusals with their equation; gradient accumulation; positions of ranks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def gradients(training: Training) -> list[torch.Tensor]:
 
 
 def test_accumulated_lns_gradients_of_blocks_of_64_are_those_of_the_whole_batch() -> None:
-    """Two micro-batches of 64 are the two blocks in which the contract adds up a batch of 128."""
+    """Two micro-batches of 64 are the two blocks in which the contract sums a batch of 128."""
     training = trial(PrecisionConfig(format="lns12"))
     batch = Split(training.data.train.x[:128], training.data.train.y[:128])
     losses, found = [], []

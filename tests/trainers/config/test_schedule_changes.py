@@ -1,5 +1,5 @@
-"""Hyperparameters that change in the middle of a trial: the bits of a trial that is stopped and
-continued with the new ones."""
+"""Hyperparameters that change during a trial: same bits as a trial that is stopped and continued
+with the new values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def course(config: TrialConfig) -> tuple[list[dict[str, float]], Training]:
 
 
 def in_pieces(config: TrialConfig, folder: Path) -> tuple[list[dict[str, float]], Training]:
-    """An epoch at a time, each a trial of its own with the options of its time."""
+    """One epoch at a time, each as a separate trial with the options of that time."""
     metrics = []
     for epoch in range(config.epochs):
         training = Training(

@@ -57,12 +57,12 @@ def test_a_seed_gives_the_same_and_another_seed_others() -> None:
     other = made.draw(2).x.clone()
     assert torch.equal(made.draw(1).x, first)
     assert not torch.equal(other, first)
-    assert made.draw(1).x.data_ptr() == made.draw(2).x.data_ptr()  # as a captured graph reads it
+    assert made.draw(1).x.data_ptr() == made.draw(2).x.data_ptr()  # as in a captured graph
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialConfig:
-    """A trial on ten images a file of CIFAR-10's binary version."""
+    """A trial on CIFAR-10's binary version, with ten images per file."""
     monkeypatch.setattr(cifar, "TRAIN", 50)
     monkeypatch.setattr(cifar, "TEST", 10)
     records = torch.randint(256, (60, 3073), generator=torch.Generator().manual_seed(0))

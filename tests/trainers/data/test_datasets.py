@@ -1,5 +1,5 @@
-"""Data: splits, order, and every way in which MNIST files can be wrong, on files made here in
-MNIST's own format."""
+"""Data: splits, order, and all faults that MNIST files can have, with files made here in MNIST's
+format."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from trainers.data.mnist import FILES
 
 @pytest.fixture(autouse=True)
 def _nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No MNIST in the usual places and no way to the network, so that a test says itself what is
-    there."""
+    """No MNIST in the usual places and no network, so a test defines which files exist."""
     monkeypatch.delenv("LNS_STUDY_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LNS_STUDY_MNIST_URL", "http://127.0.0.1:9")
@@ -36,8 +35,8 @@ def _nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Four IDX files of random pixels in MNIST's format, 60 + 10 of them, whose sizes and digests
-    the loader is told to expect."""
+    """Four IDX files of random pixels in MNIST's format, 60 + 10 images; the loader expects their
+    sizes and digests."""
     folder = tmp_path / "idx"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -158,7 +157,7 @@ def test_a_mirror_that_sends_something_else_leaves_nothing_behind(
 
 @pytest.mark.parametrize("found", [True, False])
 def test_digits_are_scikit_learns(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read from its package's file, and where that is not in its place through its function."""
+    """Read from its package's file, or through its function if the file is not there."""
     from sklearn.datasets import load_digits
 
     if not found:
@@ -196,7 +195,7 @@ def test_a_given_root_must_hold_the_files(small_mnist: Path) -> None:
 def test_a_folder_in_the_environment_must_hold_the_files(
     small_mnist: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three of four files are no reason to look elsewhere, or to download, in silence."""
+    """If three of four files exist, the loader does not silently look elsewhere or download."""
     (small_mnist / "t10k-labels-idx1-ubyte.gz").unlink()
     folder = small_mnist if not part else small_mnist.parent
     small_mnist.rename(folder / part)
@@ -317,7 +316,7 @@ class FromDisk:
 
 @pytest.mark.parametrize("size", [250, 251])
 def test_replicas_that_step_together_evaluate_equally_many_parts(size: int) -> None:
-    """One replica has an example more, whose forward pass the others must take part in."""
+    """One replica has one more example, and the others must take part in its forward pass."""
     parts = list(evaluation_batches(FromDisk(size), like=251))  # type: ignore[arg-type]
     assert (len(parts), sum(parts)) == (2, size)  # type: ignore[arg-type]
     assert list(evaluation_batches(FromDisk(501))) == [250, 250, 1]  # type: ignore[arg-type]

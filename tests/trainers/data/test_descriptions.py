@@ -1,5 +1,5 @@
-"""Descriptions of data sets that are kept: used while the files are the same, made anew when one
-changes. Nothing is read here: the files of the set are short, and a stand-in describes them."""
+"""Cached descriptions of data sets: used while the files are unchanged, made again when one
+changes. The set's files are short and are not read; a stand-in describes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainers.data import datasets, prepare
 from trainers.data.split import DatasetInfo
 
 TIME = 10**18
-"""When every file was changed last, in ns."""
+"""Time of every file's last change, in ns."""
 FILES = [f"{part}-{what}" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")]
 
 
@@ -69,7 +69,7 @@ def test_a_description_is_used_again_while_path_size_and_time_are_the_same(
     described: list[DataConfig], config: DataConfig, tmp_path: Path
 ) -> None:
     first = prepare(config)
-    write(tmp_path / "kmnist", FILES[0], "BYTES", TIME)  # nobody looks into the file
+    write(tmp_path / "kmnist", FILES[0], "BYTES", TIME)  # no process reads the file
     assert prepare(config) == first
     assert len(described) == 1
 

@@ -1,4 +1,5 @@
-"""Generated data: what they are by definition, from their seed alone; networks learn them."""
+"""Generated data: they match their definition, depend only on their seed, and networks learn
+them."""
 
 from __future__ import annotations
 

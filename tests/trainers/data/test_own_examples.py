@@ -1,4 +1,4 @@
-"""Forms in which a user's factory gives examples: dicts, texts as classes, columns of targets."""
+"""Forms of examples from a user's factory: dicts, texts as classes, columns of targets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Data sets of published formats, on small files that the tests write in these formats, and the
-download of them from a server on loopback."""
+"""Data sets in published formats, with small files that the tests write in these formats, and their
+download from a server on loopback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten images a file of CIFAR, 60 + 10 of the IDX sets."""
+    """Ten images per CIFAR file, 60 + 10 in the IDX sets."""
     monkeypatch.setattr(cifar, "TRAIN", 50)
     monkeypatch.setattr(cifar, "TEST", 10)
     for name, expected in FILES.items():
@@ -273,7 +273,7 @@ def test_arguments_are_checked(values: dict[str, object], said: str) -> None:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder and the address at which a real HTTP server has it."""
+    """A folder and the address at which a real HTTP server serves it."""
     folder = tmp_path / "served"
     folder.mkdir()
 

@@ -1,4 +1,4 @@
-"""Activation checkpoints change no bit and hold less; mixed precision learns, resumes, and leaves
+"""Activation checkpoints change no bit and save memory; mixed precision learns, resumes, and leaves
 out overflowing updates."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_activation_checkpoints_change_no_bit(name: str, segments: int | None) -
 
 
 def kept(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that autograd keeps for backward, parameters left out."""
+    """Bytes that autograd keeps for backward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
 
@@ -122,7 +122,7 @@ def test_scaled_gradients_are_divided_again_and_overflow_leaves_the_update_out()
     before = [p.detach().clone() for p in model.parameters()]
     batch = Split(100 * batch.x, batch.y)
     loss = train_step(model, ScaledOptimizer(optimizer, scaler), batch).loss
-    assert loss == pytest.approx(loss)  # finite: this is no divergence
+    assert loss == pytest.approx(loss)  # finite: not a divergence
     assert scaler.get_scale() == pytest.approx(5e37)
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 

@@ -43,7 +43,7 @@ def test_one_number_an_example_may_come_in_a_column() -> None:
 
 def test_in_lns_the_gradient_is_the_softmax_minus_one_hot() -> None:
     x, classes = 3 * torch.randn(6, 5), torch.tensor([0, 4, IGNORED, 2, 1, 3])
-    x[0, 0] = 9.0  # whose probability rounds to 1
+    x[0, 0] = 9.0  # its probability rounds to 1
     logits = LNSTensor.from_float(x, lns16).detach().requires_grad_()
     loss = made("cross_entropy", softmax="lns")(logits, classes)
     wanted = F.cross_entropy(logits.to_float(), classes, reduction="sum")
@@ -51,7 +51,7 @@ def test_in_lns_the_gradient_is_the_softmax_minus_one_hot() -> None:
     (2 * loss).backward()  # type: ignore[no-untyped-call]
     assert isinstance(logits.grad, LNSTensor)
     (exact,) = torch.autograd.grad(2 * wanted, logits)
-    # exp has an argument that was rounded, and eight operations round
+    # exp has a rounded argument, and eight operations round
     depth = (x.max(1).values - x.min(1).values + 8) * half_ulp(lns16)
     for found, expected, rtol in zip(logits.grad, exact, depth.tolist(), strict=True):
         torch.testing.assert_close(found.to_float(), expected.to_float(), rtol=rtol, atol=0)

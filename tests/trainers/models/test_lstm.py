@@ -1,4 +1,4 @@
-"""The nine LSTMs of Greff et al. 2015 against their equations, written out unit by unit."""
+"""The nine LSTMs of Greff et al. 2015, compared with their equations unit by unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_gpu = pytest.mark.skipif(
 )
 TOLERANCES = {"float32": 1e-5, "lns16": 0.02}
 """Largest distance from float64, as a share of the norm: six steps of some forty roundings each,
-2^-24 of float32 and 2^-11 (octaves: 0.03 %) of lns16."""
+2^-24 for float32 and 2^-11 (octaves: 0.03 %) for lns16."""
 
 
 def blocks(matrix: Tensor, names: str) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def blocks(matrix: Tensor, names: str) -> dict[str, Tensor]:
 def reference(
     layer: VariantLayer, x: Tensor, changed: str
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """One sequence, float64; returns the outputs and the leaves of W, R, p and b by block."""
+    """One sequence in float64; returns the outputs and the leaves of W, R, p and b by block."""
     names = "z" + {"nig": "fo", "nfg": "io", "nog": "if", "cifg": "io"}.get(changed, "ifo")
     leaves = {
         "W": blocks(layer.from_input.weight, names),
@@ -75,7 +75,7 @@ def reference(
 
 
 def made(variant: str) -> tuple[VariantLayer, Tensor]:
-    """A layer with weights large enough that every part of the equations tells, and an input."""
+    """A layer with weights large enough that every part of the equations counts, and an input."""
     torch.manual_seed(0)
     layer = VariantLayer(INPUTS, WIDTH, 0.0, variant)
     for parameter in layer.parameters():
@@ -136,8 +136,8 @@ def test_without_peepholes_it_is_the_lstm_of_torch() -> None:
 
 
 def test_parameters_are_counted_and_drawn_as_in_the_paper() -> None:
-    """Greff et al. 2015, appendix: CIFG and the variants without a gate have a block less, FGR has
-    nine matrices more, NP no peepholes."""
+    """Greff et al. 2015, appendix: CIFG and the variants without a gate have one block less, FGR
+    has nine matrices more, NP no peepholes."""
     sizes = {}
     for variant in NINE:
         config = ModelConfig(name="lstm", args={"width": 100, "variant": variant})
@@ -164,7 +164,7 @@ def test_an_unknown_variant_is_refused() -> None:
 
 
 def drawn(inputs: int, width: int, variant: str) -> VariantLayer:
-    """A layer with weights, biases and peepholes that are drawn."""
+    """A layer with random weights, biases and peepholes."""
     torch.manual_seed(1)
     layer = VariantLayer(inputs, width, 0.0, variant)
     for parameter in layer.parameters():
@@ -308,7 +308,7 @@ def test_kernels_have_the_equations_of_the_steps(variant: str, shape: tuple[int,
 @pytest.mark.gpu
 @needs_gpu
 def test_layers_of_two_widths_have_the_shared_memory_that_each_needs() -> None:
-    """What a function is allowed is one figure for all layers of a variant."""
+    """The tolerance of a function is the same for all layers of a variant."""
     wide, narrow = drawn(3, 1000, "vanilla").cuda(), drawn(3, 300, "vanilla").cuda()
     x = torch.randn(2, 3, 3, device="cuda")
     first = training_step(wide, x)

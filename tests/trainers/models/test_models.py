@@ -1,4 +1,4 @@
-"""Our larger networks: their equations, initial weights, arguments, and how layouts cut them."""
+"""Our larger networks: their equations, initial weights, arguments, and cuts by layouts."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_step_sees_no_later_token(config: ModelConfig) -> None:
 
 
 def test_gpt_is_the_equation() -> None:
-    """Attention written out as a softmax over earlier steps."""
+    """Attention written as a softmax over earlier steps."""
     model, (x, _) = made(GPT), examples(GPT)
     embedding, *blocks, head = model
     h = embedding.tokens.weight[x] + embedding.positions
@@ -220,7 +220,7 @@ def test_layers_are_drawn_as_torch_draws_them(make: Any) -> None:
         if value.std() == 0 or value.numel() == 1:
             assert torch.equal(value, twin)
             continue
-        if name == "out_proj.bias":  # torch has zeros; here it is the bias of a linear layer
+        if name == "out_proj.bias":  # torch has zeros; here it is a linear layer's bias
             continue
         assert not torch.equal(value, dict(other.named_parameters())[name])
         assert 0.4 < (value.std() / twin.std()).item() < 2.5
@@ -313,7 +313,7 @@ def test_dropout_is_drawn_again_where_activations_are_computed_again() -> None:
 
 
 def staged(rank: int, folder: str) -> dict[str, Any]:
-    """Two stages; two replicas; two sharded replicas, broken off and continued."""
+    """Two stages; two replicas; two sharded replicas, interrupted and continued."""
     found: dict[str, Any] = {}
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
         config = replace(DIGITS, precision=precision, workers=2)
@@ -345,8 +345,9 @@ def staged(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_layouts_cut_networks_with_statistics(tmp_path: Path) -> None:
-    """Two stages of two micro-batches give the bits of one process with two micro-batches, running
-    statistics included. Replicas end an epoch with the same statistics, and go on with them."""
+    """Two stages with two micro-batches give the bits of one process with two micro-batches,
+    running statistics included. Replicas end an epoch with the same statistics, and continue with
+    them."""
     first, second = spawned(staged, tmp_path)
     for name, precision in (("float32", PrecisionConfig()), ("lns", LNS)):
         config = replace(DIGITS, precision=precision, layout=Layout(micro_batches=2))

@@ -46,7 +46,7 @@ def betas(model: nn.Module) -> list[float]:
 
 
 def test_each_layer_has_a_beta_of_one_whatever_the_seed() -> None:
-    """Of the cnn too; the weights are those of the network with a constant beta."""
+    """Also for the cnn; the weights equal the ones in the network with a constant beta."""
     for config in (LEARNED, ModelConfig(name="cnn", channels=[2], hidden=[8], args=LEARNED.args)):
         model = make_model(config, (1, 8, 8) if config.name == "cnn" else (64,), 10, 5)
         assert betas(model) == [1.0, 1.0]
@@ -74,8 +74,8 @@ def test_the_gradient_of_beta_is_the_equation() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
 def test_the_gradient_of_beta_in_lns_is_near_that_of_float32(scale: float) -> None:
-    """Within 5 %: 512 terms of one sign, each with the errors of five operations of lns12, 0.6 % of
-    a value at most each; the sum's additions leave out nothing, as its terms are of one size."""
+    """Within 5 %: 512 terms of the same sign, each with the errors of five lns12 operations (at
+    most 0.6 % of a value each). The sum loses nothing, because its terms have the same size."""
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)) * 2
     found = []
     for fmt in ("float32", "lns12"):
@@ -119,7 +119,7 @@ def test_beta_is_trained_and_resumed_with_the_same_bits(
 
 
 def staged(rank: int, folder: str) -> dict[str, list[float]]:
-    """The weights of a stage of two, by schedule and format."""
+    """The weights of one of two stages, by schedule and format."""
     found: dict[str, list[float]] = {}
     for schedule in ("1f1b", "zero_bubble"):
         for precision in (PrecisionConfig(), PrecisionConfig(format="lns12", kahan_sum=True)):
@@ -139,7 +139,8 @@ def bits(model: nn.Module) -> list[float]:
 
 
 def test_stages_train_their_betas_as_one_process_does(tmp_path: Path) -> None:
-    """Also where the schedule puts the gradients of linear layers off, which beta's are not."""
+    """Also if the schedule defers the gradients of linear layers; beta's gradients are not
+    deferred."""
     first, second = spawned(staged, tmp_path)
     for precision in (PrecisionConfig(), PrecisionConfig(format="lns12", kahan_sum=True)):
         alone = Training(replace(DIGITS, precision=precision, layout=Layout(micro_batches=2)))

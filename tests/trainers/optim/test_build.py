@@ -1,5 +1,5 @@
-"""Every optimizer in a trial: it learns, continues with the same bits, and is the mean's step
-whatever the batch."""
+"""Every optimizer in a trial: it learns, continues with the same bits, and takes the step of the
+mean for any batch size."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def test_every_optimizer_has_a_recipe() -> None:
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("adadelta",)])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_step_is_that_of_the_mean(name: str, batch: int) -> None:
-    """The sum of 64 equal gradients moves weights as one of them does; adadelta's eps alone stays
-    beside the larger gradient."""
+    """The sum of 64 equal gradients moves weights like a single one; only adadelta's eps is not
+    scaled with the gradient."""
     weights = []
     for size in (1, batch):
         model = nn.Linear(6, 5)

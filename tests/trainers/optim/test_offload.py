@@ -1,8 +1,6 @@
-"""Optimizer state on the CPU: the same training, with nothing of the optimizer left on the device.
-
-Without a GPU ``device=auto`` is the CPU, and the copy is still another one than the model: all but
-the transfer is tested.
-"""
+"""Optimizer state on the CPU: the same training, without optimizer state on the device. Without a
+GPU ``device=auto`` is the CPU, but the copy is still separate from the model, so all except the
+transfer is tested."""
 
 from __future__ import annotations
 
@@ -85,10 +83,10 @@ PARALLEL = {
     ),
 }
 EXACT_ON_A_GPU = [name for name in TRIALS if name.startswith("lns,")]
-"""Every number of theirs is a logarithm but the softmax, which both trainings compute on the same
+"""All their numbers are logarithms except the softmax, which both trainings compute on the same
 device."""
 ROUNDING = 1e-3
-"""Relative, of float32 updates on a CPU and on a GPU, through four epochs."""
+"""Relative tolerance for float32 updates on a CPU and on a GPU, through four epochs."""
 
 needs_gpu = pytest.mark.skipif(
     cuda.unavailable() is not None, reason=f"no CUDA backend: {cuda.unavailable()}"
@@ -214,8 +212,8 @@ def test_what_cannot_be_offloaded_is_refused(values: dict[str, Any], said: str) 
 @needs_gpu
 @pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN])
 def test_a_gpu_holds_nothing_of_the_optimizer(precision: PrecisionConfig) -> None:
-    """Adam's two moments, and Kahan's compensation, are gone from the GPU: n parameters of b bytes
-    leave 2 n b, 3 n b with Kahan."""
+    """Adam's two moments, and Kahan's compensation, are not on the GPU: n parameters of b bytes
+    free 2 n b, with Kahan 3 n b."""
     config = replace(
         BASE,
         device="cuda",

@@ -1,5 +1,5 @@
-"""Several GPUs: codecs write the bytes they write on a CPU; replicas, stages and parts of layers
-over NCCL end as one process does."""
+"""Several GPUs: codecs write the same bytes as on a CPU; replicas, stages and parts of layers over
+NCCL end like one process."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 @needs_gpu
 @needs_two
 def test_two_gpus_train_as_one_process_does(tmp_path: Path) -> None:
-    """LNS to the bit, 64 examples a GPU or a micro-batch being the contract's blocks of 64; the
-    rest resumes exactly and learns."""
+    """LNS is bit-equal, because 64 examples per GPU or micro-batch are the contract's blocks of 64;
+    the rest resumes exactly and learns."""
     results = spawned(in_worker, tmp_path, backend="nccl")
     single = Training(replace(BASE, precision=KAHAN, workers=1))
     for _ in range(4):

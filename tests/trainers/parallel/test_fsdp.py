@@ -1,5 +1,5 @@
-"""Fully sharded data parallelism with real processes: the same training as replicas that keep
-everything, in half the memory."""
+"""Fully sharded data parallelism with real processes: the same training as whole replicas, in half
+the memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainers.training.trainer import Training
 
 WORLD = 2
 ROUNDING = 1e-5
-"""Relative, of float32 sums in another order, through four epochs."""
+"""Relative tolerance for float32 sums in another order, through four epochs."""
 BASE = TrialConfig(
     data=DataConfig(name="digits", train_size=640),
     model=ModelConfig(hidden=[33]),
@@ -78,7 +78,7 @@ def exchanged(config: TrialConfig, rank: int, folder: Path) -> list[dict[str, fl
 
 
 def in_worker(rank: int, folder: str) -> dict[str, Any]:
-    # of the 297 test examples rank 0 has 149 and rank 1 one batch less, unless they agree
+    # of the 297 test examples rank 0 has 149, and rank 1 one batch less unless they agree
     EVALUATION_BATCH["cpu"] = 148
     result: dict[str, Any] = {}
     for name, config in TRIALS.items():
@@ -98,8 +98,8 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 
 
 def memory(config: TrialConfig, rank: int) -> list[int]:
-    """Bytes of what a trial updates and keeps between steps, and of all tensors that its process
-    has then, beyond those before it."""
+    """Bytes that a trial updates and keeps between steps, and bytes of all tensors that its process
+    has then, without earlier ones."""
     gc.collect()
     before = alive()
     training = Training(config, rank=rank, world_size=WORLD)
@@ -125,7 +125,7 @@ def alive() -> int:
 
 
 def steps(name: str, rank: int) -> bool:
-    """Whether ten steps of an optimizer end within rounding of those of whole replicas."""
+    """Return whether ten steps of an optimizer agree with whole replicas within rounding."""
     config = replace(BASE, optimizer=OptimizerConfig(name=name, lr=0.01))
     trainings = [Training(own, rank=rank, world_size=WORLD) for own in (config, unsharded(config))]
     found, expected = (training.train_epoch() for training in trainings)
@@ -208,8 +208,8 @@ def test_one_process_reads_the_checkpoint_of_shards(
 def test_the_bytes_sent_are_those_of_the_formula(
     workers: tuple[Path, list[dict[str, Any]]], name: str, times: int
 ) -> None:
-    """Rows rounded up to an even number; and a word a step in which the ranks agree that all is
-    finite."""
+    """Rows rounded up to an even number; and one number per step in which the ranks agree that all
+    is finite."""
     tensors, _ = load_checkpoint(workers[0] / name / "fsdp" / "end")
     shapes = [tensor.shape for path, tensor in tensors.items() if path.startswith("model/")]
     padded = sum(4 * 2 * math.ceil(shape[0] / 2) * math.prod(shape[1:]) for shape in shapes)

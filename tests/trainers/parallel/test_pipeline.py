@@ -1,4 +1,4 @@
-"""Pipelines: balanced cuts; with real processes the gradients of one process, bit for bit; both
+"""Pipelines: balanced cuts; real processes give one process's gradients, bit for bit; both
 parallelisms together; re-sharding."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def gradients(training: Training) -> dict[str, torch.Tensor]:
 
 
 def same_gradients(config: TrialConfig, rank: int) -> bool:
-    """Whether this rank's gradients of two batches are the bits of one process over the same
+    """Return whether this rank's gradients of two batches equal those of one process over the same
     micro-batches."""
     whole = Training(
         replace(config, workers=1, layout=Layout(micro_batches=config.layout.micro_batches))
@@ -123,7 +123,7 @@ def without_speed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def course(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
-    """A trial broken off after two epochs, and continued by new objects."""
+    """A trial interrupted after two epochs, and continued by new objects."""
     training, metrics, resumed = broken_off(config, rank, config.workers, folder)
     weights = {
         name: storage_of(p.detach()).tolist() for name, p in training.model.named_parameters()
@@ -156,7 +156,7 @@ def two_workers(rank: int, folder: str) -> dict[str, Any]:
 
 
 def broken(rank: int) -> bool:
-    """What the comparison says of a pipeline whose stages pass on gradients twice as large."""
+    """Return the comparison's result for a pipeline whose stages double the gradients."""
 
     def doubled(ctx: Any, grad: LNSTensor) -> tuple[torch.Tensor, None]:
         return (grad + grad).codes.contiguous().view(torch.float16), None
@@ -170,8 +170,8 @@ def broken(rank: int) -> bool:
 
 
 def dropped(config: TrialConfig, rank: int) -> bool:
-    """What the comparison says where the weight gradients of a backward pass's last layer are never
-    computed."""
+    """Return the comparison's result if the weight gradients of a backward pass's last layer are
+    never computed."""
     right = Deferred.take
 
     def forgetful(deferred: Deferred) -> Any:
@@ -247,7 +247,7 @@ def test_weight_gradients_that_waited_are_the_same_and_a_lost_one_is_caught(
 
 
 def test_a_pipeline_that_passes_on_wrong_gradients_is_caught(workers: Workers) -> None:
-    """After its first wrong update the stage before the cut spoils the one behind it too."""
+    """After its first wrong update the stage before the cut also spoils the one behind it."""
     assert [result["broken"] for result in workers[1]] == [False, False]
 
 
@@ -287,7 +287,7 @@ def test_divergence_ends_the_trial_on_every_stage(workers: Workers) -> None:
 
 
 def test_activations_and_gradients_are_counted(workers: Workers) -> None:
-    """Layers 64-24 | 24-24-24-10 by cost: each rank sends 24 values an example, forward or
+    """Layers 64-24 | 24-24-24-10 by cost: each rank sends 24 values per example, forward or
     backward; 4 bytes, or 2 as codes."""
     for arithmetic, size in (("float32", 4), ("lns", 2)):
         sent = workers[1][0]["courses"][arithmetic]["metrics"][0]["bytes/sent"]
@@ -313,8 +313,8 @@ def four_workers(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_both_parallelisms_together(tmp_path: Path) -> None:
-    """Two replicas of two stages: float32 within 1e-6 of the weights of one process after 72 steps,
-    any wire, exact resume."""
+    """Two replicas of two stages: float32 within 1e-6 of one process's weights after 72 steps, any
+    wire, exact resume."""
     results = spawned(four_workers, tmp_path, world=4)
     assert [result["place"] for result in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]
     for name in FOUR:

@@ -31,17 +31,17 @@ from trainers.telemetry.metrics import PREFIX, repeatable
 from trainers.training.trainer import Training
 
 ROUNDING = 1e-5
-"""Relative, of float32 sums in another order, through four epochs."""
+"""Relative tolerance for float32 sums in another order, through four epochs."""
 MIXED = 2e-2
-"""The same of bfloat16, through two epochs: terms are rounded to 8 bits before they are summed."""
+"""The same for bfloat16, through two epochs: terms are rounded to 8 bits before they are summed."""
 LOSSY = {"bfloat16": 1e-3, "float16": 1e-3, "lns16": 1e-3, "float32": ROUNDING, "native": ROUNDING}
-"""By wire format. A gradient that differs by its rounding may go to the next value of a 16-bit
+"""By wire format. A gradient that differs by its rounding may become the next value of a 16-bit
 format."""
 BLOCKS = 0.1
-"""Wire formats of blocks, largest values and factors round a part by what lies in it, not as the
+"""Wire formats with blocks, largest values or factors round a part by its own values, not like the
 whole."""
 STEPS = 10
-"""An epoch."""
+"""Steps of an epoch."""
 BASE = TrialConfig(
     data=DataConfig(name="digits", train_size=640),
     model=ModelConfig(hidden=[32]),
@@ -76,7 +76,7 @@ BIG = replace(
 
 
 def uncut(config: TrialConfig) -> TrialConfig:
-    """The same trial with replicas alone."""
+    """The same trial with replicas only."""
     return replace(config, workers=config.workers // 2, layout=replace(config.layout, tp=1))
 
 
@@ -148,8 +148,8 @@ def in_four(rank: int, folder: str) -> dict[str, Any]:
 
 
 class Collective(TorchDispatchMode):
-    """Counts every operation that talks to other processes. (torch's CommDebugMode does too, and
-    keeps the step's graph alive.)"""
+    """Count every operation that communicates with other processes. (torch's CommDebugMode does so
+    too, but keeps the step's graph alive.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,14 +157,14 @@ class Collective(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # torch then comes again with what it does instead
+            return NotImplemented  # torch then calls again with the operations it uses instead
         if "c10d" in func.namespace or "dtensor" in func.namespace:
             self.calls[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
 def collectives_of_a_step(training: Training) -> dict[str, int]:
-    """By operation, all that torch calls in one training step."""
+    """Return the communication calls of one training step, by operation."""
     _, batch = next(training._step.batches(training.data.train, 0, training.sync))
     with Collective() as mode:
         training._step.train_step(batch, training.sync)
@@ -180,7 +180,7 @@ def kept(training: Training) -> int:
 
 
 def steps(name: str, rank: int) -> dict[str, float]:
-    """After ten steps of an optimizer."""
+    """Return the metrics after ten steps of an optimizer."""
     return Training(optimized(name), rank=rank, world_size=2).train_epoch()
 
 
@@ -189,7 +189,7 @@ def optimized(name: str) -> TrialConfig:
 
 
 def without(what: str, rank: int) -> dict[str, float]:
-    """The last of three epochs in which a sum is left out."""
+    """Return the last of three epochs in which one sum is left out."""
     original = getattr(tensor_parallel, what)
 
     class Broken(original):  # type: ignore[misc, valid-type]
@@ -266,7 +266,7 @@ def linear_shapes(config: TrialConfig) -> tuple[list[nn.Linear], list[tuple[nn.L
 
 
 def activations(config: TrialConfig, examples: int, size: int = 4) -> float:
-    """Bytes that a worker of two sends in a step within its replica, by the formula."""
+    """Bytes that one of two workers sends in a step within its replica, by the formula."""
     _, pairs = linear_shapes(config)
     values = sum(rows.out_features for _, rows in pairs) + sum(
         columns.in_features for columns, _ in pairs[1:]
@@ -317,8 +317,8 @@ def test_parts_begin_with_the_bits_of_the_whole(folder: Path, two: list[dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(TRIALS))
 def test_the_bytes_sent_are_those_of_the_formula(two: list[dict[str, Any]], name: str) -> None:
-    """Over steps too, which are told by the examples that a replica has met: once, not once a
-    worker."""
+    """Also over steps, which are counted by the examples that a replica has seen: once, not once
+    per worker."""
     parameters = sum(
         p.numel() for layer in linear_shapes(TRIALS[name])[0] for p in layer.parameters()
     )
@@ -332,7 +332,7 @@ def test_the_bytes_sent_are_those_of_the_formula(two: list[dict[str, Any]], name
 
 @pytest.mark.slow
 def test_torch_sends_nothing_that_is_not_counted(two: list[dict[str, Any]]) -> None:
-    """Two pairs: two sums forwards, one backwards, and the workers' agreement."""
+    """Two pairs: two sums forward, one backward, and the workers' agreement."""
     for result in two:
         assert result["collectives"] == {"c10d.allreduce_.default": 4}
 
@@ -408,8 +408,8 @@ def test_a_trial_that_diverges_ends_on_all_workers(two: list[dict[str, Any]]) ->
 def test_telemetry_counts_what_each_worker_computes(
     one: dict[str, Any], two: list[dict[str, Any]]
 ) -> None:
-    """Nothing twice: the last layer is cut too, so all workers together do what one process
-    does."""
+    """No computation is repeated: the last layer is cut too, so all workers together compute what
+    one process does."""
     (found, *_), (expected, *_) = two[0]["telemetry"]["history"], one["telemetry"]["metrics"]
     assert found[PREFIX + "macs_per_step"] == expected[PREFIX + "macs_per_step"]
     assert found[PREFIX + "communication_seconds"] > 0
@@ -450,8 +450,8 @@ def test_biases_rounded_beside_parts_would_drift(four: list[dict[str, Any]]) -> 
 
 @pytest.mark.slow
 def test_replicas_in_parts_send_their_parts_and_activations(four: list[dict[str, Any]]) -> None:
-    """One float32 all-reduce of a worker's parameters over two replicas, and a word in which they
-    agree."""
+    """One float32 all-reduce of a worker's parameters over two replicas, and one number in which
+    they agree."""
     layers, pairs = linear_shapes(REPLICAS["native"])
     cut = sum(
         columns.weight.numel() + columns.bias.numel() + rows.weight.numel()

@@ -1,4 +1,4 @@
-"""What tensor parallelism cannot cut is refused, with the remedy."""
+"""Settings that tensor parallelism cannot cut are refused, with the remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Data parallelism with real processes over gloo: sums of gradients, and a trial that comes out the
-same on one worker and on two."""
+"""Data parallelism with real processes over gloo: sums of gradients, and a trial with equal results
+on one worker and on two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values(rank: int) -> torch.Tensor:
 
 
 def config(precision: PrecisionConfig, workers: int) -> TrialConfig:
-    """Batches of 128, so that each of two workers adds up one block of 64."""
+    """Batches of 128, so that each of two workers sums one block of 64."""
     return TrialConfig(
         data=DataConfig(name="digits"),
         model=ModelConfig(hidden=[16]),
@@ -70,8 +70,8 @@ def in_worker(rank: int, folder: str) -> dict[str, Any]:
 
 
 def restored(rank: int, folder: str) -> dict[str, Any]:
-    """Where two ranks go on when the second sees the newest checkpoint as it is, not yet, or as
-    another: epoch and what is told."""
+    """Return where two ranks continue (epoch and message) if the second sees the newest checkpoint
+    unchanged, not yet, or as another one."""
     trial, root = config(PrecisionConfig(), WORLD), Path(folder)
     training = Training(trial, rank=rank, world_size=WORLD)
     for name in ("1", "2"):
@@ -79,7 +79,7 @@ def restored(rank: int, folder: str) -> dict[str, Any]:
         training.save(root / name)
     dist.barrier()
     (root / f"rank {rank}").mkdir()
-    os.chdir(root / f"rank {rank}")  # so that ranks ask for one path and see what they see
+    os.chdir(root / f"rank {rank}")  # so that ranks use the same path but see their own files
     shutil.copytree(root / "1", "older")
     found = {}
     for name, second in {
@@ -105,8 +105,8 @@ def test_ranks_that_see_different_checkpoints_go_on_from_one_that_all_see(tmp_pa
 
 
 def apart(rank: int, folder: str) -> dict[str, Any]:
-    """Ranks that may take a second to meet, and are further apart in training, in all and in a part
-    of them."""
+    """Sum a number on two ranks in the whole group, then in a part of it. Each time one rank is
+    later than the time limit for joining the group."""
     process_group.leave()
     process_group.join("gloo", f"file://{folder}/again", rank, WORLD, timedelta(seconds=1))
     sums = []

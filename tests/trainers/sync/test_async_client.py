@@ -1,5 +1,5 @@
-"""The parameter server: the bound by itself, and with real processes: bulk synchronous is
-synchronous, staleness is bounded and seen."""
+"""The parameter server: the bound by itself, and with real processes: bulk synchronous equals
+synchronous, staleness is bounded and measured."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def asynchronous(staleness: int | None, **options: Any) -> SyncConfig:
 
 
 class IgnoresTheBound(Shard):
-    """A broken shard: nobody waits."""
+    """A broken shard: no replica waits."""
 
     def may_start(self, clock: int) -> bool:
         return True
@@ -60,8 +60,8 @@ def shard_of(staleness: int | None, replicas: int, kind: type[Shard] = Shard) ->
 
 
 async def course(shard: Shard, order: list[int], replicas: int, steps: int) -> dict[int, int]:
-    """Replicas that take their turns as ``order`` says, each going on when the shard lets it; the
-    clock gaps that occurred."""
+    """Run replicas that take turns as ``order`` says, each continuing when the shard lets it;
+    return the clock gaps."""
 
     async def replica(rank: int) -> None:
         for clock in range(steps):
@@ -94,8 +94,8 @@ def test_a_bound_that_is_ignored_is_caught() -> None:
 
 
 def test_updates_are_the_optimizers() -> None:
-    """Bulk synchronous: one update by the sum; else one each. Momentum 0.5, lr 0.3 / 64 a
-    replica."""
+    """Bulk synchronous: one update with the sum; otherwise one update each. Momentum 0.5, lr 0.3 /
+    64 per replica."""
 
     async def push_all(shard: Shard) -> np.ndarray[Any, Any]:
         for rank in range(2):
@@ -113,7 +113,7 @@ def test_updates_are_the_optimizers() -> None:
 
 @pytest.mark.parametrize(("aware", "expected"), [(False, 1 + 1 + 1), (True, 1 + 1 + 1 / 2)])
 def test_a_stale_gradient_counts_less_where_asked(aware: bool, expected: float) -> None:
-    """Three replicas pull together and push one after the other: lags of 0, 1 and 2 updates. No
+    """Three replicas pull together and push one after another: lags of 0, 1 and 2 updates. No
     momentum."""
     config = replace(
         BASE,
@@ -224,7 +224,7 @@ def run(name: str, config: TrialConfig, rank: int, folder: Path) -> dict[str, An
 def resumed(
     config: TrialConfig, rank: int, folder: Path, metrics: dict[str, float], ends: list[float]
 ) -> dict[str, Any]:
-    """Whether the second epoch comes out the same from the checkpoint, with another number of
+    """Return whether the second epoch is the same from the checkpoint, with another number of
     shards."""
     again = Training(
         replace(config, sync=replace(config.sync, shards=1)), rank=rank, world_size=WORLD
@@ -237,8 +237,8 @@ def resumed(
 
 
 def continued(rank: int, folder: Path) -> dict[str, Any]:
-    """Losses of the second epoch of a synchronous trial, and of the same epoch trained through a
-    server from its checkpoint."""
+    """Losses of a synchronous trial's second epoch, and of the same epoch through a server from its
+    checkpoint."""
     config = replace(BASE, optimizer=OptimizerConfig(lr=0.3))
     whole, served = (
         Training(replace(config, sync=sync), rank=rank, world_size=WORLD)
@@ -267,7 +267,7 @@ TRIALS = {
 
 
 def diverging(rank: int, folder: Path) -> list[str]:
-    """One replica's data are not finite; the other must learn of it and not wait."""
+    """One replica's data are not finite; the other must notice and not wait."""
     training = Training(replace(BASE, sync=BULK), rank=rank, world_size=WORLD)
     if rank == 1:
         training.data = training.data._replace(
@@ -303,8 +303,8 @@ def in_workers(folder: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def check_bulk(workers: list[dict[str, Any]], kind: str, size: int) -> None:
-    """Two ranks' gradients have one sum whatever their order; a push and a pull are ``size`` bytes
-    a value each."""
+    """Two ranks' gradients have one sum in any order; a push and a pull are ``size`` bytes per
+    value each."""
     values, steps = 64 * 16 + 16 + 16 * 10 + 10, 10
     for result in workers:
         bulk = result[f"{kind}bulk"]
@@ -333,8 +333,8 @@ def check_reports(workers: list[dict[str, Any]]) -> None:
 def test_bulk_synchronous_is_synchronous_and_a_bound_that_is_ignored_is_seen(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    """The second replica of "ignored" sleeps 0.2 s a step, the first runs ahead further than its
-    bound of 2."""
+    """The second replica of "ignored" sleeps 0.2 s per step, so the first runs further ahead than
+    its bound of 2."""
     workers = in_workers(tmp_path, "synchronous", "bulk", "ignored")
     check_bulk(workers, "", 4)
     for result in workers:
@@ -373,7 +373,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_shards_run_on_the_node_of_rank_0(tmp_path: Path) -> None:
-    """Others may have another torch. A process of its own: it joins a cluster of two nodes."""
+    """Others may have another torch. In a separate process, which joins a cluster of two nodes."""
     code = [sys.executable, "-c", ON_ITS_NODE, str(tmp_path)]
     done = subprocess.run(code, capture_output=True, text=True, timeout=240)
     assert done.stdout.splitlines()[-1:] == ["True 8"], done.stdout + done.stderr

@@ -1,5 +1,5 @@
-"""Gradients that leave while backward runs: the bits of those that leave after it, in every wire
-format, and what would be caught."""
+"""Gradients sent during backward: the same bits as when sent after it, in every wire format; and
+faults that the tests detect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainers.training.trainer import Training
 
 KAHAN = PrecisionConfig(format="lns12", kahan_sum=True)
 CAP = 4 * 24 * 24 / MEGABYTE
-"""About one hidden layer a bucket."""
+"""About one bucket per hidden layer."""
 BASE = TrialConfig(
     data=DataConfig(name="digits", train_size=640),
     model=ModelConfig(hidden=[24, 24, 24]),
@@ -67,7 +67,7 @@ def test_buckets_hold_every_parameter_once_from_the_last_to_the_first(
 
 
 class Forgets(BucketSync):
-    """Broken: the first parameter is in no bucket, so its gradient stays as it is on every rank."""
+    """Broken: the first parameter is in no bucket, so its gradient is not summed on any rank."""
 
     def __init__(self, wire: WireConfig, training: Training) -> None:
         assert training.collectives is not None
@@ -81,8 +81,8 @@ def weights(training: Training) -> list[Tensor]:
 def trained(
     config: TrialConfig, rank: int, broken: bool = False
 ) -> tuple[list[Tensor], list[dict[str, float]], list[int]]:
-    """Weights and metrics after an epoch, and how many buckets had left when each step asked for
-    the sums."""
+    """Weights and metrics after an epoch, and the number of buckets already sent when each step
+    asked for the sums."""
     training = Training(config, rank=rank, world_size=2)
     assert isinstance(training.sync, Synchronous)
     if broken:
@@ -154,7 +154,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def check(result: dict[str, Any], name: str) -> None:
     assert result[name]["same"]
     assert result[name]["as one"] or name not in SAME_AS_ONE
-    assert result[name]["left"] == [3]  # all had left when backward was over
+    assert result[name]["left"] == [3]  # all were sent when backward was over
     assert result[name]["left after"] == [0]
 
 

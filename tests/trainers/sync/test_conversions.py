@@ -1,6 +1,7 @@
-"""LNS gradients travel and are added as codes: the conversions of a step, and its result.
+"""LNS gradients are sent and added as codes: the conversions of a step, and its result.
 
-A conversion is a call of one of the two kernels that every conversion on a CPU ends in."""
+A conversion is a call of one of the two kernels in which every conversion on a CPU ends.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +32,19 @@ VALUES = 47
 
 @dataclass(frozen=True)
 class Case:
-    """Gradients in ``fmt`` (None: float32), how they travel, and the conversions of a step."""
+    """Gradients in ``fmt`` (None: float32), their wire format, and the conversions of a step."""
 
     fmt: LNSFormat | None
     wire: WireConfig
     conversions: int
-    """As many encodings as decodings."""
+    """The number of encodings, which equals the number of decodings."""
     tree: bool = False
     width: int = 2
-    """Bytes of a value on the wire."""
+    """Bytes per value on the wire."""
 
 
 BUCKETS = WireConfig(bucket_cap_mb=1e-5)
-"""A bucket a parameter."""
+"""One bucket per parameter."""
 CASES = {
     "native": Case(lns12, WireConfig(), 0),
     "native, 8 bits": Case(lns8, WireConfig(), 0, width=1),
@@ -57,7 +58,7 @@ PAIRS = {"native, in pairs": Case(lns12, WireConfig(), 0, tree=True)}
 
 
 def conversions(action: Callable[[], object]) -> dict[str, int]:
-    """Calls of ``encode`` and ``decode`` during ``action``, on any thread."""
+    """Count the calls of ``encode`` and ``decode`` during ``action``, on any thread."""
     with (
         patch.object(cpu, "encode", wraps=cpu.encode) as encode,
         patch.object(cpu, "decode", wraps=cpu.decode) as decode,
@@ -107,7 +108,7 @@ def of_two_formats(rank: int, sync: GradientSync, parameters: list[nn.Parameter]
 
 
 def left_by_a_hook(rank: int, value: float) -> dict[str, Any]:
-    """A bucket of an lns12 parameter's gradient that a hook has made float32, times ``value``."""
+    """A bucket with an lns12 parameter's gradient that a hook has made float32, times ``value``."""
     parameter = nn.Parameter(gradients(0, lns12)[1].clone())
     sync = BucketSync(BUCKETS, Collectives(), [parameter])
     parameter.grad = gradients(rank, None)[1] * value
@@ -212,7 +213,7 @@ def test_pairs_are_added_as_the_contract_says(four: list[dict[str, Any]]) -> Non
 
 @pytest.mark.parametrize("name", [name for name in CASES if "buckets" not in name])
 def test_a_value_takes_the_bytes_of_its_code(three: list[dict[str, Any]], name: str) -> None:
-    """Two parts of 16 values a leg, and the flag that says whether every rank is finite."""
+    """Two parts of 16 values each way, and the flag that tells whether every rank is finite."""
     for found in three:
         assert found[name]["sent"] == 2 * 2 * 16 * CASES[name].width + 2 * 2 * 8 // 3
 

@@ -1,4 +1,4 @@
-"""Replicas that exchange weights: equal to synchronous where they must be, exact resume, bytes,
+"""Replicas that exchange weights: equal to synchronous where required, exact resume, bytes,
 divergence; real processes."""
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def weights(training: Training) -> torch.Tensor:
 
 
 def spread(training: Training) -> float:
-    """How far apart the replicas are: the largest difference of a weight (of LNS ones, of its
-    code)."""
+    """The distance of the replicas: the largest difference of a weight (for LNS, of its code)."""
     own = weights(training)
     everyone = [torch.empty_like(own) for _ in range(WORLD)]
     dist.all_gather(everyone, own)
@@ -130,7 +129,7 @@ def run(config: TrialConfig, rank: int, folder: Path) -> dict[str, Any]:
 
 
 def diverging(rank: int) -> list[dict[str, float]]:
-    """One replica's loss becomes infinite between two rounds; the other must learn of it and not
+    """One replica's loss becomes infinite between two rounds; the other must notice and not
     wait."""
     config = replace(BASE, sync=SyncConfig(name="local_sgd", period=7), epochs=2)
     training = Training(config, rank=rank, world_size=WORLD)
@@ -196,9 +195,9 @@ def test_diloco_of_one_step_and_no_momentum_is_local_sgd(workers: Workers, kind:
 
 
 def test_local_sgd_of_one_step_is_synchronous(workers: Workers) -> None:
-    """The mean of the replicas' steps is the step by the mean gradient; only the order of float32's
-    roundings differs: two more a step, of 2^-24 of a weight below 0.5 each, over 36 steps.
-    """
+    """The mean of the replicas' steps equals the step with the mean gradient. Only the order of
+    float32's roundings differs: two more per step, each 2^-24 of a weight below 0.5, over 36
+    steps."""
     one, other = (
         torch.tensor(workers[1][0]["trials"][name]["after two"])
         for name in ("synchronous", "local 1")
@@ -207,9 +206,8 @@ def test_local_sgd_of_one_step_is_synchronous(workers: Workers) -> None:
 
 
 def test_local_sgd_of_one_step_in_lns_stays_near_synchronous(workers: Workers) -> None:
-    """A logarithm of 12 bits rounds each replica's step apart, so not the bits but the results are
-    equal: most weights within an ulp of 1.1 %, the error within a few of the 297 test images.
-    """
+    """A 12-bit logarithm rounds each replica's step differently, so the results agree but not the
+    bits: most weights within an ulp of 1.1 %, the error within a few of the 297 test images."""
     one, other = (
         torch.tensor(workers[1][0]["trials"][f"lns {name}"]["after two"])
         for name in ("synchronous", "local 1")
@@ -235,8 +233,8 @@ def test_local_sgd_of_one_step_in_lns_stays_near_synchronous(workers: Workers) -
 def test_bytes_are_those_of_the_formula(
     workers: Workers, name: str, a_round: float, rounds: int
 ) -> None:
-    """18 steps an epoch; the epoch's end makes one more round of those that are left. The flags add
-    8 bytes each."""
+    """18 steps per epoch; the epoch's end adds one round for the remaining steps. The flags add 8
+    bytes each."""
     reported = workers[1][0]["trials"][name]["metrics"][0]
     flags = rounds + (name in ("local 1", "elastic"))
     assert reported["bytes/sent"] == pytest.approx(a_round * VALUES * rounds + 8 * flags, rel=0.02)
@@ -253,7 +251,7 @@ def test_divergence_of_one_replica_ends_the_trial(workers: Workers) -> None:
 
 
 def test_a_checkpoint_holds_the_model_that_the_figures_are_of(workers: Workers) -> None:
-    """One process that reads it gets the mean, or the centre, not a replica."""
+    """A single process that reads it gets the mean, or the centre, not a replica."""
     for name in ("elastic", "final"):
         training = Training(replace(TRIALS[name], workers=1, sync=SyncConfig()))
         training.restore(workers[0] / name)

@@ -1,5 +1,5 @@
-"""The model of the energy of products: its equation on paper, what it refuses to know, and a trial
-that tells it."""
+"""The energy model of products: its equation by hand, unknown formats, and a trial that reports
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = TrialConfig(
     telemetry=True,
 )
 MACS = 640 * (2 * 64 * 16 + 3 * 16 * 10)
-"""Multiply-accumulates of an epoch of it: no gradient of the input."""
+"""Multiply-accumulates of one epoch, without the input's gradient."""
 
 
 @pytest.mark.parametrize(

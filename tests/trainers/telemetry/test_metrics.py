@@ -1,5 +1,5 @@
-"""Telemetry: where the time of a step goes, counted work, what is absent; and that looking changes
-no bit."""
+"""Telemetry: the time of a step by part, counted work, missing metrics; measuring changes no
+bit."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_an_epoch_tells_what_it_cost_and_learns_the_same(precision: PrecisionCon
         assert set(found) == set(NAMES) - set(ON_GPUS)
         assert found["compute_seconds"] == found["step_seconds"] > 0
         assert found["communication_seconds"] == found["idle_seconds"] == 0
-        # Forward and the weight's gradient of both layers, the input's gradient of the second
-        # alone.
+        # Only forward and the weight's gradient of both layers, and the input's gradient of the
+        # second.
         assert found["macs_per_step"] == 64 * (2 * 64 * 16 + 3 * 16 * 10)
         assert 0 < found["ceiling_fraction"] < 10
         assert 2**20 < found["peak_memory_bytes"] < 2**36
@@ -144,8 +144,8 @@ def test_spans_of_a_step_are_added_up_and_a_rest_belongs_to_the_last() -> None:
 
 
 COLLECTIVES = [[3.0, 1.0], [1.0, 2.0]]
-"""Of two workers, the seconds of two steps: the first one waits two seconds for the second, then it
-for the first one second."""
+"""The seconds of two steps of two workers: in the first step the first worker waits two seconds, in
+the second step the second worker waits one."""
 
 
 def waits(rank: int) -> dict[str, float]:
@@ -187,7 +187,7 @@ def test_waiting_for_a_slower_worker_is_idle_and_the_transfer_is_communication(
     workers: list[dict[str, Any]],
 ) -> None:
     """Means over two workers and two steps of 10 seconds: transfers of 1 and 1 each, waits of 2 and
-    1 in all."""
+    1 in total."""
     for result in workers:
         found = told(result["waits"])
         assert [found[name] for name in PARTS] == [10.0, 10.0 - 1.0 - 0.75, 1.0, 0.75]
@@ -231,13 +231,13 @@ def test_without_a_driver_nothing_is_made_up() -> None:
 
 
 class Device:
-    """A device of a power in watts, whose counter moves every tenth of a second."""
+    """A device with a power in watts; its counter moves every tenth of a second."""
 
     def __init__(self, power: Callable[[float], float], phase: float) -> None:
         self.now, self._power, self._phase, self._joules, self._step = 0.0, power, phase, 0.0, 0.0
 
     def run(self, seconds: float, meter: EnergyMeter) -> float:
-        """Let time pass, a millisecond at a time; return the joules that were really taken."""
+        """Let time pass, one millisecond at a time; return the joules that were really used."""
         taken = 0.0
         for _ in range(round(seconds * 1000)):
             taken += self._power(self.now) / 1000
@@ -279,7 +279,7 @@ def test_a_long_epoch_has_the_energy_of_what_changed_within() -> None:
 
 @pytest.mark.parametrize("phase", [0.0, 0.03, 0.07])
 def test_short_epochs_have_together_what_the_counter_counts(phase: float) -> None:
-    """Of 600 W after 80 W; the first of them was foretold by what came before it."""
+    """At 600 W after 80 W; the first reading still has the power from before."""
     power = [80.0]
     device = Device(lambda now: power[0], phase)
     meter = EnergyMeter(lambda: device._step, lambda: device.now)
@@ -364,7 +364,7 @@ def test_a_gpu_tells_energy_and_activity() -> None:
 
 
 def test_what_comes_before_the_steps_is_no_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five seconds of capturing a graph, then one step of two; 128 products in the last of six."""
+    """Five seconds for capturing a graph, then one step of two; 128 products in the last of six."""
     clock = SimpleNamespace(perf_counter=scripted([10.0, 15.0]))
     monkeypatch.setattr("trainers.telemetry.metrics.time", clock)
     spans = Spans(clock=scripted([0.0, 5.0, 7.0, 7.0]))

@@ -1,4 +1,4 @@
-"""Profiles: what a trace has in it, which steps and ranks, and what is refused."""
+"""Profiles: the content of a trace, its steps and ranks, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE = TrialConfig(
 
 
 def events(content: bytes) -> list[dict[str, Any]]:
-    """Of a trace, those that last: what Perfetto draws."""
+    """Return the events of a trace that have a duration, which Perfetto draws."""
     found = [
         event
         for event in json.loads(gzip.decompress(content))["traceEvents"]

@@ -43,13 +43,13 @@ def test_what_autograd_saves_counts_until_backward() -> None:
     x = torch.randn(1024, 8)
     with TensorBytes() as counted:
         loss = net(x).sum()
-        held = counted.live  # ten results of tanh, which the next layer takes
+        held = counted.live  # ten results of tanh, inputs of the next layer
         loss.backward()
         left = counted.live
     layer = 1024 * 8 * 4
     assert 10 * layer < held < 10.1 * layer + 2 * layer
     gradients = sum(p.numel() for p in net.parameters()) * 4
-    assert gradients <= left <= 2 * gradients  # some were made transposed, and copied
+    assert gradients <= left <= 2 * gradients  # some were transposed, and copied
 
 
 def test_trials_tell_it_and_checkpoints_hold_less() -> None:
@@ -71,6 +71,6 @@ def test_trials_tell_it_and_checkpoints_hold_less() -> None:
             )
             told[fmt, saves] = training.train_epoch()[name]
             assert training.train_epoch()[name] == told[fmt, saves]
-        layers = 64 * 1024 * 32 * (4 if fmt == "float32" else 2)  # bytes of what ReLU gave
+        layers = 64 * 1024 * 32 * (4 if fmt == "float32" else 2)  # bytes of ReLU's output
         assert layers < told[fmt, False] < 1.5 * layers
         assert told[fmt, True] < 0.5 * told[fmt, False]

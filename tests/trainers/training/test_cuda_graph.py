@@ -1,5 +1,4 @@
-"""Devices: refused where they are missing; on a GPU the graphed epoch is the eager one, bit for
-bit."""
+"""Devices: refused if missing; on a GPU the graphed epoch equals the eager one bit for bit."""
 
 from __future__ import annotations
 
@@ -129,7 +128,7 @@ def test_a_gpu_trial_learns_and_resumes_bit_for_bit(
             first.train_epoch()
             first.save(tmp_path)
     resumed = Training(config)
-    resumed.train_epoch()  # leaves a graph behind that the restored state must not use
+    resumed.train_epoch()  # leaves a graph that the restored state must not use
     resumed.restore(tmp_path)
     while resumed.epoch < 3:
         again = resumed.train_epoch()
@@ -205,7 +204,7 @@ def test_graphs_of_networks_that_draw_random_numbers_and_vary_their_rate(
     ],
 )
 def test_a_rate_that_varies_is_in_the_graph(name: str, precision: str) -> None:
-    """All but madam, whose rate is the host's; with the bits of steps that take a number."""
+    """All except madam, whose rate is on the host; with the bits of steps that take a number."""
     own = OPTIMIZERS.get(name) or OptimizerConfig(name=name, lr=0.01)
     schedule = LRSchedule(decay="cosine", warmup_epochs=1)
     config = replace(BASE, precision=PRECISIONS[precision], optimizer=own, lr_schedule=schedule)

@@ -1,4 +1,4 @@
-"""What a machine's GPUs are, without torch being loaded to say so."""
+"""Finding a machine's GPUs without importing torch."""
 
 from __future__ import annotations
 

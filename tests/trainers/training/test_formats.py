@@ -109,7 +109,7 @@ def test_every_format_learns_and_resumes_bit_for_bit(
     undisturbed.save(tmp_path)
     rest = [undisturbed.train_epoch() for _ in range(2)]
     assert rest[-1]["train/loss"] < first["train/loss"]
-    # float16 spends its first steps finding its loss scale
+    # float16 needs its first steps to find its loss scale
     assert rest[-1]["validation/error"] < 0.45
     fmt = precision.number_format
     assert all(torch.equal(fmt.quantize(w), w) for w in weights(undisturbed))
@@ -198,6 +198,6 @@ def test_replicas_and_stages_train_in_simulated_formats(tmp_path: Path) -> None:
             assert [s for rank in ranks for s in rank[name][2]] == [
                 float(w.double().sum()) for w in weights(alone)
             ]
-        else:  # gradients are rounded once they are summed, by another order
+        else:  # gradients are rounded after the sum, in another order
             assert ranks[0][name] == ranks[1][name]
             assert ranks[0][name][0] == pytest.approx(expected, rel=0.05)

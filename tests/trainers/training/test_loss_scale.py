@@ -1,4 +1,4 @@
-"""precision.loss_scale: the same bits in every layout where nothing underflows, and its rules."""
+"""precision.loss_scale: the same bits in every layout if nothing underflows, and its rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of other losses than the cross-entropy of classes, and metrics of torchmetrics."""
+"""Trials with other losses than the cross-entropy of classes, and with torchmetrics metrics."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_regression_reports_its_loss_and_metrics_and_no_error(
 
 
 def test_the_step_is_that_of_the_mean_over_answers(file: Path) -> None:
-    """Three equal answers an example move the weights as one does."""
+    """Three equal answers per example move the weights like one."""
     one = Training(trial(file, "line", batch_size=100))
     three = Training(trial(file, "line", data_args={"wide": 3}, batch_size=100))
     for training in (one, three):
@@ -285,7 +285,7 @@ MISFITS = [
 def test_a_metric_that_does_not_fit_is_refused_by_its_own_name_and_the_one_shown_is_taken(
     loss: str, name: str, args: dict[str, Any], message: str, file: Path
 ) -> None:
-    """Not the network, the loss or the format is blamed."""
+    """The error does not blame the network, the loss or the format."""
     data = {"mse": "line", "cross_entropy": "two", "binary_cross_entropy": "labels"}[loss]
     metrics = {"m": MetricConfig(name=name, args=args)}
     config = trial(file, data, loss, metrics=metrics)
@@ -371,7 +371,7 @@ def test_an_answer_that_is_no_number_is_wrong(
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])
 def test_a_diverged_trial_answers_nothing_right(file: Path, rate: float) -> None:
-    """Nine of ten examples are of class 0, which argmax names where logits are NaN."""
+    """Nine of ten examples are of class 0, which argmax returns for NaN logits."""
     config = trial(
         file, "rare", "cross_entropy", optimizer=OptimizerConfig(lr=rate), metrics=ACCURACY
     )

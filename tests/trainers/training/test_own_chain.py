@@ -1,4 +1,4 @@
-"""Networks of the user's that are a ``torch.nn.Sequential``: stages, shards and checkpoints."""
+"""A user's networks that are a ``torch.nn.Sequential``: stages, shards and checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), KAHAN], ids=lambda p: p.format)
 def test_checkpoints_give_the_same_bits(file: Path, precision: PrecisionConfig) -> None:
-    """Also where a module of the user's draws random numbers."""
+    """Also if a user's module draws random numbers."""
     config = trial(file, "noisy", precision=precision)
     assert trained(dataclasses.replace(config, memory=CHECKPOINTS)) == trained(config)
 

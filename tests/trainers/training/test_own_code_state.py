@@ -1,5 +1,5 @@
-"""What a user's code keeps, changes or draws beyond a trial's weights reaches no other trial's
-figures, or is refused before the trial starts."""
+"""State that a user's code keeps, changes or draws beyond a trial's weights does not affect other
+trials' figures, or is refused before the trial starts."""
 
 from __future__ import annotations
 
@@ -231,7 +231,8 @@ def test_a_forward_that_changes_its_input_changes_no_examples(file: Path) -> Non
 
 
 def test_a_trial_begins_with_weights_that_no_other_has_trained(file: Path) -> None:
-    """Modules of the file are made anew for each trial; within one, the same is not made twice."""
+    """Modules of the file are imported again for each trial; within a trial each is imported
+    once."""
     config = trial(file, "shared")
     first = Training(config)
     before = weights(first).clone()
@@ -251,14 +252,14 @@ def test_neighbours_of_the_same_name_are_each_files_own(file: Path, tmp_path: Pa
 
 
 def test_neighbours_of_the_same_name_in_one_trial_are_refused(file: Path, tmp_path: Path) -> None:
-    """Python has one module of a name: the network would be made with the width of the data's."""
+    """Python has one module per name: the network would be made with the data's width."""
     for folder, width in (("a", 4), ("b", 16)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "net.py").write_text(f"import helper\n{CODE}")
         (tmp_path / folder / "helper.py").write_text(f"WIDTH = {width}")
     config = trial(tmp_path / "b" / "net.py", net="neighbour")
     mixed = replace(config, data=replace(config.data, name=f"{tmp_path}/a/net.py:digits"))
-    for _ in range(2):  # also where the data are in memory
+    for _ in range(2):  # also if the data are in memory
         with pytest.raises(ValueError, match=r"imports helper, and would get .*/a/helper\.py"):
             checked(mixed)
     assert len(weights(checked(config))) == 64 * 16 + 16 + 16 * 10 + 10

@@ -1,5 +1,5 @@
-"""Networks and data of the user's own: made, trained, resumed with the same bits, or refused with
-file, line and remedy."""
+"""A user's own networks and data: made, trained, resumed with the same bits, or refused with file,
+line and remedy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_it_trains_and_resumes_with_the_same_bits(
     expected = [without_speed(whole.train_epoch()) for _ in range(2)]
     begun.train_epoch()
     begun.save(tmp_path / "checkpoint")
-    torch.rand(7)  # what others draw in between changes nothing
+    torch.rand(7)  # draws of others in between change nothing
     resumed.restore(tmp_path / "checkpoint")
     assert without_speed(resumed.train_epoch()) == expected[1]
     for one, other in zip(bits(whole), bits(resumed), strict=True):
@@ -94,7 +94,7 @@ def test_weights_depend_on_the_seed_alone(file: Path) -> None:
     made = []
     for seed in (0, 0, 1):
         made.append(Training(trial(file, seed=seed)))
-        torch.rand(1)  # what others draw in between changes nothing
+        torch.rand(1)  # draws of others in between change nothing
     first, again, other = made
     assert all(torch.equal(a, b) for a, b in zip(bits(first), bits(again), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(bits(first), bits(other), strict=True))
@@ -191,14 +191,14 @@ NEIGHBOURS = {
     "parts/__init__.py": "",
     "parts/deep/net.py": "from ..shared import scale\nfrom . import late\nclass Net: ...",
     "parts/deep/late.py": "def run():\n    import parts.lazily",
-    "parts/lazily.py": "from net import make_net",  # a circle
+    "parts/lazily.py": "from net import make_net",  # a cycle
     "parts/shared.py": "scale = 1\ndef broken(",
     "parts/other.py": "",
     "parts/deep/other.py": "",
     "json.py": "",
     "elsewhere.py": "",
 }
-"""A file that names code, and others of which it imports some."""
+"""A file that names code, and other files, some of which it imports."""
 REACHED = {name for name in NEIGHBOURS if "other" not in name} - {"elsewhere.py"}
 
 
@@ -213,7 +213,7 @@ REACHED = {name for name in NEIGHBOURS if "other" not in name} - {"elsewhere.py"
 def test_a_digest_covers_what_is_imported_from_beside_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, init: bool
 ) -> None:
-    """In a folder of files, in a package and in a namespace; with what imports import."""
+    """In a folder of files, in a package and in a namespace; with indirect imports."""
     package = tmp_path.name
     folder = tmp_path / package
     for name, source in NEIGHBOURS.items():
@@ -242,7 +242,7 @@ def test_a_digest_covers_what_is_imported_from_beside_the_file(
 def test_the_digest_of_a_file_without_neighbours_is_that_of_its_bytes(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of installed packages, which are told by their versions, do not count."""
+    """Modules of installed packages, which have versions, do not count."""
     expected = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
     assert digest_source("model.name", f"{file}:make_net") == expected
     installed = file.parent / "site-packages" / "layered"
@@ -267,7 +267,7 @@ def test_a_neighbour_that_cannot_be_read_is_named(file: Path) -> None:
 def test_a_trial_imports_neighbours_anew(
     file: Path, monkeypatch: pytest.MonkeyPatch, on_path: bool
 ) -> None:
-    """Files and packages beside the file; what a process has imported otherwise stays."""
+    """Files and packages beside the file; other modules that a process has imported stay."""
     if on_path:
         monkeypatch.syspath_prepend(file.parent)
     (file.parent / "parts").mkdir()
@@ -293,7 +293,7 @@ def test_a_trial_imports_neighbours_anew(
 def test_packages_that_the_process_had_before_are_not_imported_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As lns-study's own where a file of the user's lies in its checkout."""
+    """Such as lns-study's own, if a user's file is in its checkout."""
     package = f"held_{tmp_path.name}"
     (tmp_path / package).mkdir()
     (tmp_path / package / "late.py").touch()
@@ -348,7 +348,7 @@ def test_wrong_factories_are_refused(
 def test_a_package_that_raises_is_found_and_refused_with_its_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str, raised: str
 ) -> None:
-    """Its module lies in a folder without ``__init__``, a namespace."""
+    """Its module is in a folder without ``__init__``, a namespace."""
     name = tmp_path.name
     module = tmp_path / name / "parts" / "net.py"
     module.parent.mkdir(parents=True)
@@ -387,7 +387,7 @@ def test_the_digest_of_a_package_is_that_of_all_its_files(
     monkeypatch.syspath_prepend(tmp_path / "alone")
     before = digest_package("alone:make")
     (tmp_path / "alone" / "neighbour.py").write_text("# other")
-    assert digest_package("alone:make") == before  # a module in a folder of its name is no package
+    assert digest_package("alone:make") == before  # a module in a folder of its name, not a package
     for absent in ("layered.net:make", "json.nothing:x", "json.decoder.more:x"):
         assert digest_package(absent) == MISSING
 
@@ -428,7 +428,7 @@ def test_only_factories_take_arguments() -> None:
 def test_a_row_leaves_an_argument_of_the_base_out_by_null() -> None:
     assert ModelConfig(name="mlp", args={"depth": None, "activation": None}) == ModelConfig()
     own = ModelConfig(name="net.py:make", args={"width": None})
-    assert own.args == {"width": None}  # what it means is the factory's
+    assert own.args == {"width": None}  # its meaning is up to the factory
     assert DataConfig(name="text", args={"stride": None}).args == {"stride": None}
     with pytest.raises(ValueError, match=r"in a row by model.args.width=null"):
         ModelConfig(args={"width": 3})

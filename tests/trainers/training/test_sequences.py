@@ -1,5 +1,5 @@
-"""Trials on sequences, with a target at each step: they learn, resume with the same bits, and are
-cut into stages."""
+"""Trials on sequences, with a target at each step: they learn, resume with the same bits, and can
+be cut into stages."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_value_that_was_only_counted_ends_training(monkeypatch: pytest.MonkeyP
     metrics = training.train_epoch()
     assert math.isnan(metrics["train/loss"])
     assert training.diverged
-    # of the weights before the update that was left out, which are finite
+    # of the weights before the skipped update, which are finite
     assert math.isnan(metrics["validation/loss"])
     assert math.isnan(training.test()["test/loss"])
     assert 0 < training.test()["test/error"] < 1
@@ -164,7 +164,7 @@ def test_what_can_only_fail_is_known_beforehand() -> None:
 def test_sizes_that_the_data_forbid_are_refused_after_others_were_fine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model of ours is tried once; other sizes of it are only made."""
+    """One of our models is tried once; its other sizes are only created."""
     info = prepare(DataConfig(name="digits"))
     made, make = [], checks.make_whole_model
 
@@ -206,7 +206,7 @@ def test_checkpoint_of_another_trial_is_refused(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """It lacks the keys of the config that came later, which then have their defaults."""
+    """It lacks config keys that were added later, which then have their defaults."""
     training = Training(config())
     training.train_epoch()
     training.save(tmp_path)
@@ -245,7 +245,7 @@ def test_a_checkpoint_whose_history_is_not_as_it_was_written_is_refused(tmp_path
 def test_workers_of_one_replica_draw_the_same(
     place: Place, seed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of one layer must see one loss and one dropout; stages draw on their own."""
+    """Parts of one layer must see one loss and one dropout; stages draw separately."""
     asked: list[str] = []
     monkeypatch.setattr(strategies, "seed_of", lambda text: asked.append(text) or 0)
     monkeypatch.setattr(strategies, "_stateful", lambda config: True)

@@ -1,5 +1,5 @@
-"""Elastic data parallelism: a real cluster that loses a node and gains one; and which keys cannot
-change their number of workers."""
+"""Elastic data parallelism: a real cluster loses a node and gains one; and keys with which the
+number of workers cannot change."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CONFIG = TrialConfig(
 
 
 class Watcher(UserCallback):
-    """Writes down how many workers report each epoch, and holds up the run so that nodes can come
-    and go."""
+    """Record how many workers report each epoch, and delay the run so that nodes can come and
+    go."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -78,7 +78,7 @@ def seen(log: Path) -> list[list[float]]:
 
 
 def until(log: Path, workers: int) -> None:
-    """Wait for a report by so many workers."""
+    """Wait for a report from this number of workers."""
     before = len(seen(log))
     for _ in range(240):
         if any(count == workers for count, _ in seen(log)[before:]):

@@ -1,5 +1,5 @@
-"""What every executor keeps to, each in the worker processes that it is made for: one contract, and
-a fixture each."""
+"""The contract of every executor, each in its own kind of worker processes, with one fixture for
+each."""
 
 from __future__ import annotations
 
@@ -88,10 +88,8 @@ class Hosted:
         stop_after: int = EPOCHS,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[Message]:
-        """Train the trial of a folder; what its first process said of it.
-
-        ``meanwhile`` is called after the first epoch, while the trial waits.
-        """
+        """Train the trial of a folder; return its first process's messages. ``meanwhile`` is called
+        after the first epoch, while the trial waits."""
         self._start()
         waits = stop_after < EPOCHS or meanwhile is not None
         values = {"origin": ORIGIN, "waits": waits, **self._values}
@@ -116,12 +114,12 @@ class Hosted:
         return [self._driver.pids[key] for key in self.keys]
 
     def _start(self) -> None:
-        """Make the processes that there are not; those of a gang meet."""
+        """Create the missing processes; the processes of a gang meet."""
         if self.keys:
             return
         self.keys = [next(self._fresh) for _ in range(self._processes)]
         for key in self.keys:
-            # as a study passes them on: of a Ray that began after the forking process
+            # passed on as a study does: for a Ray that started after the forking process
             own = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
             self._driver.start(key, self._lanes, **own)
         if self._processes > 1:
@@ -144,7 +142,7 @@ class Hosted:
 
 
 def alone(config: TrialConfig) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """The epochs' metrics and the last weights of a trial of one worker in this process."""
+    """Return the epochs' metrics and the last weights of a one-worker trial in this process."""
     training = Training(config)
     metrics = [training.train_epoch() for _ in range(config.epochs)]
     metrics[-1] |= training.test()
@@ -152,12 +150,12 @@ def alone(config: TrialConfig) -> tuple[list[dict[str, float]], dict[str, torch.
 
 
 def errors(metrics: dict[str, Any]) -> dict[str, float]:
-    """What has the same bits however many workers add it up: shares of examples."""
+    """Return the metrics with the same bits for any number of workers: shares of examples."""
     return {name: value for name, value in metrics.items() if name.endswith("/error")}
 
 
 def epochs_of(said: list[Message]) -> list[dict[str, Any]]:
-    """The metrics of all epochs: those that the trial began with, and its reports."""
+    """Return the metrics of all epochs: those before the start, and the trial's reports."""
     began, *rest = said
     assert began.kind == BEGAN, began
     found = list(began.payload.history)
@@ -168,7 +166,8 @@ def epochs_of(said: list[Message]) -> list[dict[str, Any]]:
 
 
 def assert_complete(said: list[Message], config: TrialConfig) -> None:
-    """The trial is done, all its epochs are known, and it ended as alone."""
+    """Assert that the trial is done, all its epochs are known, and its result equals that of one
+    worker."""
     expected, weights = alone(replace(config, workers=1))
     ended, reports = said[-1].payload, [message for message in said if message.kind == REPORT]
     assert ended["how"] == DONE, ended
@@ -201,7 +200,7 @@ def gang(driver: Driver) -> Hosted:
 
 @pytest.fixture(scope="module")
 def apart(driver: Driver) -> Hosted:
-    """A gang that meets as one does whose ranks are on several machines."""
+    """A gang that meets like one whose ranks are on several machines."""
     return Hosted(driver, IN_PROCESS, workers=2, processes=2, address="127.0.0.1")
 
 
@@ -283,7 +282,7 @@ def test_who_connects_to_a_gang_does_not_end_its_trial(
     hosted: Hosted = request.getfixturevalue(name)
 
     def intrude() -> None:
-        """Say at every port of the ranks, as another user of the machine can, that all leave."""
+        """Send to every port of the ranks, as another user of the machine can, that all leave."""
         stores = list(stores_of(hosted.pids))
         assert bool(stores) == (name == "apart")
         for store in stores:
@@ -312,7 +311,8 @@ def stores_of(pids: list[int]) -> Iterator[TCPStore]:
 
 
 def is_store(address: tuple[str, int]) -> bool:
-    """Tell whether a TCPStore answers, by its own ping: torch's client waits for others forever."""
+    """Return whether a TCPStore answers, by its own ping: torch's client waits for others
+    forever."""
     validate, ping = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BI", 13, 7)
     with socket.create_connection(address, timeout=2.0) as connection, suppress(OSError):
         connection.sendall(validate + ping)

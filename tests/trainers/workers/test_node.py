@@ -49,7 +49,7 @@ def driver() -> Iterator[Driver]:
 
 @pytest.fixture
 def key(request: pytest.FixtureRequest) -> int:
-    """A new process's, by the test's name."""
+    """Return a new process's variable, by the test's name."""
     return abs(hash(request.node.nodeid)) % 10**9
 
 
@@ -147,7 +147,7 @@ def test_a_process_that_keeps_too_much_ends_after_its_trial(
 ) -> None:
     driver.start(key)
     said = driver.train(key, "first", SMALL, tmp_path / "first", MADE_UP + leaks)
-    if not said[-1].payload["retire"]:  # memory is compared with what it was after the first trial
+    if not said[-1].payload["retire"]:  # memory is compared with its size after the first trial
         said = driver.train(key, "second", SMALL, tmp_path / "second", MADE_UP + leaks)
     assert how(said) == DONE
     assert said_of_it in said[-1].payload["retire"]
@@ -193,8 +193,8 @@ def test_a_killed_process_is_told_after_all_that_it_said(
 def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Many killed at once while others begin, as where gangs make room; what the forking process
-    says is always read first."""
+    """Many are killed at once while others start, as when gangs need slots; the forking process's
+    messages are always read first."""
     with Node() as node:
         driver = Driver(node)
         driver.start(1)
@@ -222,7 +222,7 @@ def test_a_death_may_be_told_before_the_end_of_its_connection_is_seen(
 
 
 def test_the_current_folder_is_imported_from_by_no_process(tmp_path: Path) -> None:
-    """Others may leave modules where they write, such as in /tmp."""
+    """Others may put modules where they can write, such as in /tmp."""
     (tmp_path / "numba.py").write_text(f"open({str(tmp_path / 'trapped')!r}, 'w')")
     code = "from trainers.workers.node import Node\nwith Node() as node: print(node.load([]))\n"
     done = subprocess.run(
@@ -238,7 +238,8 @@ def test_the_current_folder_is_imported_from_by_no_process(tmp_path: Path) -> No
 
 
 def test_checkpoints_after_damaged_ones_are_kept() -> None:
-    """A trial whose checkpoints 19 and 20 are damaged begins anew, and is killed again."""
+    """A trial whose checkpoints 19 and 20 are damaged starts from the beginning, and is killed
+    again."""
     damaged = [Path("000020"), Path("000019")]
     assert _older([*damaged, Path("000001")], 1) == []
     newer = [Path(f"{epoch:06d}") for epoch in (4, 3, 2)]
@@ -308,7 +309,7 @@ def test_processes_die_with_who_started_them(tmp_path: Path) -> None:
 
 
 def children_of(folder: Path) -> list[psutil.Process]:
-    """What :class:`tests.trainers.made_up.Parent` has started."""
+    """The processes that :class:`tests.trainers.made_up.Parent` has started."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         path = folder / "children"
@@ -357,7 +358,7 @@ def test_what_a_trial_has_started_ends_with_who_drives_the_study(tmp_path: Path)
 
 @pytest.mark.parametrize("end", ["closed", "guard killed"])
 def test_a_server_that_is_ended_while_it_starts_ends_at_once(end: str) -> None:
-    """Before either of its two processes has loaded anything."""
+    """Before either of its two processes has imported anything."""
     server = ForkServer()
     guard = psutil.Process(server.pid)
     while not (found := guard.children()):
@@ -406,7 +407,7 @@ def test_what_processes_print_goes_to_the_log(tmp_path: Path) -> None:
 def test_of_much_that_a_process_prints_the_log_keeps_begin_and_end(
     tmp_path: Path, kept: int
 ) -> None:
-    """Twenty MB and then its death; of a log that has become long, the end alone."""
+    """Twenty MB and then its death; of a long log only the end."""
     log = tmp_path / "workers.log"
     with Node() as node:
         node.log(log)

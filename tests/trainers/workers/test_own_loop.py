@@ -1,5 +1,5 @@
-"""Trials that a user's own loop trains, in real worker processes: one epoch a report, stopped,
-killed and continued, and told where it is wrong."""
+"""Trials with a user's own loop, in real worker processes: each report is an epoch; stopped, killed
+and continued, with errors for mistakes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_every_report_is_an_epoch_and_what_it_returns_is_final(
 
 
 def test_what_a_loop_imports_is_imported_anew_for_each_trial(alone: Hosted, tmp_path: Path) -> None:
-    """The process stays; a neighbour was changed by the first trial, and in its file after it."""
+    """The process stays. The first trial changed a module beside the loop's file, and the module's
+    file was edited after it."""
     loop, neighbour = tmp_path / "counting.py", tmp_path / "counted.py"
     loop.write_text(
         "import counted\nfrom trainers import report\n\n"
@@ -166,15 +167,15 @@ def test_a_killed_loop_goes_on_after_its_last_checkpoint(
 
 
 def continued(rank: int, folder: str) -> dict[str, Any]:
-    """What two ranks go on from when the second sees the newest checkpoint as another one of the
-    same epoch."""
+    """Return where two ranks continue if the second sees another checkpoint of the same epoch as
+    the newest."""
     root = Path(folder)
     places = {name: root / f"{name} {rank}" for name in ("older", "one", "another")}
     for number, (name, place) in enumerate(places.items()):
         stage({"value": torch.tensor(number)}, root / f"staged {rank}")
         state = {"epoch": 1 + (name != "older"), "history": [], "tested": {}, "returned": False}
         keep(root / f"staged {rank}", place, state)
-    os.chdir(tempfile.mkdtemp(dir=root))  # so that ranks ask for one path and see what they see
+    os.chdir(tempfile.mkdtemp(dir=root))  # so that ranks use the same path but see their own files
     Path("newest").symlink_to(places["another" if rank else "one"])
     Path("before").symlink_to(places["older"])
     context = Context(trial="a", plan={"checkpoints": folder}, rank=rank, workers=2)

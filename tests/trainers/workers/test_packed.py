@@ -1,4 +1,4 @@
-"""Several trials in one process: each comes out as alone, none disturbs another."""
+"""Several trials in one process: each ends as if alone, and does not disturb the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DEVICES = [
 
 
 def course(trial: InProcess) -> list[dict[str, Any]]:
-    """All epochs' metrics, times left out; NaN as text, since it differs from itself."""
+    """All epochs' metrics without times; NaN as text, because it differs from itself."""
     metrics: list[dict[str, Any]] = []
     while not metrics or metrics[-1]["done"] != "True":
         metrics.append(
@@ -82,8 +82,8 @@ def beside(host: Host) -> Packed:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_trials_side_by_side_come_out_as_alone(device: str, tmp_path: Path) -> None:
-    """Six at once, different in all that may differ, one of which diverges; and the checkpoints
-    that they write are whole."""
+    """Six at once, different in every allowed way, one of which diverges; the checkpoints that they
+    write are whole."""
     trials = {name: replace(config, device=device) for name, config in TRIALS.items()}
     expected = {name: alone(config) for name, config in trials.items()}
     assert "nan" in str(expected["diverges"])

@@ -1,4 +1,4 @@
-"""What a trial leaves behind does not reach the next one."""
+"""Changes that a trial leaves in the process do not reach the next trial."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def figures() -> dict[str, float]:
 
 
 def test_a_trial_has_cudnn_compute_repeatably() -> None:
-    """Also where somebody has chosen TF32 for one kind of network alone."""
+    """Also if somebody has chosen TF32 for only one kind of network."""
     cudnn = torch.backends.cudnn
     choose_cudnn(deterministic=False, benchmark=True)
     clean, precision = InitialSettings(), cudnn.conv.fp32_precision
@@ -77,7 +77,7 @@ def test_settings_are_put_back_and_the_next_trial_comes_out_the_same(
 
 
 def test_without_putting_back_the_figures_would_differ() -> None:
-    """The check above can fail: a default dtype that stays changes what the next trial computes."""
+    """The check above can fail: a default dtype that stays changes the next trial's results."""
     before = figures()
     torch.set_default_dtype(torch.float64)
     try:
@@ -87,8 +87,8 @@ def test_without_putting_back_the_figures_would_differ() -> None:
 
 
 def test_putting_back_what_has_not_changed_loads_nothing() -> None:
-    """torch loads its compiler, two seconds, to be told once more that algorithms need not be
-    deterministic."""
+    """torch imports its compiler, two seconds, when it is set again to allow nondeterministic
+    algorithms."""
     code = (
         "import sys; from trainers.workers.process_reset import InitialSettings; "
         "InitialSettings().restore(); "

@@ -1,5 +1,5 @@
-"""The Ray Train path: its loop alone; and with two real processes, killed in the middle, failing
-for good, their driver gone."""
+"""The Ray Train path: its loop alone; and with two real processes: killed in the middle, failing
+permanently, without their driver."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_first_report_after_a_restart_has_every_epoch_before(
 def test_a_run_without_a_checkpoint_begins_at_another_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same bits as from scratch, as it does where the other's is gone or damaged."""
+    """With the same bits as from scratch, also if the other checkpoint is gone or damaged."""
     config = replace(CONFIG, workers=1, epochs=3)
     shorter = run_loop(replace(config, epochs=2), tmp_path / "shorter", None, monkeypatch)
     (tmp_path / "damaged").mkdir()
@@ -172,7 +172,7 @@ def test_only_deterministic_errors_end_a_run_at_once() -> None:
 
 
 class Killer(UserCallback):
-    """Writes down every report; kills one of the two workers after the second. Runs in Ray Train's
+    """Record every report; kill one of the two workers after the second. Runs in Ray Train's
     controller process."""
 
     def __init__(self, log: Path, kill: bool) -> None:
@@ -190,7 +190,7 @@ class Killer(UserCallback):
 
 
 def train_workers() -> list[int]:
-    """Process ids of Ray Train's workers, which are siblings of the controller that asks."""
+    """Process ids of Ray Train's workers, which are siblings of the calling controller."""
     siblings = psutil.Process().parent().children(recursive=True)
     return [p.pid for p in siblings if "TrainWorker" in " ".join(p.cmdline())]
 
@@ -201,8 +201,7 @@ LOCAL = replace(
     sync=SyncConfig(name="diloco", period=4, outer_momentum=0.5),
     wire=WireConfig(name="int8"),
 )
-"""State of its own on every rank: momentum, residues of error feedback, the outer step's
-velocity."""
+"""Each rank has its own state: momentum, residues of error feedback, the outer step's velocity."""
 STAGES = replace(CONFIG, layout=Layout(pp=2, micro_batches=2))
 
 
@@ -250,7 +249,7 @@ def test_a_parameter_server_trains_under_ray_train(ray_cluster: None, tmp_path: 
 
 
 class Counter(UserCallback):
-    """Writes down how often a worker group failed."""
+    """Record how often a worker group failed."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -274,12 +273,9 @@ def test_what_cannot_work_is_not_tried_again(ray_cluster: None, tmp_path: Path) 
 
 
 class DriverDies(UserCallback):
-    """Writes down every report but the second, at which the run ends: after the checkpoint is kept,
-    before anyone has heard of it.
-
-    It ends with an exception, not with a SIGKILL, after which this Ray, which has no State API,
-    would not give the CPUs back.
-    """
+    """Record every report except the second, at which the run ends: after the checkpoint is stored,
+    before any process knows of it. It ends with an exception. After a SIGKILL this Ray, which has
+    no State API, would not release the CPUs."""
 
     def __init__(self, log: Path, die: bool) -> None:
         self.log, self.die = log, die
@@ -336,7 +332,7 @@ def test_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         while silent.recv(1024):  # the challenge, then the end
             pass
         with Client(run._listener.address, authkey=run._key) as controller:
-            time.sleep(1.5)  # who has the key may be silent
+            time.sleep(1.5)  # a client with the key may be silent
             controller.send({"epoch": 1})
             assert run._reports.get(timeout=10) == {"epoch": 1}
             run._answers.put(False)
@@ -346,7 +342,7 @@ def test_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_controller_that_was_started_again_is_told_to_end() -> None:
-    """The word to end is taken by the connection of the first, which is dead."""
+    """The end message goes to the first connection, which is dead."""
     run = listening()
     assert run._listener is not None
     address = run._listener.address
@@ -364,7 +360,7 @@ def test_a_controller_that_was_started_again_is_told_to_end() -> None:
 
 
 def test_who_connects_without_the_key_holds_up_nobody() -> None:
-    """One that says nothing, and one with another key, before the controller."""
+    """A silent client, and one with another key, before the controller."""
     run = listening()
     assert run._listener is not None
     address = run._listener.address

@@ -1,4 +1,4 @@
-"""What a trial takes of a GPU, and where trials share a process."""
+"""The share of a GPU that a trial takes, and which trials share a process."""
 
 from __future__ import annotations
 

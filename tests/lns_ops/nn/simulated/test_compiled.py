@@ -1,4 +1,4 @@
-"""Compiled networks in simulated formats have the bits of those that are not compiled."""
+"""Compiled networks in simulated formats equal uncompiled ones bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_compiled_as_one_graph(recipe: dict[str, Any]) -> None:
 
 
 def test_two_lists_of_values_in_one_graph(tmp_path: Any) -> None:
-    """They must not be constants of one name, which torch refuses within autograd functions."""
+    """They must not be constants of the same name, which torch refuses within autograd
+    functions."""
     np.save(tmp_path / "a.npy", np.float32([-1, -0.25, 0, 0.5, 2]))
     first, second = parse(f"table({tmp_path}/a.npy)"), parse("posit(7)")
     x = torch.randn(50)
@@ -62,7 +63,8 @@ def test_two_lists_of_values_in_one_graph(tmp_path: Any) -> None:
 
 
 def test_a_conversion_to_16_bits_and_back_is_not_left_out() -> None:
-    """The code that torch generates computes in float32 between the two, and would not round."""
+    """The code that torch generates computes in float32 between the two conversions, and would not
+    round."""
     both = [parse(name) for name in ("float16", "bfloat16")]
     torch.manual_seed(0)
     x = torch.randn(500) * torch.exp2(torch.randint(-140, 120, (500,)).float())

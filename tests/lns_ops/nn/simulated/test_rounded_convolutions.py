@@ -1,4 +1,4 @@
-"""Convolutions with rounded sums: term by term from the definition, gradients, and networks."""
+"""Convolutions with rounded sums: each term equals the definition; gradients, and networks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = [
 
 
 def total(terms: list[torch.Tensor], others: list[torch.Tensor], sums: Accumulation) -> float:
-    """The sum of products of two lists of numbers."""
+    """Return the dot product of two lists."""
     return product(torch.stack(terms)[None], torch.stack(others)[:, None], sums).item()
 
 
@@ -67,7 +67,7 @@ def places(size: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def window(case: Case, position: tuple[int, ...], tap: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the input is that meets a tap at a position of the output."""
+    """The input position that a tap reads at an output position."""
     return tuple(
         s * p + d * t for p, t, s, d in zip(position, tap, case.stride, case.dilation, strict=True)
     )

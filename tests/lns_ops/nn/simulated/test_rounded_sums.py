@@ -1,5 +1,5 @@
-"""Products whose running sums are rounded: the reference against exact fractions, the kernel
-against the reference, gradients, and networks."""
+"""Products with rounded running sums: the reference equals exact fractions, the kernel equals the
+reference; gradients, and networks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def rounded(value: Fraction, sums: Accumulation) -> Fraction:
-    """The definition: to a multiple of the step of the value's octave, ties to even; saturating."""
+    """The definition: round to a multiple of the octave's step, ties to even; saturate."""
     fmt = sums.number_format
     exponent = fmt.min_exponent
     while abs(value) >= Fraction(2) ** (exponent + 1):
@@ -58,7 +58,8 @@ def rounded(value: Fraction, sums: Accumulation) -> Fraction:
 
 
 def in_pairs(terms: list[Fraction], sums: Accumulation) -> Fraction:
-    """The definition of a tree: its left half has the largest power of two below the number."""
+    """The definition of a tree: the size of its left half is the largest power of two below the
+    number of terms."""
     if len(terms) == 1:
         return rounded(terms[0], sums)
     half = 1 << (len(terms) - 1).bit_length() - 1
@@ -89,7 +90,7 @@ BITS = st.integers(0, 2**32 - 1)
 def test_the_kernel_has_the_bits_of_the_reference(
     words: list[int], rows: int, columns: int, sums: Accumulation
 ) -> None:
-    """Any float32, NaNs, infinities and subnormal numbers among them."""
+    """Any float32, including NaNs, infinities and subnormal numbers."""
     terms = -(-len(words) // rows)
     left = np.resize(np.array(words, np.uint32), rows * terms).view(np.float32)
     right = np.resize(np.array(words[::-1], np.uint32), terms * columns).view(np.float32)
@@ -199,7 +200,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_step_is_its_definition() -> None:
-    """One linear layer by hand, with values of three dimensions."""
+    """One linear layer by hand, with inputs of three dimensions."""
     torch.manual_seed(2)
     model, q = nn.Sequential(nn.Linear(50, 3)), parse("bfloat16").quantize
     sums = Accumulation(format="float(8,7)", block=16)

@@ -1,5 +1,5 @@
-"""Training in simulated formats: what lies on which grid, what updates keep, loss scaling, products
-of float8."""
+"""Training in simulated formats: the grid of each value, the precision of updates, loss scaling,
+products of float8."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_weights_live_on_the_grid_and_learn(name: str, update: str) -> None:
             all(on_grid(fmt, p.grad) for p in model.parameters() if p.grad is not None)
             or name == "float16"
         )
-    # there most updates are lost, as they should be
+    # most updates are lost there, as expected
     if update != "plain" or name not in ("float8_e4m3fn", "float8_e5m2"):
         assert loss < 0.9 * first
     assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
@@ -116,8 +116,8 @@ def test_activations_and_their_gradients_lie_on_the_grid(name: str) -> None:
     assert set(seen) == {"1", "5", "7"}
     for layer_name, (output, _) in seen.items():
         assert on_grid(fmt, output), layer_name
-    # What arrives at the GELU's output comes from the last layer's input, rounded there; what
-    # arrives at the loss is still float32.
+    # The gradient at the GELU's output was rounded at the last layer's input. The gradient that
+    # comes from the loss is still float32.
     assert not on_grid(fmt, seen["7"][1])
     weights = [layer.weight.grad for layer in model if isinstance(layer, nn.Linear)]
     assert not any(on_grid(fmt, grad) for grad in weights), (
@@ -126,7 +126,7 @@ def test_activations_and_their_gradients_lie_on_the_grid(name: str) -> None:
 
 
 def test_a_step_in_bfloat16_is_its_definition() -> None:
-    """One linear layer by hand: every rounding where the page says it is."""
+    """One linear layer by hand: every rounding is where the page says."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 3))
     w, b, x, y = (
@@ -158,10 +158,11 @@ def test_a_step_in_bfloat16_is_its_definition() -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16", "fixed(16,8)", "int8/channel", "lns8/channel"])
 def test_kahan_and_random_rounding_keep_what_nearest_loses(name: str) -> None:
-    """A hundred updates of a sixteenth of a step each: nothing, or all of them."""
+    """A hundred updates of a sixteenth of a step each: rounding to nearest keeps none, the others
+    keep all."""
     fmt, finals = parse(name), {}
     start = torch.full((1, 64), 0.75)
-    start[0, 0] = 1.0  # keeps its value, and with it the scale of the others
+    start[0, 0] = 1.0  # keeps its value, and so the scale of the others
     start = fmt.quantize(start)
     slightly_less = torch.where(start == start[0, 0], start, start * (1 - 2.0**-12))
     width = float(
@@ -330,8 +331,8 @@ def test_scaled_products_are_those_of_the_values(
     fmt = parse(name)
     x, y = fmt.encode(torch.randn(rows, inner)), fmt.encode(torch.randn(inner, columns))
     expected = fmt.decode(x).double() @ fmt.decode(y).double()
-    # Products are exact in float32; a sum of `inner` of them errs by inner 2^-24 of the sum of
-    # magnitudes.
+    # Products are exact in float32. A sum of `inner` products has an error of inner 2^-24 of the
+    # sum of magnitudes.
     bound = inner * 2.0**-23 * (fmt.decode(x).abs().double() @ fmt.decode(y).abs().double())
     assert bool(((scaled_product(x, y) - expected).abs() <= bound).all())
 
@@ -377,8 +378,8 @@ def test_float8_on_a_gpu_really_multiplies_in_8_bits(name: str, gradient: str | 
     for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
-        # Sums in another order move values over a rounding threshold of 8 bits now and then; most
-        # agree.
+        # Sums in another order sometimes move values across an 8-bit rounding threshold; most
+        # values agree.
         difference = (theirs.grad.cpu() - mine.grad).norm() / mine.grad.norm()
         assert float(difference) < 0.2
 
@@ -390,7 +391,7 @@ def test_float8_on_a_gpu_really_multiplies_in_8_bits(name: str, gradient: str | 
     "name", ["bfloat16", "float16", "fixed(16,10)", "int8/channel", "lns8/channel"]
 )
 def test_updates_on_a_gpu_are_those_of_the_cpu(name: str, update: str) -> None:
-    """Given gradients, weights come out the same bit for bit."""
+    """With given gradients, the weights have the same bits."""
     finals = []
     for device in ("cpu", "cuda"):
         model = simulate_(network().to(device), name)
@@ -408,8 +409,8 @@ def test_updates_on_a_gpu_are_those_of_the_cpu(name: str, update: str) -> None:
 def test_the_compensation_of_the_format_is_not_the_optimizers_own(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    """Step by step the update is that of an optimizer without compensation; the format's is kept
-    beside it."""
+    """Each update equals an optimizer's without compensation; the format's compensation is
+    separate."""
     torch.manual_seed(0)
     net = simulate_(nn.Linear(8, 4), "bfloat16")
     optimizer = quantize_updates_(kind(net.parameters(), lr=0.01), net, kahan_sum=True)

@@ -1,4 +1,4 @@
-"""Gradients of gradients in simulated formats, and what torch.func makes of simulated networks."""
+"""Gradients of gradients in simulated formats, and simulated networks in torch.func."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.lns_ops.nn.simulated.test_simulate import batch, gpu, network
 
 
 def in_range(model: nn.Module) -> nn.Module:
-    """Set a loss scale at which no gradient overflows, as some steps of training would find it."""
+    """Set a loss scale at which no gradient overflows, as some training steps would find it."""
     if hasattr(model, "loss_scale"):
         model.get_buffer("loss_scale").fill_(256)
     return model
 
 
 def penalty(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients of a WGAN-GP penalty: of the norm of the gradient of the input."""
+    """Return the gradients of a WGAN-GP penalty on the norm of the input's gradient."""
     x, _ = batch()
     x.requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Attention: multi-head and scaled dot products against float64, and their masks."""
+"""Attention: multi-head and scaled dot products, compared with float64, and their masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches without an example, which a mixture gives an expert that no token goes to."""
+"""Batches without examples, as a mixture gives an expert that gets no token."""
 
 from __future__ import annotations
 

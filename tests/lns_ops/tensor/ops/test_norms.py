@@ -1,5 +1,5 @@
-"""Norms are rounded once, whatever their squares would be in the format; their gradients at 0 are
-torch's, as those of std."""
+"""Norms are rounded once, even if their squares would leave the format. At 0 their gradients, and
+std's, equal torch's."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_gradients_are_torchs_at_zero_too(name: str, values: str) -> None:
     assert isinstance(x.grad, LNSTensor)
     assert exact.grad is not None
     wanted = exact.grad
-    # torch divides by 1e-12 where a row is zero, LNS by its smallest number
+    # torch divides by 1e-12 if a row is zero, LNS by its smallest number
     if name == "normalize":
         wanted = torch.where(
             (INPUTS[values] == 0).all(1, keepdim=True), 1 / FMT.smallest, wanted

@@ -1,5 +1,5 @@
-"""Every operation of the table in tests/lns_ops/operations.py on torch's own sample inputs, against
-float64 on the decoded values."""
+"""Every operation of the table in tests/lns_ops/operations.py on torch's own sample inputs,
+compared with float64 on the decoded values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.lns_ops.lns_formats import half_ulp
 pytest.importorskip("expecttest", reason="torch's operation database needs it")
 
 FMT = LNSFormat(16, 10)
-"""Fine steps, and a range (2^+-16) that torch's samples, up to 9 in magnitude but for a few, hardly
+"""Fine steps, and a range (2^+-16) that torch's samples, mostly up to 9 in magnitude, hardly
 leave."""
 SAMPLES = 16
 MORE_SAMPLES = {"nn.functional.embedding_bag": 64}
-"""Where what differs comes late: modes one after the other."""
+"""For operations whose variants come late in the samples: modes one after the other."""
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +54,7 @@ def encoded(leaf: Any) -> Any:
 
 
 def whole(leaf: Any) -> Any:
-    """The values that functions see which round: codes of integers are these."""
+    """The values for functions that round: the decoded integers."""
     return restored(leaf.codes, leaf.fmt) if isinstance(leaf, LNSTensor) else leaf
 
 
@@ -63,7 +63,7 @@ def decoded(leaf: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def samples(name: str) -> Iterator[tuple[Any, Any]]:
-    """The operation, and the encoded arguments of each sample that LNS can hold."""
+    """The operation, and the encoded arguments of each sample that LNS can represent."""
     op = database()[name]
     torch.manual_seed(0)
     filled = (
@@ -86,7 +86,7 @@ def call(op: Any, arguments: Any) -> list[Any]:
 
 
 def pairs(name: str, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Any, Tensor, Any, Any]]:
-    """Result, float result, operation and arguments, for each sample; at least one."""
+    """Result, float result, operation and arguments for each sample; at least one sample."""
     seen = 0
     for op, arguments in samples(name):
         try:
@@ -110,8 +110,8 @@ def in_range(exact: Tensor) -> Tensor:
 
 
 MOVES = operations.EXACT.index("broadcast_to")
-"""From here on values only move, which is torch's own work; making torch's samples takes longest
-there."""
+"""From here on operations only move values, which is torch's own work; making torch's samples takes
+longest there."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_exact(name: str) -> None:
     for got, exact, _, _ in pairs(name):
         value = decoded(got) if isinstance(got, LNSTensor) else got
         assert value.shape == exact.shape
-        if isinstance(got, LNSTensor):  # scalars of the arguments are encoded
+        if isinstance(got, LNSTensor):  # scalar arguments are encoded
             assert torch.equal(value, decoded(encoded(exact.float())))
         else:
             assert torch.equal(value, exact)
@@ -134,7 +134,7 @@ def test_exact(name: str) -> None:
 @pytest.mark.parametrize("name", operations.ROUNDED)
 def test_rounded_once(name: str) -> None:
     for got, exact, _, (x, args, kwargs) in pairs(name):
-        if "alpha" in kwargs and name in ("add", "sub", "rsub"):  # a product more
+        if "alpha" in kwargs and name in ("add", "sub", "rsub"):  # one more product
             continue
         numbers = [leaf for leaf in tree_leaves((x, args, kwargs)) if isinstance(leaf, float)]
         # Numbers are encoded first. An underflow loses less than the smallest magnitude.
@@ -174,8 +174,8 @@ def test_composed(name: str) -> None:
 
 
 def _large(arguments: Any) -> bool:
-    """Whether squares or exponentials of the arguments leave the format, or differences of them its
-    resolution."""
+    """Return whether squares or exponentials of the arguments leave the format's range, or their
+    differences its resolution."""
     return any(
         leaf.abs().max() > 100
         for leaf in tree_leaves(tree_map(decoded, arguments))
@@ -196,7 +196,7 @@ def test_losses_are_torchs_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", operations.DECODED)
 def test_decoded(name: str) -> None:
-    """The float32 result, encoded once, bit for bit."""
+    """The result equals the float32 result, encoded once, bit for bit."""
     for got, exact, _, _ in pairs(name, torch.float32):
         assert got.shape == exact.shape
         if isinstance(got, LNSTensor):
@@ -261,8 +261,8 @@ DIFFERENTIABLE = [
 def differentiated(
     op: Any, arguments: Any, weight: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The gradients of ``sum(weight * result)`` to the floating-point arguments; a weight of random
-    numbers if None."""
+    """Return the gradients of ``sum(weight * result)`` for the floating-point arguments; with None,
+    random weights."""
     leaves = [leaf.detach().requires_grad_() for leaf in tree_leaves(arguments) if _filled(leaf)]
     rest = iter(leaves)
     x, args, kwargs = tree_map(lambda leaf: next(rest) if _filled(leaf) else leaf, arguments)

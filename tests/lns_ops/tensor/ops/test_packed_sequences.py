@@ -1,4 +1,4 @@
-"""Recurrent layers on packed sequences, and how they are packed and padded."""
+"""Recurrent layers on packed sequences; packing and padding."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ PACKED: dict[str, Callable[[], nn.RNNBase]] = {
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("given", [False, True])
 def test_packed_sequences_agree_with_float64(name: str, given: bool) -> None:
-    """Outputs, the last states of each sequence, and gradients, to initial states as well; the
-    longest neither first nor full."""
+    """Outputs, each sequence's last states, and gradients, also for initial states. The longest
+    sequence is not the first, and none fills all steps."""
     torch.manual_seed(1)
     network = PACKED[name]()
     rows = network.num_layers * (2 if network.bidirectional else 1)

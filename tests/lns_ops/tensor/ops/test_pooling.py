@@ -1,4 +1,4 @@
-"""Averages over windows that do not overlap have the gradient of the convolution that they are."""
+"""Averages over windows without overlap have the gradient of the equivalent convolution."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_windows_that_do_not_overlap(name: str, fmt: Any, monkeypatch: pytest.Mo
 
 
 def test_they_are_no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which took 897 ms instead of 0.6 for windows of 70 x 70 in 2 planes of 140 x 140."""
+    """This took 897 ms instead of 0.6 for windows of 70 x 70 in 2 planes of 140 x 140."""
     monkeypatch.setattr(conv, "input_gradient", None)
     gradient(LNSTensor.from_float(torch.randn(1, 2, 70, 70), lns16), {"kernel_size": 70})
     with pytest.raises(TypeError):
@@ -66,7 +66,7 @@ def test_they_are_no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_average_of_fewer_values_at_the_border_is_one_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mean is taken too only where the sum has left the range."""
+    """The mean is computed directly only if the sum has left the range."""
     x = LNSTensor.from_float(torch.rand(1, 1, 9, 9) + 1, lns12)
     expected = F.avg_pool2d(x.to_float(), 3, 1, 1, count_include_pad=False)
     monkeypatch.setattr(pooling.lns, "mean", None)
@@ -76,7 +76,8 @@ def test_an_average_of_fewer_values_at_the_border_is_one_sum(
 
 @pytest.mark.parametrize("options", [{"stride": 1, "padding": 2}, {"stride": 2, "padding": 1}])
 def test_shares_of_overlapping_windows_do_not_underflow(options: dict[str, Any]) -> None:
-    """Of a gradient of 2^-13 each of 25 windows has a share below 2^-16, and lns12 lost them."""
+    """With a gradient of 2^-13 each of 25 windows gets a share below 2^-16, and lns12 lost
+    these."""
     torch.manual_seed(0)
     x = LNSTensor.from_float(torch.randn(1, 2, 40, 40), lns12).requires_grad_()
     y = F.avg_pool2d(x, 5, **options, count_include_pad=False)

@@ -1,5 +1,5 @@
-"""Deviations whose squares lie beyond the format's range: what divides by them is right all the
-same, and its gradients are."""
+"""If the squares of deviations are beyond the format's range, quotients by the deviation and their
+gradients are still right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("deviation", [2.0**-10, 2.0**-8, 1.0, 300.0, 2.0**13])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_every_deviation_in_the_range_divides(name: str, deviation: float) -> None:
-    """In lns12 squares leave the range from deviations of 2^8 on, and below 2^-8."""
+    """In lns12 squares leave the range for deviations from 2^8 on, and below 2^-8."""
     torch.manual_seed(0)
     x = LNSTensor.from_float(torch.randn(64, 48) * deviation, lns12).requires_grad_()
     exact = x.detach().to_float().double().requires_grad_()
@@ -58,7 +58,7 @@ def test_running_variances_are_those_of_the_batch_and_serve_in_evaluation(deviat
     x = LNSTensor.from_float(torch.randn(64, 5) * deviation, lns12)
     mean, variance, exact = torch.zeros(5), torch.ones(5), x.to_float()
     F.batch_norm(x, mean, variance, training=True, momentum=1.0)
-    torch.testing.assert_close(variance, exact.var(0), rtol=0.04, atol=0)  # of ulps of 0.011
+    torch.testing.assert_close(variance, exact.var(0), rtol=0.04, atol=0)  # ulps, of 0.011
     statistics = exact.mean(0), exact.var(0)
     got = F.batch_norm(x, *statistics, eps=1e-12).to_float()
     assert relative_error(got, F.batch_norm(exact, *statistics, eps=1e-12)) < 0.02
@@ -76,7 +76,7 @@ def test_a_variance_itself_saturates_and_underflows() -> None:
 def test_a_power_of_two_changes_no_bit_of_what_is_normalized(
     fmt: LNSFormat, numbers: list[tuple[bool, int]]
 ) -> None:
-    """It moves every logarithm of inputs and statistics, and none of the results."""
+    """It shifts every logarithm of inputs and statistics, and does not change the results."""
     values = torch.tensor([(-1.0 if sign else 1.0) * 2.0**n for sign, n in numbers])
     if len(set(values.tolist())) == 1:
         return
@@ -118,14 +118,15 @@ def test_the_gradient_of_a_deviation_of_many_values_is_not_lost_on_the_way() -> 
     assert exact.grad is not None
     held = exact.grad.abs() > 1.2 * lns8.smallest
     assert (x.grad.to_float()[held] != 0).all()
-    x.std(correction=299.9999).backward()  # not one of them may be divided by less than fits
+    x.std(correction=299.9999).backward()  # no divisor below the smallest magnitude
 
 
 @pytest.mark.parametrize(("fmt", "slope"), [(lns12, 10_000.0), (lns8, 16.0)], ids=str)
 def test_the_gradient_of_a_deviation_does_not_saturate_on_the_way(
     fmt: LNSFormat, slope: float
 ) -> None:
-    """One value makes the deviation: it lies as many of these away as the root of their number."""
+    """One value causes the deviation; its distance from the mean in deviations is the root of the
+    number of values."""
     x = LNSTensor.from_float(torch.tensor([5.0] + [0.0] * 999), fmt).requires_grad_()
     exact = x.detach().to_float().double().requires_grad_()
     x.std().backward(LNSTensor.from_float(torch.tensor(slope), fmt))
@@ -166,7 +167,7 @@ def test_dimensions_of_a_deviation_are_torchs(dim: Any) -> None:
 
 
 def test_no_dimensions_of_a_deviation_are_all() -> None:
-    """As in torch, whose gradient of it is infinite."""
+    """As in torch, whose gradient there is infinite."""
     torch.manual_seed(0)
     x, y, z = (LNSTensor.from_float(torch.ones(4, 5).tril(), lns16).requires_grad_() for _ in "xyz")
     for v, dim in ((x, ()), (y, []), (z, None)):

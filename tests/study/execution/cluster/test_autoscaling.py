@@ -26,7 +26,7 @@ from tests.study.raylets import ROOT, python_path, raylet, started
 from tests.study.servers import free_port
 
 HEAD = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
-"""The head's id, by which Ray's second autoscaler, KubeRay's, knows it."""
+"""The head's id in Ray's second autoscaler, KubeRay's."""
 SECOND = {
     "RAY_enable_autoscaler_v2": "1",
     "RAY_CLOUD_INSTANCE_ID": HEAD,
@@ -43,8 +43,8 @@ AWS = yaml.safe_load((ROOT / "conf" / "cluster" / "aws.yaml").read_text())
 
 
 def autoscaling(kinds: dict[str, Any], address: str, provider: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of an autoscaler of these kinds of nodes, with these keys of its provider
-    beside those that all have."""
+    """Return an autoscaler's config for these kinds of nodes, with these keys added to its
+    provider."""
     named = {"ray.head.default": kinds["head"], "workers": kinds["workers"]}
     return {
         "cluster_name": "growing",
@@ -83,8 +83,8 @@ def growing(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[str]:
-    """The address of a cluster of the kinds of nodes of ``conf/cluster/aws.yaml``, whose workers
-    have two CPUs here; with Ray's second autoscaler if ``param`` is true."""
+    """The address of a cluster with the node kinds of ``conf/cluster/aws.yaml``, whose workers have
+    two CPUs here; with Ray's second autoscaler if ``param`` is true."""
     second = getattr(request, "param", False)
     kinds = AWS["available_node_types"]
     kinds["workers"]["resources"] = {"CPU": 2}
@@ -121,7 +121,7 @@ def growing(
 
 
 def of(process: psutil.Process, folder: Path) -> bool:
-    """Tell whether a process belongs to the Ray of a folder."""
+    """Return whether a process belongs to the Ray in a folder."""
     try:
         return str(folder) in " ".join(process.cmdline())
     except psutil.Error:
@@ -147,7 +147,7 @@ def test_a_study_on_a_head_without_cpus_gets_its_nodes_from_the_autoscaler(
 def test_a_node_that_is_refused_does_not_keep_the_autoscaler_from_others(
     growing: str, tmp_path: Path
 ) -> None:
-    """An old node with another torch, as its metadata say, which is there from the beginning."""
+    """An old node with another torch, according to its metadata, which exists from the start."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     (about := tmp_path / "old" / "torch-2.0.1.dist-info").mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.0.1\n")

@@ -44,7 +44,7 @@ GANG = [
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A head without CPUs and two nodes of one CPU each: a gang of two must span both."""
+    """A head without CPUs and two nodes with one CPU each: a gang of two must use both."""
     with cluster_of(0, 1, 1) as cluster:
         yield cluster
 
@@ -65,13 +65,13 @@ sys.exit(outcome.failed)
 
 @pytest.fixture
 def three() -> Iterator[Any]:
-    """Three nodes of eight declared CPUs each, the head among them."""
+    """Three nodes with eight declared CPUs each, including the head."""
     with cluster_of(8, 8, 8) as cluster:
         yield cluster
 
 
 def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[str]:
-    """A study of trials that sleep, on the cluster."""
+    """A study with sleeping trials, on the cluster."""
     common = [
         f"address={cluster.address}",
         "insecure=true",
@@ -93,8 +93,7 @@ def sleepers(folder: Path, cluster: Any, *overrides: str) -> subprocess.Popen[st
 
 
 def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_path: Path) -> None:
-    """Of 24 slots all are in use; a node dies in the middle of the full house, and a new one brings
-    its slots within seconds."""
+    """All 24 slots are in use; then a node dies, and a new one adds its slots within seconds."""
     folder = tmp_path / "studies" / "full"
     process = sleepers(
         tmp_path, three, "name=full", f"seeds={list(range(200))}", "trial.optimizer.lr=3.0"
@@ -122,9 +121,10 @@ def test_three_nodes_are_full_and_the_loss_of_one_loses_nothing(three: Any, tmp_
 
 
 def test_nodes_that_no_trial_needs_any_more_are_given_back(three: Any, tmp_path: Path) -> None:
-    """One trial lasts longer than the others: only its node is kept, and another job gets more."""
+    """One trial lasts longer than the others: only its node is kept, and another job gets the
+    rest."""
     rows = "rows=[{label: short}, {label: long, overrides: {optimizer.lr: 40.0}}]"
-    whole = ["trial.threads=8", "seeds=[0]", "trial.optimizer.lr=3.0"]  # a node each
+    whole = ["trial.threads=8", "seeds=[0]", "trial.optimizer.lr=3.0"]  # one node each
     process = sleepers(tmp_path, three, "name=tail", rows, *whole)
     folder = tmp_path / "studies" / "tail"
     capacity = lambda events: [e["cpus"] for e in events if e["event"] == "capacity"]  # noqa: E731
@@ -139,7 +139,7 @@ def test_nodes_that_no_trial_needs_any_more_are_given_back(three: Any, tmp_path:
     assert process.returncode == 0, said
     events = read_ledger(folder)
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * 2
-    assert events[-1]["time"] - events[0]["time"] > 40.0  # it ran all the while
+    assert events[-1]["time"] - events[0]["time"] > 40.0  # it ran all the time
 
 
 def drain(cluster: Any, node: Any) -> None:
@@ -154,7 +154,7 @@ def drain(cluster: Any, node: Any) -> None:
 def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     cluster: Any, tmp_path: Path, workers: int
 ) -> None:
-    """A spot instance has its notice: no epoch is trained twice, and the node is given back."""
+    """A spot instance has its notice: no epoch is repeated, and the node is released."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     seeds = [0, 1] if workers == 1 else [0]
     long = ["trial.epochs=80", "checkpoint_every=80", f"seeds={seeds}"]
@@ -169,7 +169,7 @@ def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     drain(cluster, node)
     said = said_until(process, "Ray drains the node")
     (raylet,) = node.all_processes["raylet"]
-    raylet.process.wait(120)  # a drained node ends once nothing of it is taken
+    raylet.process.wait(120)  # a drained node ends once nothing on it is in use
     assert process.poll() is None
     ended, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + ended
@@ -177,7 +177,7 @@ def test_trials_leave_a_node_that_ray_drains_with_a_checkpoint(
     assert [event["error"] for event in events if event["event"] == "restarted"] == [
         "its node is drained"
     ]
-    assert not any("repeated" in event for event in events)  # no epoch was trained again
+    assert not any("repeated" in event for event in events)  # no epoch was repeated
     assert [trial.status for trial in fold(events).trials] == [FINISHED] * len(seeds)
 
 
@@ -201,7 +201,7 @@ def loop(context):
 def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that_they_have(
     tmp_path: Path, kind: list[str]
 ) -> None:
-    """The node is drained, and then taken away."""
+    """The node is drained, then removed."""
     (tmp_path / "tiny.yaml").write_text(TINY.replace("model: {hidden: [16]}, ", ""))
     (slow := tmp_path / "slow").touch()
     (tmp_path / "own.py").write_text((SLOW_NET + SLOW_LOOP).format(slow=slow))
@@ -225,7 +225,7 @@ def test_trials_that_cannot_leave_a_drained_node_go_on_from_the_checkpoints_that
     events = read_ledger(folder)
     (trial,) = fold(events).trials
     assert (trial.status, len(trial.reports)) == (FINISHED, 100)
-    assert trial.restarts == 1 or "gang=train" in kind  # it begins workers anew by itself
+    assert trial.restarts == 1 or "gang=train" in kind  # it starts new workers by itself
     assert min(e["epoch"] for e in events[len(seen) :] if e["event"] == "checkpoint") >= 3
 
 
@@ -263,7 +263,7 @@ def test_a_study_ends_in_order_when_the_control_store_stays_silent(
 
 
 def test_a_node_that_others_use_in_part_gives_what_it_has(three: Any, tmp_path: Path) -> None:
-    """Another job holds five CPUs of one node: the study gets the other 19."""
+    """Another job holds five CPUs of one node; the study gets the other 19."""
     holder = (
         "import sys, time, ray; ray.init(address=sys.argv[1],"
         " log_to_driver=False)\n@ray.remote(num_cpus=5)\nclass Holder:\n    def here(self): return"
@@ -322,7 +322,7 @@ def test_a_gang_spans_nodes_and_outlives_one(cluster: Any, tmp_path: Path) -> No
 
 
 def last_weights(names: list[str]) -> dict[str, str]:
-    """The tensor file of the last epoch, which its digest names, by trial."""
+    """By trial, the tensor file of the last epoch; its digest is in the name."""
     found = [name.split("/") for name in names if f"/{EPOCHS:06d}/tensors-" in name]
     return {trial: file for trial, _, file in found}
 
@@ -343,8 +343,8 @@ def test_the_head_is_lost_and_a_new_cluster_goes_on_from_an_object_store_alone(
         process = command(tmp_path, cluster.address, epochs, f"storage={place}")
         assert process.stdout is not None
         assert any(f"/{EPOCHS}, validation" in line for line in process.stdout)
-        # Its nodes end with it: workers without a head would train on for as long as Ray waits for
-        # one, and on a busy machine that is long enough to finish.
+        # Its nodes end with it. Workers without a head would continue for as long as Ray waits for
+        # one; on a busy machine that is long enough to finish.
         for node in [cluster.head_node, *cluster.worker_nodes]:
             node.kill_all_processes(check_alive=False, allow_graceful=False)
         said, _ = process.communicate(timeout=300)

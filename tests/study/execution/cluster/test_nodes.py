@@ -1,5 +1,5 @@
-"""What a node of a Ray cluster must have to be used: the user's files are sent to it, versions and
-installed packages must be the driver's."""
+"""Requirements for nodes of a Ray cluster: they get the user's files, and need the driver's
+versions and installed packages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def elsewhere(head: Any, tmp_path: Path) -> Iterator[Any]:
 def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
     elsewhere: Any, tmp_path: Path
 ) -> None:
-    """All nodes of the test see one file system: the files are taken away once they were sent."""
+    """All nodes of the test see one file system, so the files are removed once they were sent."""
     code = tmp_path / "code"
     (code / "parts").mkdir(parents=True)
     (code / "mine.py").write_text(MINE)
@@ -101,8 +101,8 @@ def test_a_node_that_lacks_the_users_files_trains_with_those_that_are_sent(
 
 
 def other_installation(folder: Path) -> Path:
-    """The Python of a virtual environment with this one's packages, in which a wheel of this
-    package with one comment more is installed."""
+    """The Python of a virtual environment with this one's packages and a wheel of this package that
+    has one more comment."""
     other = folder / "other"
     for package in ("lns_ops", "trainers", "study", "conf"):
         shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("*.pyc"))
@@ -130,8 +130,8 @@ def other_installation(folder: Path) -> Path:
 def test_a_node_with_another_version_is_refused_before_it_computes(
     head: Any, tmp_path: Path, words: list[str], cpus: int
 ) -> None:
-    """A raylet of another installation, whose package differs by a comment, and later one that has
-    the same. The first has more room, also for Ray Train's workers."""
+    """First a raylet of another installation, whose package differs by a comment; later one with
+    the same package. The first has more room, also for Ray Train's workers."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     python = other_installation(tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -178,8 +178,8 @@ trial: {model: {name: "mine.net:make_net"}, data: {name: digits}, epochs: 1, bat
 def test_a_node_that_lacks_what_trials_need_is_refused_before_it_computes(
     head: Any, theirs: str, has: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that lacks the user's package, has other code of it or another torch, as its metadata
-    says, and later one that has what the driver has."""
+    """Nodes that lack the user's package, or have other code of it or another torch (by its
+    metadata); later one that has what the driver has."""
     for place, comment in (("ours", ""), ("another torch", ""), ("another version", "# more\n")):
         (tmp_path / place / "mine").mkdir(parents=True)
         (tmp_path / place / "mine" / "__init__.py").touch()

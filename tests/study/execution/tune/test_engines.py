@@ -1,5 +1,6 @@
 """One contract, two engines: the same studies give the same trials, figures, weights and ledgers
-by this machine's processes and by Ray Tune. More of it is in the tests that have ``both``."""
+with this machine's processes and with Ray Tune. Tests with the fixture ``both`` check more of
+it."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def weights(outcome: Outcome) -> dict[str, str]:
 
 
 def course(study: StudyConfig) -> dict[str, list[tuple[str, Any]]]:
-    """What the ledger has of each trial, in order, without times and places."""
+    """The ledger's content for each trial, in order, without times and places."""
     found: dict[str, list[tuple[str, Any]]] = {}
     for event in read_ledger(study.folder):
         if "trial" in event:
@@ -85,7 +86,7 @@ def course(study: StudyConfig) -> dict[str, list[tuple[str, Any]]]:
 def test_both_engines_train_the_same(
     name: str, tiny: Tiny, ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under Ray Tune a gang is started by Ray Train, and once more forked."""
+    """Under Ray Tune a gang is started by Ray Train, then forked."""
     found, gangs, fits = [], name in ("gang", "pipeline"), list[tune.Tuner]()
     fit = tune.Tuner.fit
     monkeypatch.setattr(tune.Tuner, "fit", lambda tuner: fits.append(tuner) or fit(tuner))
@@ -124,7 +125,7 @@ SLEEPERS = ["rows=[{label: a}]", "baseline=null", "trial.epochs=1", "trial.optim
 
 
 def test_somebody_elses_task_starts_when_the_next_trial_ends(tiny: Tiny, ray_session: None) -> None:
-    """A study that has all CPUs lets others in: not only once its last trial has ended."""
+    """A study that uses all CPUs releases some before its last trial has ended."""
 
     @ray.remote(num_cpus=1)
     def task() -> float:
@@ -147,7 +148,7 @@ def test_somebody_elses_task_starts_when_the_next_trial_ends(tiny: Tiny, ray_ses
 
 
 def test_a_study_is_a_tuner_for_who_knows_ray_tune(tiny: Tiny, ray_session: None) -> None:
-    """They add callbacks, and get a ResultGrid; the study is what it is otherwise."""
+    """They add callbacks, and get a ResultGrid; otherwise the study is unchanged."""
     seen: list[tuple[str, str]] = []
 
     class Watch(tune.Callback):  # type: ignore[misc]

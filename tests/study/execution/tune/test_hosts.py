@@ -1,5 +1,5 @@
-"""Which nodes of a cluster are asked, used, refused and let go, and what an autoscaler is asked
-for. Ray is made up, except in the last test."""
+"""Which nodes of a cluster are checked, used, refused and released, and the requests to an
+autoscaler. Ray is made up, except in the last test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.workers.resources import WorkerResources
 
 
 class Actors:
-    """Stands where Ray does: hosts are made, and never answer but by a test's hand."""
+    """Replaces Ray: hosts are created, and only answer when a test lets them."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -61,7 +61,7 @@ def node(name: str, cpus: float = 2.0, gpus: float = 0.0) -> dict[str, Any]:
 
 
 def answers(hosts: Hosts, name: str, **versions: str) -> None:
-    """Have a node's host answer its check: as this machine would, or with other versions."""
+    """Let a node's host answer its check with this machine's versions, or with others."""
     found = NodeCheck(host=name, versions=hosts._versions | versions, data=None)
     hosts._judge(hosts._hosts[name], found)
 
@@ -74,7 +74,7 @@ def test_a_refused_node_is_named_once_not_asked_again_and_no_trials_place(
     hosts = Hosts((), lambda: nodes, said.append)
     hosts.poll(True, ())
     assert actors.made == ["old", "good"]
-    assert hosts.labels == {NODE_LABEL: "!in(good,old)"}  # nobody knows yet
+    assert hosts.labels == {NODE_LABEL: "!in(good,old)"}  # not known yet
     answers(hosts, "old", torch="1.0")
     answers(hosts, "good")
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_refused_node_is_named_once_not_asked_again_and_no_trials_place(
 
 
 def test_a_node_without_cpus_gets_no_host_and_no_trial(actors: Actors, now: list[float]) -> None:
-    """Such as a head: a supervisor that holds no CPU would wait there for a host for ever."""
+    """Such as a head: a supervisor that holds no CPU would wait there forever for a host."""
     hosts = Hosts((), lambda: [node("head", cpus=0.0), node("worker")])
     hosts.poll(True, ())
     assert actors.made == ["worker"]
@@ -99,7 +99,7 @@ def test_a_node_without_cpus_gets_no_host_and_no_trial(actors: Actors, now: list
 def test_a_host_that_is_idle_while_no_trial_waits_ends_and_is_made_once_one_waits(
     actors: Actors, now: list[float]
 ) -> None:
-    """The node on which a trial runs is kept."""
+    """The node of a running trial is kept."""
     nodes = [node("busy"), node("idle")]
     hosts = Hosts((), lambda: nodes)
 
@@ -116,7 +116,7 @@ def test_a_host_that_is_idle_while_no_trial_waits_ends_and_is_made_once_one_wait
     assert used(False, 2.0) == ["busy"]
     nodes.append(node("new"))
     assert used(False, 1.0) == ["busy"]
-    assert actors.made == ["busy", "idle"]  # none is made while no trial waits
+    assert actors.made == ["busy", "idle"]  # no host is created while no trial waits
     used(True, 1.0)
     assert actors.made == ["busy", "idle", "idle", "new"]
 
@@ -148,10 +148,10 @@ def test_a_waiting_trial_is_asked_for_beyond_those_that_run_until_none_waits(
     trials = TuneTrials(hosts, asked.append)
     gang, bundle = WorkerResources(workers=2, threads=2, device="cpu"), {"CPU": 2.0}
     trials.ask_for(gang)
-    trials.ask_for(gang)  # the same is asked for once
+    trials.ask_for(gang)  # the same request is sent once
     assert asked == [[bundle] * 2]
     now[0] += ASK_SECONDS + 0.1
-    trials.ask_for(gang)  # but for what another study may have put in its place
+    trials.ask_for(gang)  # except for what another study may have put in its place
     assert asked.pop() == [bundle] * 2
     hosts.poll(True, ())
     trials.room.nodes = hosts.rooms
@@ -160,7 +160,7 @@ def test_a_waiting_trial_is_asked_for_beyond_those_that_run_until_none_waits(
     assert asked[1:] == [[bundle] * 4]
     trials.ask_for(None)
     now[0] += ASK_SECONDS + 0.1
-    trials.ask_for(None)  # nothing is asked for once
+    trials.ask_for(None)  # an empty request is sent once
     assert asked[2:] == [[]]
 
 
@@ -220,7 +220,7 @@ print(sorted(waits), len(said), *said)
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_node_on_which_our_code_does_not_start_says_why_once(tmp_path: Any) -> None:
-    """What Ray makes the host of is a module that only the driver has."""
+    """Ray creates the host from a module that only the driver has."""
     env = os.environ | {"HOME": str(tmp_path), "RAY_DEDUP_LOGS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", UNSTARTED], env=env, capture_output=True, text=True, timeout=100

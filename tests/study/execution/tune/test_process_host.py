@@ -1,4 +1,4 @@
-"""The processes of a node of a Ray cluster: shared by runs, told in any order, ended with a
+"""The processes of a node of a Ray cluster: shared by runs, called in any order, ended with a
 reason."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPE = WorkerResources.of(CONFIG)
 
 
 def training(trial: str, folder: Path, seconds: float = 0.01) -> Message:
-    """What has a process train a trial that sleeps."""
+    """Return the spec of a sleeping trial for a process."""
     config = CONFIG.to_dict()
     config["optimizer"]["lr"] = seconds
     plan = {
@@ -37,7 +37,7 @@ def training(trial: str, folder: Path, seconds: float = 0.01) -> Message:
 
 
 async def whole(host: ProcessHost, run: str) -> list[Message]:
-    """All that a run says."""
+    """Return all messages of a run."""
     said: list[Message] = []
     while not said or said[-1].kind not in (ENDED, DIED):
         said += await host.receive(run)
@@ -46,7 +46,7 @@ async def whole(host: ProcessHost, run: str) -> list[Message]:
 
 
 async def a_supervisor_waits_until_its_node_is_used(host: ProcessHost, folder: Path) -> None:
-    """What a process says while the node is checked would be lost."""
+    """Messages of a process would be lost while the node is checked."""
     name = asyncio.create_task(host.name())
     await host.check([], [])
     await asyncio.sleep(0.1)
@@ -68,7 +68,7 @@ async def runs_take_turns_but_the_users_code_has_its_own(host: ProcessHost, fold
 
 
 async def a_call_before_the_one_that_opens_its_run_waits(host: ProcessHost, folder: Path) -> None:
-    """As Ray may bring the calls of an asynchronous actor."""
+    """In the order in which Ray may deliver calls to an asynchronous actor."""
     heard = asyncio.create_task(whole(host, "early"))
     sent = asyncio.create_task(host.send("early", training("trial", folder)))
     await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Where trials fit on a cluster, by what its nodes have and what trials and others hold."""
+"""Where trials fit on a cluster, given the nodes' resources and those held by trials and others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_is_held_on_a_node_that_is_gone_is_not_missed_elsewhere(gone: str) 
 
 
 def test_what_others_hold_counts_from_the_first_look_and_is_the_least_of_the_last() -> None:
-    """What is ours is left out; it may be in one figure a look before it is in the other."""
+    """Our own resources are left out; they may appear in one figure before the other."""
     room = Room(nodes=NODES[:1])
     room.note_others({"a": (1.0, 1.0), "elsewhere": (8.0, 0.0)}, (0.0, 0.0))
     assert room.others == (3.0, 0.0)

@@ -58,7 +58,8 @@ def tuner(
 def test_a_script_trains_a_studys_trials_and_its_ledger_has_them(
     tiny: Tiny, ray_session: None
 ) -> None:
-    """Tune's own grid over layouts; the same trials of a study have the same figures."""
+    """Tune's own grid over layouts; the study's trials with the same settings have the same
+    figures."""
     mine = public.create(tiny("script", *ONE))
     space = {"precision.format": "lns12", "workers": tune.grid_search([1, 2])}
     grid = tuner(public.tune_trainable(mine.config), space, public.LedgerCallback(mine))
@@ -77,7 +78,7 @@ def test_a_script_trains_a_studys_trials_and_its_ledger_has_them(
     outcome, _ = run(tiny("the same", rows, "baseline=null"))
     assert results(public.load(mine.folder).state) == results(outcome.state)
     assert mine.report().is_file()
-    again = tuner(  # what the ledger has is not entered twice
+    again = tuner(  # events that the ledger has are not added again
         public.tune_trainable(mine.config), space | {"workers": 1}, public.LedgerCallback(mine)
     )
     assert again.num_errors == 0

@@ -1,5 +1,5 @@
-"""The start of the ray engine: beside the check of trials, and for studies that have trials to
-run."""
+"""The start of the ray engine: in parallel with the check of trials, and only for studies with
+trials to run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_new_study_starts_ray_while_its_trials_are_checked(tiny: Tiny, ray_ses
 
 @pytest.mark.slow
 def test_what_is_ours_and_what_is_free_is_told_by_ray_at_once(ray_session: None) -> None:
-    """Another user's CPUs are those that are neither; all names are Ray's own."""
+    """Another user's CPUs are the remaining ones; all names are Ray's own."""
     (free, _, _, before) = cluster_use()
     group = placement_group([{"CPU": 1}, {"CPU": 0.5}])
     ray.get(group.ready())

@@ -1,9 +1,9 @@
-"""What Docker Compose does with ``conf/cluster/compose.yaml``, done on loopback without Docker.
+"""Does what Docker Compose does with ``conf/cluster/compose.yaml``, on loopback without Docker.
 
-Each service's own command line runs as it stands, but for what only a container has: the names of
-services become addresses of 127.0.0.1, ``/run/secrets`` and volumes become folders, and the
-programs of the image are those of this checkout. Images of others are stood in for: PostgreSQL by
-the tests' own, the object store by moto's.
+Each service's own command line runs unchanged, except for the parts that need a container: the
+names of services become addresses of 127.0.0.1, ``/run/secrets`` and volumes become folders, and
+this checkout has the programs of the image. Other images are replaced: PostgreSQL by the tests'
+own, the object store by moto's.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tests.study.servers import free_port
 ROOT = Path(__file__).resolve().parents[4]
 FILE = ROOT / "conf" / "cluster" / "compose.yaml"
 ANSWERS = 300
-"""Seconds for which a server is waited for."""
+"""Seconds to wait for a server."""
 CONTAINERS_OWN = ("RAY_", "MLFLOW_", "AWS_", "PG", "LNS_STUDY_")
-"""Beginnings of variables that a container does not have from its host."""
+"""Prefixes of variables that a container does not get from its host."""
 PROGRAMS = {
     "lns-study": "exec {python} -m study",
     "ray": "exec {python} -m ray.scripts.scripts",
     "python": "exec {python}",
     "versitygw": "exec {python} -m tests.study.launch.machines.stand_in_store",
 }
-"""Programs of the images, and what runs in their place."""
+"""Programs of the images, and their replacements."""
 
 
 @dataclass
@@ -65,15 +65,15 @@ class Host:
             (self.folder / "volumes" / volume).mkdir()
 
     def secret(self, name: str) -> str:
-        """Return a secret, as the head of the file says how to make it."""
+        """Return a secret, made as the file's first lines say."""
         return (self.folder / ".secrets" / name).read_text()
 
     def address(self, service: str, port: int) -> str:
-        """Return the address of a service outside of its container."""
+        """Return the address of a service from outside of its container."""
         return f"http://127.0.0.1:{self.ports[service, port]}"
 
     def here(self, text: str) -> str:
-        """Return a word or a variable of a service, with names that are known on this machine."""
+        """Return a word or variable of a service, with names that this machine can resolve."""
         for (service, port), own in self.ports.items():
             text = re.sub(rf"\b{service}:{port}\b", f"127.0.0.1:{own}", text)
             text = text.replace(f"@{service}/", f"@127.0.0.1:{own}/")
@@ -84,7 +84,7 @@ class Host:
         return text.replace("0.0.0.0", "127.0.0.1")
 
     def words(self, service: str, more: str = "") -> list[str]:
-        """Return the command line of a service; ``more`` goes behind its last word."""
+        """Return the command line of a service; ``more`` is appended."""
         known = self.services[service]
         every = [self.here(word) for word in (*known.get("entrypoint", []), *known["command"])]
         every[-1] = f"{every[-1].rstrip()} {more}".rstrip()

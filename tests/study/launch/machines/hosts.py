@@ -1,5 +1,5 @@
-"""Hosts as namespaces of this machine, with a Slurm on them where one is wanted (``hosts.sh``,
-``slurm.sh``), and what a study on them must come to."""
+"""Hosts as namespaces of this machine, if wanted with Slurm (``hosts.sh``, ``slurm.sh``), and the
+expected results of a study on them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ SLURM = ("bash", str(HERE / "slurm.sh"))
 EPOCHS = "trial.epochs=40"
 GANG = "  - {label: gang, overrides: {precision.format: lns12, workers: 2}}\n"
 TWO_NODES = TINY.replace("seeds:", f"{GANG}seeds:")
-"""A study of which, with one CPU a host, the last trial spans two and the others fill them."""
+"""A study for hosts with one CPU each: the last trial uses two hosts, the others fill them."""
 PROBE = "ip link add hosts type bridge && mount -t tmpfs tmpfs /mnt"
 
 
 @pytest.fixture
 def hosts() -> Iterator[Path]:
-    """The folder that all hosts see, of a short path, for sockets; commands run in its ``work``."""
+    """The folder that all hosts see; its path is short, for sockets. Commands run in its
+    ``work``."""
     allowed = subprocess.run([*NAMESPACES, "bash", "-c", PROBE], capture_output=True)
     if allowed.returncode:
         pytest.skip("a network namespace of our own is not permitted here")
@@ -58,8 +59,8 @@ def slurm(hosts: Path) -> Path:
 def run_on_hosts(
     folder: Path, *words: str, count: int = 1, timeout: float | None = 500, **variables: str
 ) -> str:
-    """Run a command on the first of ``count`` hosts, and return what it prints; on an error it
-    stays in a file beside ``folder``."""
+    """Run a command on the first of ``count`` hosts, and return its output; after an error the
+    output stays in a file beside ``folder``."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     given = {"PATH": path, "PYTHONPATH": str(ROOT), "HOSTS": str(count), **variables}
     kept = folder.with_suffix(".log")
@@ -78,7 +79,7 @@ def run_on_hosts(
 
 
 def undisturbed(work: Path, config: str, *overrides: str) -> Path:
-    """Run the study here, where nothing fails, and return its folder."""
+    """Run the study here, without faults, and return its folder."""
     work.mkdir(exist_ok=True)
     (work / "study.yaml").write_text(config)
     words = ["run", "study.yaml", "--plain", "tracking_uri=none", *overrides]
@@ -88,7 +89,7 @@ def undisturbed(work: Path, config: str, *overrides: str) -> Path:
 
 
 def weights(study: Path) -> dict[str, list[int | str]]:
-    """Return the last epoch, and the SHA-256 of the tensors after it, of each trial."""
+    """Return each trial's last epoch, and the SHA-256 of the tensors after it."""
     found: dict[str, list[int | str]] = {}
     for places in ("checkpoints", "train"):  # Ray Train's workers write into the second
         for manifest in study.glob(f"{places}/*/*/{STATE}"):
@@ -99,8 +100,8 @@ def weights(study: Path) -> dict[str, list[int | str]]:
 
 
 def assert_same_results(events: list[dict[str, Any]], wanted: Path) -> None:
-    """Assert that a ledger's lines have the trials, epochs and figures of the study in ``wanted``,
-    each once."""
+    """Assert that a ledger has the trials, epochs and figures of the study in ``wanted``, each
+    once."""
     ours, theirs = (
         {trial.id: trial for trial in fold(each).trials} for each in (events, read_ledger(wanted))
     )

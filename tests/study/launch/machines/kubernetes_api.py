@@ -1,13 +1,13 @@
 """An API server of Kubernetes for tests: ``kubectl`` itself talks to it, over HTTP on loopback.
 
-It knows ConfigMaps, Jobs and RayJobs, keeps what it is sent in memory, and refuses what a cluster
-refuses: annotations of more than 256 KiB, a ConfigMap of more than 1 MiB, other data of an
-immutable one, and a server-side apply that would change a field which another manager has set
-without ``force``. No operator runs: what is applied has the status that the test gave.
+It knows ConfigMaps, Jobs and RayJobs, keeps them in memory, and refuses what a cluster refuses:
+annotations of more than 256 KiB, a ConfigMap of more than 1 MiB, other data for an immutable
+ConfigMap, and a server-side apply without ``force`` that would change another manager's field. No
+operator runs: applied objects have the status that the test sets.
 
 Source: https://kubernetes.io/docs/reference/using-api/server-side-apply/, validation/objectmeta.go
 of apimachinery (TotalAnnotationSizeLimitB), core/validation (MaxSecretSize). Limits: no schemas,
-no watches, lists of an object are one field, managers give no field up.
+no watches, a list in an object is one field, managers never give up a field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Answer = tuple[int, dict[str, Any]]
 
 
 class KubernetesApi(ThreadingHTTPServer):
-    """The server; ``objects`` has what is stored by path, ``applied`` the bodies of applies."""
+    """The server; ``objects`` has the stored objects by path, ``applied`` the bodies of applies."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -85,7 +85,7 @@ class KubernetesApi(ThreadingHTTPServer):
 
 
 def _fault(live: dict[str, Any] | None, new: dict[str, Any]) -> str:
-    """What a cluster says against an object; "" if it takes it."""
+    """Return the cluster's objection to an object; "" if it accepts it."""
     notes = new["metadata"].get("annotations", {})
     if sum(len(key.encode()) + len(value.encode()) for key, value in notes.items()) > (
         MOST_ANNOTATIONS
@@ -100,7 +100,7 @@ def _fault(live: dict[str, Any] | None, new: dict[str, Any]) -> str:
 
 
 def _merged(live: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
-    """The object with what was sent, mapping by mapping."""
+    """Return the object with the sent values, merged mapping by mapping."""
     inner = {
         key: _merged(live[key], value)
         for key, value in sent.items()
@@ -112,7 +112,7 @@ def _merged(live: dict[str, Any], sent: dict[str, Any]) -> dict[str, Any]:
 def _fields(
     value: dict[str, Any], at: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every field of an object, with its path."""
+    """Yield every field of an object, with its path."""
     for key, inner in value.items():
         if isinstance(inner, dict):
             yield from _fields(inner, (*at, key))
@@ -121,7 +121,7 @@ def _fields(
 
 
 def _discovery(path: str) -> dict[str, Any] | None:
-    """What the server says of itself at a path; None at that of an object."""
+    """Return the server's description of itself at a path; None for the path of an object."""
     if path == "/version":
         return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
     if path == "/api":
@@ -164,7 +164,7 @@ def _resources(version: str, kind: str) -> dict[str, Any]:
 
 
 def _schema(version: str, kind: str) -> dict[str, Any]:
-    """The part of a schema in which ``kubectl`` finds that the server validates fields itself."""
+    """The part of a schema by which ``kubectl`` knows that the server validates fields itself."""
     group = version.rpartition("/")[0]
     patch = {
         "parameters": [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}],
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: KubernetesApi
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def kubernetes_api() -> Iterator[KubernetesApi]:
-    """A server that answers while the context lasts."""
+    """Run a server while the context lasts."""
     with KubernetesApi() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

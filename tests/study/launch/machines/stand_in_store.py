@@ -1,4 +1,4 @@
-"""Stands in for ``versitygw`` on loopback: takes its options, and is moto's S3 server with a bucket
+"""Replaces ``versitygw`` on loopback: takes its options, and runs moto's S3 server with a bucket
 for each folder, as its posix backend has."""
 
 from __future__ import annotations
