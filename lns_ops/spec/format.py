@@ -64,7 +64,7 @@ class LNSFormat:
         ValueError: no such format exists; the message gives the value, the rule and a remedy.
 
     >>> LNSFormat(bits=12, fraction_bits=6).largest
-    64830.04707268038
+    64830.047072680376
     """
 
     bits: int
