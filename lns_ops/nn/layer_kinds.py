@@ -90,7 +90,7 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 def without_nested_tensors(module: nn.Module) -> None:
-    """Make torch's encoders keep padded batches, because only fused layers support nested tensors."""
+    """Make torch's encoders keep padded batches: only fused layers support nested tensors."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder):
             part.use_nested_tensor = False

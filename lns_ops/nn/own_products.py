@@ -43,7 +43,7 @@ _OPERATORS = {
 
 @cache
 def _called(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the products that a forward calls, directly or indirectly, without torch's own code."""
+    """Return the products that a forward calls, directly or not, except in torch's own code."""
     return _reached(kind, *_defined(kind, "forward"))
 
 
