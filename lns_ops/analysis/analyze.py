@@ -13,7 +13,14 @@ float32 and in the format (:func:`lns_ops.convert_`). For each layer the analysi
   format, because |u / w| is below about half an ulp or u underflows. Kahan summation and stochastic
   rounding keep such updates.
 
-One batch is one sample. The gradient's scale, and therefore its underflow, depends on the loss (a
+>>> import torch, lns_ops
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+>>> images, labels = torch.randn(16, 4), torch.arange(16) % 3
+>>> analysis = lns_ops.analyze(model, (images, labels), "lns12", lr=0.1)
+>>> [layer.name for layer in analysis.layers], analysis.layers[0].format
+(['0', '1', '2'], 'lns12')
+
+``print(analysis)`` shows a table. One batch is one sample. The gradient's scale, and therefore its underflow, depends on the loss (a
 mean over the batch or its sum) and changes during training.
 """
 
@@ -233,16 +240,8 @@ def analyze(
 ) -> Analysis:
     """Measure the effect of ``format`` on every layer of ``model``, on one batch.
 
-    :mod:`lns_ops.analysis.analyze` describes the results. The model is not changed.
-
-    >>> import lns_ops
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    >>> images, labels = torch.randn(16, 4), torch.arange(16) % 3
-    >>> analysis = lns_ops.analyze(model, (images, labels), "lns12", lr=0.1)
-    >>> [layer.name for layer in analysis.layers], analysis.layers[0].format
-    (['0', '1', '2'], 'lns12')
-
-    ``print(analysis)`` shows a table.
+    :mod:`lns_ops.analysis.analyze` describes the results and has an example. The model is not
+    changed.
 
     Args:
         model: any torch module that :func:`lns_ops.convert_` accepts, in float32 or already

@@ -37,8 +37,8 @@ the same product gives the same bits if its BLAS library does. The figures for C
 default float32 precision (``torch.set_float32_matmul_precision``).
 
 A sum beyond float32's range is computed again in float64, which has room for all sums of LNS
-products; it saturates to the format's largest magnitude with its sign. So infinities and
-NaNs do not occur, even if large terms of both signs cancel. (Tensor cores may return a finite sum although
+products; it saturates to the format's largest magnitude with its sign. So infinities and NaNs do
+not occur, even if large terms of both signs cancel. (Tensor cores may return a finite sum although
 products beyond float32's range cancel; it is then any number within the bound.)
 """
 

@@ -90,7 +90,7 @@ def values_of(x: Tensor) -> NDArray[Any]:
     """Return the values of ``x``, sharing memory.
 
     ``x.numpy()`` pins memory that FSDP frees later; the alternative takes 3 microseconds more.
-    FSDP needs a process group; without one it is not in use, even though torch's optimizers import its module.
+    torch's optimizers import FSDP's module, but it is used only with a process group.
     """
     if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
         return np.from_dlpack(x.detach())

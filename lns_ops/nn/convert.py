@@ -241,8 +241,7 @@ def convert_(
     'lns12'
 
     Args:
-        module: any torch module; the docstring of :mod:`lns_ops.nn.convert` describes what happens
-            to its layers in each scope.
+        module: any torch module; :mod:`lns_ops.nn.convert` describes the effect on its layers.
         fmt: the LNS format, or its name; or a mapping from patterns of layer names to formats, such
             as ``{"layer1.*": "lns12", "*": "lns16"}``. The first matching pattern counts; layers
             without one are not converted. Any other number format, or its name (``bfloat16``,

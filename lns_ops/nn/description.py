@@ -31,9 +31,8 @@ def summary(module: nn.Module) -> str:
 
     A line has the module's name, type, scope, format and number of parameters. Modules that compute
     products themselves have a line, too. Notes follow: layers with products that scope ``matmul``
-    does not convert, modules with products of their own that are left out
-    (:mod:`lns_ops.nn.own_products`), and the number of float tensors that were encoded because an
-    operation combined them with LNS (:mod:`lns_ops.tensor.promotion`).
+    does not convert, left-out modules with their own products (:mod:`lns_ops.nn.own_products`), and
+    the number of float tensors that were encoded to combine them with LNS.
 
     >>> from lns_ops import convert_
     >>> print(summary(convert_(nn.Sequential(nn.Linear(4, 2)), "lns12")))

@@ -8,6 +8,13 @@ its own matrices (``x @ self.w``). Products are summed in float32, as tensor cor
 :func:`lns_ops.optim.quantized_updates.quantize_updates_` adds the rest: it rounds gradients of
 parameters before an optimizer step, and parameters after it.
 
+>>> import torch
+>>> from lns_ops import formats
+>>> net = simulate_(torch.nn.Linear(4, 2), "float8_e4m3fn", gradient_format="float8_e5m2")
+>>> y = net(torch.ones(3, 4))
+>>> torch.equal(y, formats.parse("float8_e4m3fn").quantize(y))
+True
+
 *Simulated* training needs as much memory and time as float32; it studies accuracy. Limits: values
 that a module computes between its submodules (a residual addition, a functional call) stay float32
 until they enter or leave a layer. Layers that do not call ``forward`` of their children
@@ -254,12 +261,6 @@ def simulate_(
 ) -> nn.Module:
     """Train ``module`` in a number format: round parameters now, and activations and gradients
     during training.
-
-    >>> from lns_ops import formats
-    >>> net = simulate_(nn.Linear(4, 2), "float8_e4m3fn", gradient_format="float8_e5m2")
-    >>> y = net(torch.ones(3, 4))
-    >>> torch.equal(y, formats.parse("float8_e4m3fn").quantize(y))
-    True
 
     Args:
         module: any torch module with float32 parameters.
