@@ -20,8 +20,8 @@ float32 and in the format (:func:`lns_ops.convert_`). For each layer the analysi
 >>> [layer.name for layer in analysis.layers], analysis.layers[0].format
 (['0', '1', '2'], 'lns12')
 
-``print(analysis)`` shows a table. One batch is one sample. The gradient's scale, and therefore its underflow, depends on the loss (a
-mean over the batch or its sum) and changes during training.
+``print(analysis)`` shows a table. One batch is one sample. The gradient's scale, and therefore its
+underflow, depends on the loss (a mean over the batch or its sum) and changes during training.
 """
 
 from __future__ import annotations
