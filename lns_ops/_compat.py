@@ -337,8 +337,9 @@ def openmp_team() -> Callable[[int, Any, int, int], None] | None:
     """Return the function that runs a C function on all threads of an OpenMP team, or None.
 
     Its arguments are the C function's address, its argument, the number of threads, and 0. GCC
-    compiles ``#pragma omp parallel`` to a call of it. It belongs to the OpenMP library that torch
-    has loaded (GNU's; LLVM's and Intel's have it as well), but no header declares it (torch 2.13).
+    compiles ``#pragma omp parallel`` to a call of this function. It belongs to the OpenMP library
+    that torch has loaded (GNU's; LLVM's and Intel's have it as well), but no header declares it
+    (torch 2.13).
     """
     try:
         found = ctypes.CDLL(None).GOMP_parallel

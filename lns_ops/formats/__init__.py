@@ -11,8 +11,8 @@ tensor([3.1250e-01, 4.4800e+02])
 >>> fmt.bits, fmt.error.relative
 (8, 0.0625)
 
-:func:`lns_ops.nn.simulate.simulate_` trains networks in any of them; :func:`lns_ops.convert_` also
-accepts their names.
+:func:`lns_ops.nn.simulate.simulate_` trains networks in any format; :func:`lns_ops.convert_` also
+accepts format names.
 """
 
 from lns_ops.formats.accumulator import ORDERS, Accumulation

@@ -37,6 +37,12 @@ def _steps(fraction_bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
 class Logarithmic(NumberFormat):
     """The values of an LNS format.
 
+    >>> import torch
+    >>> from lns_ops.formats import parse
+    >>> parse("lns8/channel").quantize(torch.tensor([[1.0, 0.3], [100.0, 30.0]]))
+    tensor([[ 1.0000,  0.2973],
+            [98.7015, 29.3441]])
+
     Args:
         lns: the format.
     """

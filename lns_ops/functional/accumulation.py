@@ -123,6 +123,11 @@ def set_gradient_accumulation(name: str) -> None:
     It applies to sums of more than two gradients: within a backward pass if a tensor is used more
     than twice, and in ``p.grad`` over several backward passes.
 
+    >>> set_gradient_accumulation("contract")
+    >>> get_gradient_accumulation()
+    'contract'
+    >>> set_gradient_accumulation("float32")
+
     Args:
         name: ``float32`` adds in float32 and encodes the sum. ``contract`` makes one LNS addition
             after the other, so long sums stick: 512 equal gradients add up to 370 times one of them

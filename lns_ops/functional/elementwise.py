@@ -141,6 +141,11 @@ define_operator(
 def encode(x: Tensor, fmt: LNSFormat) -> Tensor:
     """Return the int16 codes nearest to ``x`` in logarithm, with the same shape.
 
+    >>> from lns_ops import lns12
+    >>> codes = encode(torch.tensor([1.0, -3.0]), lns12)
+    >>> codes, decode(codes, lns12)
+    (tensor([1024, -923], dtype=torch.int16), tensor([ 1.0000, -2.9858]))
+
     Raises:
         ValueError: ``x`` is complex or a DTensor, or contains a NaN or an infinity
             (``NonFiniteError``).

@@ -153,7 +153,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the codes of the gradients of input and weight; the operands are decoded only once.
 
-    The bits are those of :func:`convolution` for each gradient.
+    The bits are the same as with :func:`convolution` for each gradient.
     """
     grad, x, weight = (codes.contiguous() for codes in (grad, x, weight))
     geometry = (stride, padding, dilation, groups)

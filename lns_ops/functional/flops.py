@@ -4,6 +4,14 @@ A multiply-accumulate counts as two operations, as in torch.
 
 torch's own formulas count products of LNSTensors, because the counter sees aten operators. The
 formulas here are for the operators on codes, which layers of scope ``matmul`` call.
+
+>>> import torch, lns_ops
+>>> from torch.utils.flop_counter import FlopCounterMode
+>>> model = lns_ops.convert_(torch.nn.Linear(4, 2), "lns12")
+>>> with FlopCounterMode(display=False) as counter:
+...     y = model(torch.ones(3, 4))
+>>> counter.get_total_flops()  # 2 x 3 x 4 x 2
+48
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def _convert_everywhere(
 
 @dataclass(frozen=True)
 class _OwnForward:
-    """A forward hook without effect. Because of it, torch does not use its fused encoder layer,
+    """A forward hook without effect. If it is present, torch does not use its fused encoder layer,
     which would multiply in float32 in evaluation mode (torch.nn.TransformerEncoderLayer).
     """
 

@@ -182,11 +182,12 @@ class _Graph:
 
 
 def _device_of(given: Mapping[str, Any]) -> torch.device:
-    """Return the GPU of the tensors among the arguments; the current GPU if there are no tensors.
+    """Return the GPU of the tensors among the arguments; the current GPU if no argument is a
+    tensor.
 
     Raises:
         ValueError: a tensor is on the CPU or another GPU, needs a gradient, or is in a list, tuple
-            or dict; or there is no GPU.
+            or dict; or torch finds no GPU.
     """
     device: torch.device | None = None
     for name, value in given.items():

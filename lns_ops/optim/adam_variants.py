@@ -222,6 +222,11 @@ class Lion(WithBetas):
             parameter's format.
 
     Source: X. Chen et al. 2023 (arXiv:2302.06675).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = Lion(model.parameters(), lr=1e-4, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     _decoupled = True

@@ -54,6 +54,12 @@ class LARS(ComposedOptimizer):
             parameter's format.
 
     Source: Y. You, I. Gitman, B. Ginsburg 2017 (arXiv:1708.03888).
+
+    >>> model = torch.nn.Linear(4, 2)
+    >>> biases = {"params": [model.bias], "adapt": False, "weight_decay": 0.0}
+    >>> optimizer = LARS([{"params": [model.weight]}, biases], lr=0.1, weight_decay=1e-4)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(

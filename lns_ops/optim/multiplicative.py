@@ -111,6 +111,12 @@ class Madam(MultiplicativeOptimizer):
 
     Source: J. Bernstein et al. 2020 (arXiv:2006.14560); J. Zhao et al., "LNS-Madam", 2022
     (arXiv:2106.13914).
+
+    >>> import lns_ops
+    >>> model = lns_ops.convert_(torch.nn.Linear(4, 2, bias=False), "lns12", scope="everywhere")
+    >>> optimizer = Madam(model.parameters(), lr=0.01, kahan_sum=True)
+    >>> model(torch.ones(3, 4)).sum().backward()
+    >>> optimizer.step()
     """
 
     def __init__(

@@ -138,9 +138,9 @@ class LNSFormat:
     def of_squares(self) -> LNSFormat:
         """The format of the squares of its values, used for variances.
 
-        It has one bit more and the same ulp, so the logarithm of a square is twice that of the
-        value. If no such format exists (at 16 bits, or if its range would exceed float32's), it is
-        the format itself.
+        It has one bit more and the same ulp, so the logarithm of a square is twice the logarithm of
+        the value. If no such format exists (at 16 bits, or if its range would exceed float32's), it
+        is the format itself.
 
         >>> lns12.of_squares.name, lns16.of_squares.name
         ('lns(13,6)', 'lns16')

@@ -67,7 +67,7 @@ class LNSTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, fmt: LNSFormat) -> LNSTensor:
-        # a view of a tensor of another kind has the kind of that tensor
+        # in inference mode, codes from outside it keep an ordinary LNSTensor (a view needs that)
         if torch.is_inference_mode_enabled() and not codes.is_inference():
             with torch.inference_mode(False):
                 return LNSTensor.__new__(cls, codes, fmt)

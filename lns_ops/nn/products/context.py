@@ -1,7 +1,7 @@
 """The context in which a forward pass computes products of float32 tensors in LNS.
 
 Inside the context, linear functions and convolutions are LNS with any weight, and so are functions
-that are composed of them. If the context also tracks weights (:mod:`lns_ops.nn.products.weights`),
+composed of these. If the context also tracks weights (:mod:`lns_ops.nn.products.weights`),
 all other products with a weight are LNS, too: ``@``, ``torch.einsum``, ``torch.bmm`` ...
 
 If contexts are nested, the innermost one counts. A layer that is left out leaves all of them for

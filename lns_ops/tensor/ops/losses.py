@@ -39,7 +39,7 @@ LOSSES = (
 LOST = 2.0**-10
 """The smallest fraction of a term's gradient that a mean must preserve."""
 _OF_CLASSES = (F.cross_entropy, F.nll_loss, F.multi_margin_loss)
-"""Losses with one term for each index except those of dimension 1 (the classes)."""
+"""Losses with one term for each position; dimension 1 holds the classes."""
 
 
 def _warn_of_mean(function: Callable[..., Any], x: Any, reduction: str) -> None:

@@ -255,8 +255,8 @@ def _avg_pool_backward(
 def _spread(share: Tensor, shape: Any, kernel: Any, stride: Any, padding: Any) -> Tensor:
     """Return the gradient of windows that do not overlap: each input gets its window's, or 0.
 
-    A sum of one term is that term, so the bits are those of :func:`conv.input_gradient`, which
-    would visit every place of the window for every input.
+    A sum of one term is that term, so the bits are the same as with :func:`conv.input_gradient`,
+    which would visit every place of the window for every input.
     """
     codes = share
     for d, (width, step, before) in enumerate(zip(kernel, stride, padding, strict=True), start=2):
