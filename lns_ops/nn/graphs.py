@@ -182,8 +182,7 @@ class _Graph:
 
 
 def _device_of(given: Mapping[str, Any]) -> torch.device:
-    """Return the GPU of the tensors among the arguments; the current GPU if no argument is a
-    tensor.
+    """Return the GPU of the tensor arguments; the current GPU if no argument is a tensor.
 
     Raises:
         ValueError: a tensor is on the CPU or another GPU, needs a gradient, or is in a list, tuple

@@ -75,7 +75,7 @@ class NAdam(WithBetas):
     Args:
         params, lr, betas, eps, weight_decay, rounding: as for :class:`Adamax`.
         momentum_decay: at least 0.
-        decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
+        decoupled_weight_decay: use decoupled weight decay, as AdamW does.
 
     State: ``step``, ``mu_product`` (float64), ``exp_avg``; ``exp_avg_sq`` (float parameters) or its
     root and residue.
@@ -144,7 +144,7 @@ class RAdam(WithBetas):
 
     Args:
         params, lr, betas, eps, weight_decay, rounding: as for :class:`Adamax`.
-        decoupled_weight_decay: decay the weight beside the gradient, as AdamW.
+        decoupled_weight_decay: use decoupled weight decay, as AdamW does.
         grad_scale: factor by which the gradient is too large, for example the batch size if the
             loss is a sum. The first steps are proportional to the gradient, so they are divided by
             it. Later steps do not depend on it.

@@ -203,7 +203,7 @@ def lines() -> list[str]:
     if not encoded_by:
         return []
     counts = ", ".join(f"{name} {count:,}" for name, count in encoded_by.most_common())
-    return [f"float tensors encoded where they met LNS, in this process: {counts}"]
+    return [f"float tensors encoded to combine them with LNS, in this process: {counts}"]
 
 
 def written_to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -160,7 +160,7 @@ def test_refusals_name_value_rule_and_remedy(make: type, values: dict[str, Any],
     [
         (
             {"format": "float7"},
-            r"precision.format='float7': format 'float7': there is none of that name",
+            r"precision.format='float7': format 'float7': unknown; formats are",
         ),
         ({"format": "int8/row"}, r"precision.format='int8/row': .* use for example int8/channel"),
         (
