@@ -241,5 +241,5 @@ def test_compensation_cannot_begin_without_what_it_needs() -> None:
         ValueError, match=r"shapes \[\(4,\)\]: must match the parameters' shapes, \[\(3,\)\]"
     ):
         optimizer.init_compensation([torch.ones(4)])
-    with pytest.raises(ValueError, match="parameters without names"):
+    with pytest.raises(ValueError, match="without parameter names"):
         optimizer.init_compensation({"weight": torch.ones(3)})
